@@ -1,14 +1,16 @@
 """msrl_graph: a language and compiler for reinforcement learning of LLMs.
 
-A program is an .rlg file, or is built in Python with `Algorithm`, `Cluster`, `Deploy` and `Imported`
+A program is an .rlg file, or an object that you build in Python with `Algorithm`, `Cluster`, `Deploy` and `Imported`
 (docs/guides/python.md).
 
-- `compile` returns its Plan, `check` its Graph (the algorithm without its placement), `parse` the syntax tree of a
-  text, and `to_rlg` the text of a tree or of what was built.
-- `simulate` predicts how long a plan's iterations take when rows differ.
-- `run` trains with a plan (it needs the extra `run`), and `export` writes the trained weights as Hugging Face folders.
-- Errors are raised as a `Fault`, suspicious things are reported as a `ProgramWarning`.
-- `function` and `loss_term` mark functions and loss terms in your own files (docs/guides/functions.md,
+- `compile` returns the Plan of a program. `check` returns the Graph of a program: the algorithm without its placement.
+- `parse` returns the syntax tree of a program's text. `to_rlg` returns the text of a syntax tree, or of a program that
+  was built in Python.
+- `simulate` predicts how long the iterations of a plan take when the lengths of rows differ.
+- `run` trains with a plan and needs the package's extra `run`. `export` writes the trained weights as Hugging Face
+  folders.
+- An error is raised as a `Fault`. A likely mistake is reported as a `ProgramWarning`.
+- `function` and `loss_term` are decorators for functions and loss terms in your own files (docs/guides/functions.md,
   docs/guides/own_loss.md).
 """
 
@@ -48,8 +50,8 @@ __all__ = [
     "to_rlg",
 ]
 
-# Loaded on demand: torch and ray only for training, and the compiler only for compiling, which the processes of a run
-# do not do.
+# A name is imported on first use. Only training imports torch and ray. Only compiling imports the compiler, which the
+# processes of a run never need.
 _HOMES = {
     **dict.fromkeys(("check", "compile"), ".compiler.pipeline"),
     **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),
@@ -61,7 +63,7 @@ _HOMES = {
     "simulate": ".simulation",
 }
 
-# How a graph or a plan is shown is the task of `emit`, a layer above `ir`.
+# `emit` renders graphs and plans. It is a layer above `ir`, so `ir` gets the loader of `emit` from this module.
 _views.emitter = lambda name: import_module(f".emit.{name}", __name__)
 
 

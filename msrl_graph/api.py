@@ -1,7 +1,7 @@
 """`run` and `export` for Python callers, with msrl-run's flags as arguments.
 
-Invariant: an argument of the wrong type is a Fault, like everything else that can be known before a process starts. So
-is a script that the run's own processes would start again.
+Invariant: a mistake that can be known before a process starts is raised as a Fault. Examples are an argument of the
+wrong type, and a script that the run's own processes would start again.
 """
 
 from __future__ import annotations
@@ -55,27 +55,35 @@ def run(
 ) -> Outcome:
     """Run a plan to its end and return the outcome.
 
-    It writes metrics, curve, trace, logs, checkpoints and weights under `out`, which may be a URL. The default is a new
-    folder under runs/, or with `resume`, the folder of the resumed run.
+    The run writes metrics, curve, trace, logs, checkpoints and weights under `out`, which may be a URL. By default,
+    `out` is a new folder under runs/, or with `resume` the folder of the resumed run.
 
     - `resume`: the folder or URL of a run or of a checkpoint to resume.
-    - `overwrite`: replace the results of a run that is in `out` already or, with `resume`, the newer checkpoints.
-    - `iterations` and `seed` replace the plan's.
-    - `evaluate`: run the plan's evaluations once, with the weights of `resume` or the models' own, without training;
-      the results go to a folder of their own.
-    - `record`: write the rows of each iteration. `replay`: the folder of a recorded run, whose responses replace
-      generation.
+    - `overwrite`: replace the results that `out` already contains. With `resume`, replace the checkpoints that are
+      newer than the resumed checkpoint.
+    - `iterations`, `seed`: values that replace the values of the plan.
+    - `evaluate`: run the plan's evaluations once, without training. The weights are those of `resume`, or without
+      `resume` the initial weights of the models. The results are written to a folder of their own.
+    - `record`: write the rows of each iteration.
+    - `replay`: the folder of a recorded run, whose responses replace generation.
     - `dry_run`: check all that can be checked, print what would run, and start nothing.
-    - `verbose`: show what the processes print. `measure_memory`: report the memory of a rank's tensors.
-    - `nice`: from 0 to 19, added to the niceness of this process for the processes that compute.
-    - `watch`: serve a page that shows the run. `metrics_port` (0: a free one): serve metrics for Prometheus.
-    - `stderr`: where progress is reported (default: the process's own).
-    - `on_iteration`: called with the metrics of each finished iteration, a dict as a line of metrics.jsonl. An
-      exception from it ends the run as one SIGINT does, and is raised.
+    - `verbose`: show what the processes of the run print.
+    - `measure_memory`: report the memory of each rank's tensors.
+    - `nice`: a number from 0 to 19. The processes that compute have the niceness of this process plus this number.
+    - `watch`: serve a web page that shows the run.
+    - `metrics_port`: the port at which metrics are served for Prometheus; 0 means any free port.
+    - `stderr`: the stream to which progress is reported. The default is the stderr of this process.
+    - `on_iteration`: a function that is called after each iteration with the metrics of the iteration. The metrics are
+      a dict with the content of a line of metrics.jsonl. If the function raises, the run ends as it does after one
+      SIGINT, and `run` raises the exception.
 
-    Raises Fault for input that cannot be run (NoResources for machines without the required resources), RunFailed when
-    a process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended the run, and
-    whatever `on_iteration` raised.
+    Raises:
+
+    - Fault for input that cannot be run. Its subclass NoResources means that the machines do not have the required
+      resources.
+    - RunFailed if processes died more often than the plan's `restarts` allows.
+    - Interrupted if SIGINT, SIGTERM or SIGHUP ended the run.
+    - any exception that `on_iteration` raised.
     """
     __tracebackhide__ = True  # a notebook leaves this frame out
     try:
@@ -130,14 +138,14 @@ def run(
 def export(
     checkpoint: Path | str, to: Path | str | None = None, *, worker: str | None = None, plan: Plan | None = None
 ) -> dict[str, Path]:
-    """Write the weights of a checkpoint as Hugging Face folders, and return these.
+    """Export a checkpoint as Hugging Face folders; return the folders by worker.
 
-    The folders are returned by worker. `checkpoint` is the folder or URL of a checkpoint, or of a run, which stands for
-    its newest checkpoint. The folders are `to/WORKER`; with `worker`, only that worker's is written, and to `to`
-    itself. The default is `exported/` in the run's folder. `plan` gives the models, by default the plan in the run's
-    folder does. Starts no process.
+    `checkpoint` is the folder or URL of a checkpoint. It may also be the folder or URL of a run, whose newest
+    checkpoint is then exported. The weights of each worker are written to `to/WORKER`. With `worker`, only the weights
+    of this worker are written, to `to` itself. The default of `to` is `exported/` in the run's folder. `plan` describes
+    the models; the default is the plan in the run's folder. The function starts no process.
 
-    Raises Fault if the checkpoint is damaged or of another model, or if a folder is not empty.
+    Raises Fault if the checkpoint is damaged or belongs to another model, or if a folder to write is not empty.
     """
     __tracebackhide__ = True
     from .runtime.driver.export import export as written
@@ -161,7 +169,7 @@ def export(
 
 
 def _rename_flags(fault: Fault) -> None:
-    """Replace flags by arguments in the messages of a fault."""
+    """Replace flags of msrl-run by arguments of `run` in the messages of a fault."""
     from .compiler.pipeline import render_all
 
     fault.diagnostics = tuple(
@@ -182,7 +190,7 @@ def _flags_to_arguments(text: str) -> str:
 
 
 def _check_arguments(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
-    """Check the arguments of `run`; return the numbers that are given."""
+    """Check the arguments of `run`; return the numbers that are not None, by name."""
     if not isinstance(plan, Plan):
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
     for name, folder in folders.items():
@@ -204,9 +212,10 @@ def _check_folder(name: str, value: object) -> None:
 
 
 def _check_main_guard(plan: Plan, frame: FrameType | None) -> None:
-    """Refuse a run that its own processes would start again.
+    """Raise Fault if the processes of a run would themselves start the run again.
 
-    They load functions by running the file that defines them.
+    The processes of a run load functions by executing the file that defines the functions. If the same file calls `run`
+    outside of `if __name__ == "__main__":`, each process would call `run` as well. `frame` is the caller of `run`.
     """
     if os.environ.get(MARK):
         _refuse("a process of a run, while loading its functions, would start another run", HELP, "unguarded-run")
@@ -232,7 +241,7 @@ def _check_main_guard(plan: Plan, frame: FrameType | None) -> None:
 
 
 def _only_as_main(source: str, line: int) -> bool:
-    """Return whether a line is under an `if` that tests `__name__`."""
+    """Return whether a line of a source is under an `if` that tests `__name__`."""
     guards = [item for item in ast.parse(source).body if isinstance(item, ast.If)]
     main_guards = [
         guard

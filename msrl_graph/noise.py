@@ -1,22 +1,24 @@
-"""Random numbers that no layout changes: functions of their stream and key only.
+"""Random numbers that depend only on a stream and a key, not on the layout.
 
-Invariant: every user of random numbers in a run has its own stream, `RandomStream(seed, purpose, *names)`. A number
-depends on the stream and on the parts of its key, and on nothing else: not on the batch of a row, its place there, the
-rank or the order of calls. This module is the only place that makes keys. The purposes, with the names of a stream and
-the parts of its keys (`task` is "train" or an evaluation's name):
+Invariant: each use of random numbers in a run has a stream of its own, `RandomStream(seed, purpose, *names)`. A random
+number depends only on its stream and on the parts of its key. The number does not depend on the batch of a row, the
+position of the row in the batch, the rank or the order of calls. This module is the only place that makes keys.
+
+The table shows each purpose, the names of its streams and the parts of its keys. In the table, `task` is "train" or the
+name of an evaluation:
 
     purpose     stream        key                                 used for
-    token       node, task    iteration, row; then step           the tokens that a generation draws, a judge's too
+    token       node, task    iteration, row; then step           the tokens that a generation or a judge draws
     function    node, task    iteration, row or group             `rng` of functions, environments and agents
     episode     node, task    iteration, row                      the seed of gymnasium's `reset`
     loss        node          iteration, epoch, first row         `rng` of loss terms
     mini_batch  node          iteration, epoch, row               the rows of each optimizer step
     order       data          pass, row of the data               the order of a data file
     weighted    data          iteration, pass, row of the data    a source that draws by `weights`
-    probe       edge          prompt, position                    the prompts that prove a delivery of weights
+    probe       edge          prompt, position                    the prompts that test whether weights arrived
     digest      -             dim, index                          the digests of weights, the same in all runs
 
-A response that is cut and resumed in a later iteration has the key of the row that it began as.
+A response that is cut and resumed in a later iteration still has the key of the iteration and row in which it began.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-# The version of all streams. Another version draws other numbers from the same seed, so a run that is resumed with it
-# differs from an uninterrupted run: checkpoints store it.
+# The version of all streams. With another version, the same seed gives other numbers, and a resumed run would differ
+# from an uninterrupted run. For this reason checkpoints store the version.
 VERSION = 2
 
 Purpose = Literal["token", "function", "episode", "loss", "mini_batch", "order", "weighted", "probe", "digest"]
@@ -36,7 +38,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class RandomStream:
-    """The random numbers of one user."""
+    """A stream of random numbers for one purpose, such as the tokens of one node."""
 
     def __init__(self, seed: int, purpose: Purpose, *names: str) -> None:
         self.name = (seed, purpose, *names)
@@ -44,20 +46,29 @@ class RandomStream:
         self.key = _keys(seed, int.from_bytes(digest, "little"))
 
     def keys(self, *parts: Any) -> NDArray[np.uint64]:
-        """Return 64 random bits for each element of the broadcast integer arrays `parts`."""
+        """Return 64 random bits for each element of the integer arrays `parts`.
+
+        The arrays are broadcast against each other. The elements at one position are the parts of one key.
+        """
         return _keys(self.key, *parts)
 
     def uniform(self, *parts: Any) -> NDArray[np.float64]:
-        """Return a float in [0, 1) for each element of the broadcast arrays `parts`."""
+        """Return a float in [0, 1) for each element of the integer arrays `parts`.
+
+        The arrays are broadcast against each other, as in `keys`.
+        """
         return _floats(self.keys(*parts))
 
     def generator(self, *parts: int) -> np.random.Generator:
-        """Return a numpy generator, keyed by the parts."""
+        """Return a numpy generator whose seed is the key of this stream and `parts`."""
         return np.random.Generator(np.random.Philox(key=int(self.keys(*parts))))
 
 
 def uniform(keys: NDArray[np.uint64], steps: Any) -> NDArray[np.float64]:
-    """Return a float in [0, 1) for a step of each of a stream's keys, broadcast."""
+    """Return a float in [0, 1) for each pair of a key and a step.
+
+    `keys` are results of `RandomStream.keys`. The arrays `keys` and `steps` are broadcast against each other.
+    """
     return _floats(_keys(keys, steps))
 
 
@@ -66,7 +77,7 @@ def _floats(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _keys(*parts: Any) -> NDArray[np.uint64]:
-    """Hash integers in their order into a key."""
+    """Hash integers, in the given order, into a 64-bit key."""
     with np.errstate(over="ignore"):
         state = np.zeros((), np.uint64)
         for part in parts:
@@ -75,9 +86,9 @@ def _keys(*parts: Any) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of a key with the finaliser of SplitMix64.
+    """Mix the bits of a key with the finalizer of SplitMix64.
 
-    It is a bijection whose output bits each depend on every input bit (Steele, Lea, Flood 2014).
+    The finalizer is a bijection. Each of its output bits depends on every input bit (Steele, Lea, Flood 2014).
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

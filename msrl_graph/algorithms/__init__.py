@@ -1,7 +1,8 @@
-"""The algorithms of the package (`*.rlg`) and the functions that programs name.
+"""The algorithms of the package (`*.rlg`) and the functions that programs call.
 
-Invariant: each function in one of MODULES that has a mark of registry.py is one name in the language. The compiler
-only reads the sources. The runtime imports the module of a function that it calls.
+Invariant: a function is a name of the language if a module of MODULES defines it, a decorator of registry.py marks it,
+and its name does not begin with `_`. The names and signatures are parsed from the source files, without an import. A
+module is imported only when one of its functions is called.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states",
 
 @cache
 def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
-    """Return the signature and module of every built-in name, by kind and name."""
+    """Return the signature and module of each built-in function, by kind and name."""
     signatures_by_name = {}
     for module in MODULES:
         for name, signature in read_signatures((FOLDER / f"{module}.py").read_text(encoding="utf-8")).items():
@@ -32,15 +33,18 @@ def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
 
 
 def load(kind: CallKind, name: str) -> Callable[..., Any]:
-    """Import a function. Raises KeyError if there is none."""
+    """Import a built-in function and return it.
+
+    Raises KeyError if no built-in function has this kind and name.
+    """
     function: Callable[..., Any] = getattr(import_module(f".{library()[kind, name][1]}", __name__), name)
     return function
 
 
 def check_schedule(call: Expr) -> None:
-    """Call a schedule for the first step of a run, to check its options.
+    """Check the options of a learning-rate schedule by calling it for the first step.
 
-    Raises ValueError if they do not go together.
+    Raises ValueError if the options contradict each other.
     """
     filled = {"step": 1, "last": 1}
     load("schedule", str(call.value))(
@@ -50,10 +54,10 @@ def check_schedule(call: Expr) -> None:
 
 @lru_cache(maxsize=1 << 10)
 def optimizer(call: Expr) -> OptimizerSpec:
-    """Call an optimizer and return its specification.
+    """Call an optimizer function and return its specification of the optimizer.
 
-    The learning rate is left out, since it comes with each step. Raises ValueError if the options do not go
-    together.
+    The specification does not contain the learning rate, because the learning rate is set at each optimizer step.
+    Raises ValueError if the options contradict each other.
     """
     spec: OptimizerSpec = load("optimizer", str(call.value))(
         lr=0.0, **{option: value for option, value in call.options().items() if option != "lr"}

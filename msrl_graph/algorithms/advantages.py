@@ -1,9 +1,13 @@
-"""Advantage estimators: the value of a reward compared with its peers.
+"""Advantage estimators: functions that turn rewards into the advantages of tokens.
 
-Each returns float64 arrays, one per row and as long as the row's response. A nan or an infinite number in a row
-makes every result nan or infinite that the row is compared with, so the run reports the bad number. KL penalties
-use the estimate k1 = old_logp - ref_logp, in nats. If a `mask` is read, the tokens that it leaves out (an
-environment's) are not actions: the estimates ignore them, and are 0 there.
+Each function returns float64 arrays: one array per row, with one number per token of the row's response. KL penalties
+use the estimate k1 = old_logp - ref_logp, in nats.
+
+A `mask` is true for the tokens that the policy wrote. The other tokens come from an environment and are not actions:
+the functions skip them and return 0 for them.
+
+Invariant: if an input of a row is nan or infinite, every result that depends on the row is nan or infinite, so the run
+reports the bad number.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ if TYPE_CHECKING:
 def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[Array]:
     """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses.
 
-    Every token of a response gets it (arXiv:2402.03300, section 4.1.2). `response` holds one array of token ids per
-    row, `reward` one number per row. The standard deviation is unbiased; `std = false` omits the division
-    (arXiv:2503.20783). The result is 0 for a group of one or without spread, and nan for a group with a nan.
-    Returns one array per row, as long as its response.
+    s is the reward of a response. `mean` and `std` are computed from the rewards of all responses to the same prompt.
+    Every token of a response gets the same advantage (arXiv:2402.03300, section 4.1.2). The standard deviation is the
+    unbiased estimate. `std = false` omits the division (arXiv:2503.20783).
+
+    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
+    long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
+    advantage is nan if a reward of the group is nan.
     """
     centred = _center(reward)
     if std and centred.any():
@@ -40,9 +47,12 @@ def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32
 def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
     """RLOO's advantage, s minus the mean of the other responses' s.
 
-    The others are those of the same prompt; every token of a response gets the advantage (arXiv:2402.14740).
-    `response` holds one array of token ids per row, `reward` one number per row. The result is 0 for a group of one
-    or without spread, and nan for a group with a nan. Returns one array per row, as long as its response.
+    s is the reward of a response. The other responses are the other responses to the same prompt. Every token of a
+    response gets the same advantage (arXiv:2402.14740).
+
+    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
+    long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
+    advantage is nan if a reward of the group is nan.
     """
     size = len(reward)
     return _each_token(response, _center(reward) * (size / (size - 1) if size > 1 else 0.0))  # s - (sum - s) / (n - 1)
@@ -52,9 +62,12 @@ def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.floa
 def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
     """OPO's advantage, s minus the length-weighted mean of a prompt's s.
 
-    The weights are the lengths of the responses; every token of a response gets the advantage (arXiv:2505.23585).
-    `response` holds one array of token ids per row, `reward` one number per row. The result is 0 for a group of one
-    or without spread, and nan for a group with a nan. Returns one array per row, as long as its response.
+    s is the reward of a response. The mean is over all responses to the same prompt, each weighted by its length in
+    tokens. Every token of a response gets the same advantage (arXiv:2505.23585).
+
+    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
+    long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
+    advantage is nan if a reward of the group is nan.
     """
     import numpy as np
 
@@ -76,9 +89,10 @@ def over_baseline(
 ) -> Array:
     """ReMax's advantage: the sum of rewards from a token on, minus a baseline.
 
-    The baseline is the reward of the prompt's greedy response (arXiv:2310.10505, algorithm 2). A token's reward is
-    -kl (old_logp - ref_logp), plus the response's `reward` on its last token. Without log-probabilities there is no
-    penalty. `mask` leaves out tokens of an environment. Returns an array as long as the response.
+    The baseline is the reward of the prompt's greedy response (arXiv:2310.10505, algorithm 2). The reward of a token
+    is -kl (old_logp - ref_logp). The reward of the last token also includes the response's `reward`. If the node reads
+    no log-probabilities, there is no KL penalty. The tokens that `mask` excludes were written by an environment: they
+    are skipped, and their advantage is 0. Returns one number per token of the response.
     """
     (rewards,) = _token_rewards(
         [response],
@@ -104,11 +118,15 @@ def discounted(
 ) -> list[Array]:
     """REINFORCE++'s advantage: the sum of rewards from a token on, whitened.
 
-    Source: arXiv:2501.03262. A token's reward is -kl (old_logp - ref_logp), plus the row's `reward` on the last
-    token of its response; `gamma` discounts per token. Without log-probabilities there is no penalty. Whitening
-    makes A into (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, with unbiased variance; the result
-    is 0 if there is no spread. `mask` leaves out tokens of an environment. Returns one array per row, as long as
-    its response, empty for an empty one.
+    Source: arXiv:2501.03262. The reward of a token is -kl (old_logp - ref_logp). The reward of a row's last token also
+    includes the row's `reward`. `gamma` is the discount per token. If the node reads no log-probabilities, there is no
+    KL penalty.
+
+    Whitening replaces each sum A by (A - mean) / sqrt(variance + 1e-8). The mean and the unbiased variance are over
+    all tokens of the batch. If all sums are equal, the advantages are 0.
+
+    The tokens that `mask` excludes were written by an environment: they are skipped, and their advantage is 0. Returns
+    one array per row, as long as the row's response. The array of an empty response is empty.
     """
     rewards = _token_rewards(response, reward, old_logp, ref_logp, kl, mask)
     return _place_tokens(_whiten([_sum_returns(row, gamma) for row in rewards]), mask)
@@ -130,13 +148,20 @@ def gae(
 ) -> tuple[list[Array], list[Array]]:
     """Generalized advantage estimates, and the returns that a critic learns.
 
-    Source: arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593. A token's reward r is -kl_coef (old_logp -
-    ref_logp), plus the row's `score` on the last token of its response; without log-probabilities there is no
-    penalty. `value` is the value of the state before each token is written, 0 past the end: d = r + gamma V(next) -
-    V, A = d + gamma lam A(next), and the returns are A + V. `whiten` then makes A into (A - mean) / sqrt(variance +
-    1e-8) over all tokens of the batch, with unbiased variance; the result is 0 if there is no spread. `mask` leaves
-    out tokens of an environment. Returns advantages and returns, one array per row each, as long as its response,
-    empty for an empty one.
+    Source: arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593.
+
+    - The reward r of a token is -kl_coef (old_logp - ref_logp). The reward of a row's last token also includes the
+      row's `score`. If the node reads no log-probabilities, there is no KL penalty.
+    - `value` has the value V of each token: the prediction before the token is written. The value after the last token
+      is 0.
+    - The advantage A of a token is d + gamma lam A(next token), where d = r + gamma V(next token) - V. The return of a
+      token is A + V.
+    - With `whiten`, each advantage A is then replaced by (A - mean) / sqrt(variance + 1e-8). The mean and the unbiased
+      variance are over all tokens of the batch. If all advantages are equal, the result is 0.
+    - The tokens that `mask` excludes were written by an environment: they are skipped, and their results are 0.
+
+    Returns the advantages and the returns. Both are lists with one array per row, as long as the row's response. The
+    array of an empty response is empty.
     """
     import numpy as np
 
@@ -154,7 +179,10 @@ def gae(
 
 
 def _center(scores: NDArray[np.float32]) -> Array:
-    """Return scores minus their mean; exactly 0 if all are equal, despite rounding."""
+    """Return the scores minus their mean.
+
+    The result is exactly 0 if all scores are equal, despite rounding errors.
+    """
     import numpy as np
 
     exact = np.asarray(scores, np.float64)
@@ -178,9 +206,9 @@ def _token_rewards(
     kl: float,
     mask: Sequence[NDArray[np.bool_]] | None,
 ) -> list[Array]:
-    """Return the rewards of the tokens that the mask selects.
+    """Return the rewards of the tokens that the mask selects, one array per row.
 
-    A token's reward is its KL penalty, plus the row's score on the last token.
+    The reward of a token is its KL penalty. The reward of a row's last selected token also includes the row's score.
     """
     import numpy as np
 
@@ -198,12 +226,18 @@ def _token_rewards(
 
 
 def _select_policy_tokens(mask: Sequence[NDArray[np.bool_]] | None, row: int) -> NDArray[np.bool_] | slice:
-    """Select the tokens of a row that the policy wrote: all if there is no mask."""
+    """Return an index that selects the tokens of a row that the policy wrote.
+
+    Without a mask, the index selects all tokens.
+    """
     return slice(None) if mask is None else mask[row]
 
 
 def _place_tokens(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -> list[Array]:
-    """Place values of masked tokens into whole responses, with 0 at the other tokens."""
+    """Return arrays as long as the responses, with the values at the selected tokens.
+
+    `rows` has one value per token that the mask selects. The other tokens get 0.
+    """
     import numpy as np
 
     if mask is None:
@@ -215,7 +249,7 @@ def _place_tokens(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -
 
 
 def _sum_returns(rewards: Array, discount: float) -> Array:
-    """Return the sum of rewards from each token on, discounted per token."""
+    """Return, for each token, the discounted sum of the rewards from this token on."""
     import numpy as np
 
     returns = np.empty_like(rewards)
@@ -227,9 +261,9 @@ def _sum_returns(rewards: Array, discount: float) -> Array:
 
 
 def _whiten(rows: list[Array]) -> list[Array]:
-    """Scale all tokens to mean 0 and variance 1.
+    """Scale the values of all tokens to mean 0 and variance 1.
 
-    The result is 0 for a single token or without spread.
+    The result is 0 if there is only one token or if all values are equal.
     """
     import numpy as np
 

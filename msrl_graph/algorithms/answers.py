@@ -1,8 +1,8 @@
-"""The answer that a text gives, and whether two answers are equal.
+"""Extraction of the final answer from a text, and comparison of two answers.
 
-Invariant: a verdict of this file is exact, or None: None leaves a pair to computer algebra (judge.py). Every
-pattern takes time linear in the text: responses are long, and a model that is trained by these verdicts could learn to
-write text that makes a pattern slow.
+Invariant: a comparison in this file is either exact or returns None. For None, the caller asks computer algebra
+(judge.py). Every pattern takes time linear in the length of the text. Otherwise a long response would be slow to
+check, and a model that is trained with these verdicts could learn to write text that makes a pattern slow.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ _WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[ '-])*")
 
 @dataclass(frozen=True)
 class ParsedNumber:
-    """A number in a text.
+    """A number that was found in a text.
 
-    `value` is the number as written, without a percent sign; a `rounded` one has a decimal point.
+    - `value`: the number as written, without a percent sign.
+    - `percent`: whether a percent sign follows the number.
+    - `rounded`: whether the number was written with a decimal point.
     """
 
     value: Fraction
@@ -100,7 +102,7 @@ class ParsedNumber:
     rounded: bool = False
 
     def __str__(self) -> str:
-        """Format as LaTeX; a rounded number as a decimal."""
+        """Format the number as LaTeX: a rounded number as a decimal, others as a fraction."""
         numerator, denominator = self.value.as_integer_ratio()
         exact = (
             str(numerator)
@@ -112,9 +114,12 @@ class ParsedNumber:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that a text gives.
+    """The final answer that was found in a text.
 
-    `text` is LaTeX or plain. Unless it is `marked`, the answer is somewhere in it.
+    - `text`: LaTeX or plain text. If the answer is `marked`, `text` is exactly the answer. Otherwise the answer is
+      somewhere in `text`.
+    - `number`: the answer as a number, if the answer is a number.
+    - `words`: the answer in lower case if the answer consists of words, or the letter of a multiple-choice answer.
     """
 
     text: str
@@ -124,16 +129,21 @@ class Answer:
 
 
 def parse_gold(text: str) -> Answer:
-    """Return the answer of a data file's field: its marked part, or all of it."""
+    """Return the expected answer from a field of the data.
+
+    The answer is the marked part of the field, or the whole field if no part is marked.
+    """
     return _find_marked_answer(text) or _parse_answer(text)
 
 
 def parse_response(text: str) -> Answer:
-    """Return the answer of a response.
+    """Return the final answer of a response.
 
-    It is the last marked answer, else the text after the last "answer is", else the whole text. If there is text
-    after the last `</think>`, only that text counts; the text before it counts only if it is marked and the text
-    after it states no answer.
+    The answer is the last marked answer. If no answer is marked, it is the text after the last "answer is". If "answer
+    is" does not occur, it is the whole text.
+
+    If there is text after the last `</think>`, the answer is taken from that text. The text before `</think>` is used
+    only if that part has a marked answer and the text after `</think>` states none.
     """
     final_text = text.rpartition(_THOUGHT)[2]
     final_text = final_text if final_text.strip() else text
@@ -146,7 +156,7 @@ def parse_response(text: str) -> Answer:
 
 
 def same(response: Answer, answer: Answer) -> bool | None:
-    """Return whether two answers are equal; None if this file cannot decide."""
+    """Return whether two answers are equal, or None if this file cannot decide."""
     if response.number and answer.number:
         return _equal_numbers(response.number, answer.number)
     if answer.words and (response.words or not response.marked):
@@ -157,9 +167,9 @@ def same(response: Answer, answer: Answer) -> bool | None:
 
 
 def number(text: str) -> ParsedNumber | None:
-    """Return the number that a text is, without its unit and currency.
+    """Return the number that a text consists of, ignoring a unit or currency.
 
-    None if it is not a number, or contains more than one.
+    Returns None if the text is not a number, or if it contains more than one number.
     """
     if len(text) > LONGEST:
         return None
@@ -202,9 +212,9 @@ def number(text: str) -> ParsedNumber | None:
 
 
 def tidy(text: str) -> str:
-    """Strip typesetting from mathematics.
+    """Remove typesetting from a mathematical text.
 
-    Removes dollar signs and other currencies, stars, a point at the end, and spaces between digits.
+    Removes dollar signs and other currency signs, stars, a full stop at the end, and spaces between digits.
     """
     return (
         _BETWEEN.sub("", _CURRENCY.sub("", text.translate(_CHARACTERS)))
@@ -216,10 +226,10 @@ def tidy(text: str) -> str:
 
 
 def _find_marked_answer(text: str) -> Answer | None:
-    """Return the answer in the last mark.
+    r"""Return the answer in the last mark of a text, or None if the text has no mark.
 
-    A mark is a complete box, a pair of `<answer>` and `</answer>`, or the text after four hashes. Marks may be
-    nested. Tags may hold sentences.
+    A mark is a complete `\boxed{}` or `\fbox{}`, a pair of `<answer>` and `</answer>`, or the text after four hashes.
+    Marks may be nested. A pair of tags may contain whole sentences.
     """
     inner = None
     tags = False
@@ -244,9 +254,10 @@ def _find_marked_answer(text: str) -> Answer | None:
 
 
 def _last_mark(tokens: Iterable[re.Match[str]]) -> tuple[int, int] | None:
-    """Return the span of the last closed mark.
+    """Return the start and end of the content of the last mark that is closed.
 
-    `tokens` are brackets that open something, whether a mark or not, or close the last open one.
+    `tokens` are the brackets of a text, in order. An opening bracket begins a mark or something else; a closing
+    bracket ends what the last open bracket began.
     """
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
@@ -260,7 +271,11 @@ def _last_mark(tokens: Iterable[re.Match[str]]) -> tuple[int, int] | None:
 
 
 def _find_stated_answer(text: str) -> Answer | None:
-    """Return the answer after the last "answer is" that does not only rate an answer."""
+    """Return the answer after the last "answer is" of a text.
+
+    Phrases that only rate an answer, such as "the answer is correct", are skipped. Returns None if the text has no
+    "answer is".
+    """
     matches, end = [*_SAID.finditer(text)], len(text)
     for match in reversed(matches):
         part = text[match.end() : end].partition("\n")[0]
@@ -280,7 +295,11 @@ def _find_stated_answer(text: str) -> Answer | None:
 
 
 def _answer_without_mark(text: str) -> Answer:
-    """Return the answer of a text without marks: the whole text, or somewhere in it."""
+    """Return the answer of a text that has no marks.
+
+    The answer is the whole text if the text consists of several numbers. Otherwise the answer is somewhere in the
+    text.
+    """
     if len(text) <= LONGEST and _SEVERAL.fullmatch(tidy(text)):
         return _parse_answer(text)
     return Answer(text[-TAIL:].translate(_CHARACTERS), False, number(text), _parse_words(text))
@@ -292,9 +311,9 @@ def _parse_answer(text: str) -> Answer:
 
 
 def _parse_words(text: str) -> str:
-    """Return a text of words only in lower case, or the letter of a choice.
+    """Return a text that consists of words, in lower case, or the letter of a choice.
 
-    "" if it may be mathematics.
+    Returns "" if the text may be mathematics.
     """
     plain = " ".join(_TEXT.sub(r" \1 ", tidy(text)).split()) if len(text) <= LONGEST else ""
     if letter := _LETTER.fullmatch(plain):
@@ -309,10 +328,10 @@ def _parse_words(text: str) -> str:
 
 
 def _equal_numbers(a: ParsedNumber, b: ParsedNumber) -> bool:
-    """Compare two numbers.
+    """Return whether two numbers are equal.
 
-    A percent sign may be missing, or mean hundredths. A rounded number equals every number that it may have been
-    rounded from.
+    If only one of the numbers has a percent sign, the sign may mean hundredths or may be ignored. A rounded number is
+    equal to every number that rounding can turn into it.
     """
     pairs = [(a.value, b.value)]
     if a.percent != b.percent:
@@ -321,5 +340,8 @@ def _equal_numbers(a: ParsedNumber, b: ParsedNumber) -> bool:
 
 
 def _close_numbers(x: Fraction, y: Fraction) -> bool:
-    """Compare as math-verify to six decimals; small numbers to five digits."""
+    """Return whether two numbers agree to six decimals, as in math-verify.
+
+    Small numbers must agree to five significant digits.
+    """
     return abs(x - y) <= min(Fraction(1, 2_000_000), max(abs(x), abs(y)) / 100_000)

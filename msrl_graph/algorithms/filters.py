@@ -1,12 +1,14 @@
 """Filters: functions that choose the rows that continue.
 
-A `keep` returns one truth value per row. A `select` returns positions, from 0, of the given rows that continue, in
-the order in which they continue; a position may occur several times. Each raises ValueError for scores that are not
-finite numbers, because they have no order.
+A `keep` function returns one truth value per row. A `select` function returns the positions of the rows that continue,
+counted from 0, in the order in which the rows continue. A position may occur several times. Each function raises
+ValueError if a score is not a finite number, because such scores have no order.
 
-Two scores count as equal if they differ by less than 1e-5 of the larger of the two. A reward model rounds
-differently on another layout, and identical responses must lead to the same choice. Other scores of the group have
-no influence on that.
+Two scores count as equal if they differ by at most 1e-5 of the larger of the two. This tolerance exists because a
+reward model rounds differently on another layout, while identical responses must lead to the same choice. Two scores
+also count as equal if other scores connect them in steps of at most this size.
+
+Invariant: scores that differ only by rounding lead to the same choice.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 def mixed(score: NDArray[np.float32], *, above: float = 0.0) -> list[bool]:
     """A `keep`: the whole group if some responses are correct and some are not.
 
-    Otherwise nothing of the group (arXiv:2503.14476, eq. 11). Correct is a `score` over `above`. A group of one is
-    never mixed.
+    A group whose responses are all correct or all incorrect is dropped (arXiv:2503.14476, eq. 11). A response is
+    correct if its `score` is over `above`. A group of one response is therefore always dropped.
     """
     correct = _check_finite(score) > above
     return [bool(correct.any() and not correct.all())] * len(correct)
@@ -38,10 +40,11 @@ def mixed(score: NDArray[np.float32], *, above: float = 0.0) -> list[bool]:
 
 @function(scope="group")
 def best_of_n(score: NDArray[np.float32], *, n: Count = 1) -> list[int]:
-    """A `select`: the `n` best rows of the group, in their order.
+    """A `select`: the `n` best rows of the group, in their original order.
 
-    All rows if there are no more than `n`; of equal rows the first. Scores that differ by less than 1e-5 of the
-    larger of the two are equal: that much is rounding.
+    If the group has at most `n` rows, all rows continue. Of rows with equal scores, the first rows are selected.
+    Scores that differ by at most 1e-5 of the larger of the two are equal, because such a difference can be a rounding
+    error.
     """
     import numpy as np
 
@@ -50,10 +53,10 @@ def best_of_n(score: NDArray[np.float32], *, n: Count = 1) -> list[int]:
 
 @function(scope="group")
 def best_random(score: NDArray[np.float32], rng: np.random.Generator) -> list[int]:
-    """A `select`: the best row of the group and a random other one, in their order.
+    """A `select`: the best row of the group and one other row, drawn at random.
 
-    Source: arXiv:2409.06957. Of equal rows (as `best_of_n` defines it) the first is the best. A group of one
-    continues as it is.
+    The two rows are in their original order (arXiv:2409.06957). If several rows have the best score, the first of
+    these rows is selected; `best_of_n` defines when scores are equal. A group of one row continues unchanged.
     """
     best = int(_rank(score).argmax())
     others = [position for position in range(len(score)) if position != best]
@@ -62,10 +65,11 @@ def best_random(score: NDArray[np.float32], rng: np.random.Generator) -> list[in
 
 @function(scope="group")
 def best_worst(score: NDArray[np.float32]) -> list[int]:
-    """A `select`: the best and the worst row of the group, in their order.
+    """A `select`: the best and the worst row of the group, in their original order.
 
-    Source: arXiv:2409.06957. Of equal rows (as `best_of_n` defines it) the first is the best, the last the worst. A
-    group of one continues as it is.
+    Source: arXiv:2409.06957. If several rows have the best score, the first of these rows is selected. If several rows
+    have the worst score, the last of these rows is selected. `best_of_n` defines when scores are equal. A group of one
+    row continues unchanged.
     """
     ranks = _rank(score)
     return sorted({int(ranks.argmax()), len(ranks) - 1 - int(ranks[::-1].argmin())})
@@ -78,11 +82,16 @@ def resample(
     *,
     weights: Literal["max_min", "max_random"] | Weights = "max_min",
 ) -> list[int]:
-    """A `select`: rows drawn with replacement by weights of their scores.
+    """A `select`: rows drawn with replacement, weighted by their scores.
 
-    It draws as many rows as there are and returns them in their order (arXiv:2409.06957). `pow(k)` weighs by
-    |score|^k; `max_min` by 1 at the batch's highest and lowest score and 0 elsewhere; `max_random` by 0.4 at the
-    highest and 0.1 elsewhere. Weights that are all 0, as those of scores that are all 0, count as equal.
+    The number of drawn rows is the number of rows in the batch. The drawn rows are in their original order
+    (arXiv:2409.06957). `weights` sets the weight of a row:
+
+    - `pow(k)`: |score|^k.
+    - `max_min`: 1 for the highest and the lowest score of the batch, 0 for other scores.
+    - `max_random`: 0.4 for the highest score of the batch, 0.1 for other scores.
+
+    If all weights are 0, for example because all scores are 0, all rows get the same weight.
     """
     import numpy as np
 
@@ -103,7 +112,10 @@ def resample(
 
 @option
 def pow(*, k: NotNegative = 2.0) -> Weights:
-    """Weights |score|^k, relative to the largest, so that none overflows."""
+    """The weights |score|^k, for `resample`.
+
+    The scores are divided by the largest |score| first, so that no weight overflows.
+    """
     import numpy as np
 
     def weigh(scores: NDArray[np.float64]) -> NDArray[np.float64]:

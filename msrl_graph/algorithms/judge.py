@@ -1,13 +1,18 @@
-"""A worker process that asks math-verify whether two answers are equal.
+"""The program of a judge: a process that compares answers with math-verify.
 
-It reads one question per line and writes one verdict per line.
+A judge reads one question per line from its input and writes one verdict per line. This file runs as a program, so it
+imports nothing from the package.
 
-Invariant: a question takes at most its limit of CPU time, ten times `timeout` of wall-clock time, and MEMORY bytes
-of address space, whatever the answers are. sympy may compute for days without returning to Python, so timers of the
-system end the process. The process is a child of one that has loaded and used the library, which forks the next
-child in milliseconds. Expressions that would make numbers of more than BITS bits are refused before they are
-computed, the same on every machine. A judge ends with its caller, even if the caller is killed: it reads the end of
-its pipe, at the latest when its time is over. This file runs as a program, so it imports nothing of the package.
+Invariant: whatever the answers are, a question takes at most its limit of CPU time, ten times its `timeout` of
+wall-clock time, and MEMORY bytes of address space.
+
+- sympy may compute for days without returning to Python, so timers of the operating system kill the process that
+  computes. That process is a child of a process that has already loaded and used math-verify. The parent forks the
+  next child in milliseconds.
+- Expressions that would create integers of more than BITS bits are refused before they are computed. The refused
+  expressions are the same on every machine.
+- A judge ends when its caller ends, even if the caller is killed: the judge then reads the end of its input. If the
+  judge is computing, it does so at the latest when the time limit of the current question is over.
 """
 
 from __future__ import annotations
@@ -54,14 +59,18 @@ _WARM_UP = (
 
 
 class TooLarge(BaseException):
-    """An expression that is too large to compute.
+    """The error for an expression that is too large to compute.
 
-    A BaseException, so that no `except Exception` in a library catches it.
+    The class extends BaseException, so that no `except Exception` in a library catches the error.
     """
 
 
 def is_too_large(text: str) -> bool:
-    """Return whether an answer is too large: parsing it would take seconds."""
+    """Return whether an answer is too large to parse.
+
+    An answer is too large if it has more than LONG characters or nests brackets more than DEEP levels deep. Parsing
+    such an answer would take seconds.
+    """
     if len(text) > LONG:
         return True
     depth = 0
@@ -73,9 +82,10 @@ def is_too_large(text: str) -> bool:
 
 
 def serve(memory: int) -> None:
-    """Answer questions until the end of the input.
+    """Read questions from standard input and write verdicts, until the input ends.
 
-    A question is `[response, marked, answer, limit, timeout]`.
+    A question is one line with the JSON list `[response, marked, answer, limit, timeout]`. `memory` is the limit of
+    this process's address space, in bytes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the caller
     for timer in TIMERS:
@@ -160,11 +170,14 @@ def _equal(response: str, marked: bool, answer: str) -> bool:
 
 
 def _same_number(gold: list[Any], candidate: list[Any]) -> bool | None:
-    """Return whether two constants are equal; None if that is undecided.
+    """Return whether two constants are equal, or None if this check cannot decide.
 
-    It is undecided for anything but constants, and for constants that may be equal. This finds in a tenth of the
-    time that constants differ. If there are decimals, the decision is final. They are compared to six places as in
-    math-verify. That would make all numbers below 1e-6 equal, so small ones are compared to five digits.
+    The check decides only for constants. For constants that differ, it needs a tenth of the time of math-verify. It
+    returns None for exact constants that may be equal, because they are too close to tell apart.
+
+    If one of the constants contains a decimal, the result is always True or False. The constants are then compared to
+    six decimal places, as in math-verify. Six places would make all numbers below 1e-6 equal, so small numbers are
+    compared to five significant digits.
     """
     from sympy import Float, UnevaluatedExpr  # percent is the unevaluated hundredth
 
@@ -184,7 +197,8 @@ def _same_number(gold: list[Any], candidate: list[Any]) -> bool | None:
 def _limit_library() -> None:
     """Patch sympy and math-verify to refuse expressions that are too large.
 
-    sympy refuses them before it computes them, math-verify before it parses them.
+    The patched functions raise TooLarge: sympy before it computes such an expression, math-verify before it parses
+    such an expression.
     """
     from math_verify import parser
     from mpmath import libmp

@@ -1,8 +1,9 @@
-"""Judge processes that compare answers (judge.py), and their time budget.
+"""A pool of judge processes that compare answers (judge.py), with a time budget.
 
-Invariant: an answer's verdict does not depend on the other answers of the batch, unless these use up the budget.
-Answers that cost more than their limit are cut off and share the rest of the budget equally, so that cheap answers
-are judged first, whatever their order. Any thread may ask.
+Invariant: the verdict on an answer does not depend on the other answers of the batch, unless the other answers use up
+the time budget. An answer that takes longer than its time limit is cut off. All answers that were cut off then share
+the rest of the budget equally. So cheap answers are judged first, in whatever order the answers are asked. Any thread
+may call `equal`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EACH = 8  # questions per additional judge
 class JudgeRequest(NamedTuple):
     """Two answers in LaTeX to compare.
 
-    Unless it is `marked`, math-verify searches `response` for the answer.
+    If `marked` is true, `response` is exactly the answer. Otherwise math-verify searches `response` for the answer.
     """
 
     response: str
@@ -37,9 +38,11 @@ class JudgeRequest(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether two answers are equal.
+    """The result of comparing two answers.
 
-    `cut_off` is the reason if that was not decided; `late` means that the time limit was the reason.
+    - `equal`: whether the two answers are equal.
+    - `cut_off`: the reason why the comparison was not finished, or "" if it was.
+    - `late`: whether the comparison was cut off by its time limit.
     """
 
     equal: bool
@@ -48,13 +51,13 @@ class Verdict(NamedTuple):
 
 
 class JudgeKilled(RuntimeError):
-    """A judge was killed by another process before it was ready."""
+    """The error for a judge that another process killed before the judge was ready."""
 
 
 class Judge:
     """A judge process with `memory` bytes of address space.
 
-    Raises RuntimeError if it does not start.
+    Raises RuntimeError if the process does not start.
     """
 
     def __init__(self, memory: int = judge.MEMORY) -> None:
@@ -76,7 +79,10 @@ class Judge:
             )
 
     def ask(self, question: JudgeRequest, limit: float, timeout: float) -> Verdict | None:
-        """Return the verdict, or None if the judge was killed."""
+        """Send a question and return the verdict, or None if the judge was killed.
+
+        `limit` is the limit of CPU time, in seconds. Ten times `timeout` is the limit of wall-clock time, in seconds.
+        """
         line = json.dumps([question.response, question.marked, question.answer, limit, timeout]).encode() + b"\n"
         with suppress(BrokenPipeError):
             unsent = memoryview(line)
@@ -92,7 +98,10 @@ class Judge:
         self._close()
 
     def forget(self) -> None:
-        """Release a judge that belongs to the process that this one was forked from."""
+        """Close the pipes to a judge that the parent process of this process started.
+
+        Called in a forked child. The judge process itself is left running, because it belongs to the parent.
+        """
         self._close()
         self.process.returncode = 0
 
@@ -102,16 +111,17 @@ class Judge:
         self._stdout.close()
 
 
-# All judges of this process, and the idle ones. There are as many as there were questions at once.
+# All judges of this process, and the idle judges. Their number is the largest number of questions asked at once.
 _living: list[Judge] = []
 _idle: list[Judge] = []
 
 
 def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -> list[Verdict]:
-    """Compare each pair of answers with math-verify.
+    """Compare each pair of answers with math-verify; return one verdict per pair.
 
-    A pair takes at most `timeout` seconds of CPU time. `budget` is the number of seconds that pairs without a
-    verdict may take together; each may take at least LEAST. Raises RuntimeError if no judge starts.
+    A pair takes at most `timeout` seconds of CPU time. `budget` is the total number of seconds of CPU time for the
+    pairs that get no verdict, but each pair may always take LEAST seconds. Raises RuntimeError if no judge process
+    starts.
     """
     verdicts = {
         question: Verdict(False, judge.REFUSED[b"size"])
@@ -131,7 +141,7 @@ def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -
 
 
 def _asked(questions: Sequence[JudgeRequest], limit: float, timeout: float) -> list[Verdict]:
-    """Return the verdicts in the order of the questions; judges run in parallel."""
+    """Ask judges in parallel; return the verdicts in the order of the questions."""
 
     def ask(question: JudgeRequest) -> Verdict:
         return _ask(question, limit, timeout)

@@ -1,12 +1,15 @@
 """Terms of a loss.
 
-A term takes flat float tensors with one value per response token, of all rows of a micro-batch one after another,
-and returns such a tensor. How tokens are reduced is the update's `reduce`, not the term's. A term that returns
-`Rows` returns one value per row. Its values for a row depend on that row alone, unless its mark says
-`scope="mini_batch"`: then it is called once with all rows of the mini-batch, and may draw with `rng`. signatures.py
-describes the arguments that the update fills: `logp`, `entropy`, `values`, `LogProbs` and `Scores` are
-differentiable, `lengths` are integers. A term may return figures with its loss, (loss, {name: values}); their means
-are metrics.
+A term is a function of flat float tensors with one value per response token, with the rows of a micro-batch one after
+another. A term returns a tensor of the same shape, or one value per row if its return type is `Rows`. The update's
+`reduce` decides how the values are reduced to one number.
+
+A term may also return figures, as (loss, {name: values}). The mean of each figure is a metric of the run.
+signatures.py describes the arguments that the update fills. Gradients flow through `logp`, `entropy`, `values`,
+`LogProbs` and `Scores`. `lengths` are integers.
+
+Invariant: the values of a row depend on that row alone, unless the term is marked `scope="mini_batch"`. A term with
+this mark is called once with all rows of the mini-batch, and may draw random numbers from `rng`.
 """
 
 from __future__ import annotations
@@ -42,16 +45,19 @@ def clip(
 ) -> tuple[Tokens, Figures]:
     """PPO's clipped surrogate, as a loss (arXiv:1707.06347, eq. 7).
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp). `high` defaults to `low`. Without `old_logp`
-    the detached `logp` replaces it, which is exact for one optimizer step per batch. `dual` bounds the loss where A
-    < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r = exp(mean of logp - old_logp over the
-    row) for each token of the row. Its gradient is r times that of the token's `logp`, so one advantage per row
-    gives GSPO (arXiv:2507.18071, eq. 7 and 10) and several give GSPO-token (eq. 14). Raises ValueError if it has no
-    `lengths`.
+    The loss of a token is max(-A r, -A clip(r, 1 - low, 1 + high)), with the advantage A and the ratio r = exp(logp -
+    old_logp). `high` defaults to `low`. If the update does not read `old_logp`, the detached `logp` replaces it, which
+    is exact for one optimizer step per batch. `dual` limits the loss of tokens with A < 0 to at most -A dual
+    (arXiv:1912.09729, where dual is 3).
 
-    Reports the `ratio` of each token, whether it is `clipped`, so that it has no gradient, and `kl`, r - 1 - log r
-    of the token's own r, in nats. `kl` is an estimate of KL(old, new), the distance of the policy from the one that
-    drew the tokens (k3, http://joschu.net/blog/kl-approx.html).
+    With `ratio = sequence`, r = exp(mean of logp - old_logp over the row) for each token of the row. The gradient of a
+    token's r is r times the gradient of the token's `logp`. So one advantage per row gives GSPO (arXiv:2507.18071, eq.
+    7 and 10), and one advantage per token gives GSPO-token (eq. 14). Raises ValueError if `ratio = sequence` and there
+    are no `lengths`.
+
+    Reports three figures per token: `ratio` is r; `clipped` is whether the loss is clipped, so that the token has no
+    gradient; `kl` is r - 1 - log r with the token's own r, in nats. The mean of `kl` estimates KL(old, new), the
+    divergence of the policy from the policy that drew the tokens (k3, http://joschu.net/blog/kl-approx.html).
     """
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
     kl = _kl(log_ratio)
@@ -72,9 +78,10 @@ def cispo(
 ) -> tuple[Tokens, Figures]:
     """CISPO, a bounded ratio without gradient (arXiv:2506.13585, eq. 4 and 5).
 
-    -clip(r, 1 - low, 1 + high) A logp, where the ratio r = exp(logp - old_logp) has no gradient. Every token keeps
-    its gradient, which is bounded if the token's ratio is large. Without `low` there is no lower bound, as in the
-    paper; ratios up to 5 are those of arXiv:2510.13786. Reports the same figures as `clip`.
+    The loss of a token is -clip(r, 1 - low, 1 + high) A logp. The ratio r = exp(logp - old_logp) has no gradient. So
+    every token has a gradient, and the clipped ratio limits its size. Without `low` there is no lower bound, as in the
+    paper. The default upper bound of the ratio, 1 + high = 5, is from arXiv:2510.13786. Reports the same figures as
+    `clip`.
     """
     log_ratio = logp.detach() - old_logp
     r = log_ratio.clamp(max=60).exp()  # finite: otherwise a large ratio times an advantage of 0 is nan
@@ -94,11 +101,15 @@ def kl_cov(
 ) -> tuple[Tokens, Figures]:
     """KL-Cov: -A r, and a penalty on the tokens that lower the entropy most.
 
-    The penalty is coef |logp - old_logp| (arXiv:2505.22617, section 4.2). It applies to the `share` of the
-    mini-batch's tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means over the
-    mini-batch; of equal ones the first. r = exp(logp - old_logp). Within `rounding` of equality the penalty has no
-    slope, as at equality: there its sign is noise, as for every token in the first step of an iteration. Reports
-    the `ratio` of each token, whether it is `chosen`, and `kl` as `clip` does.
+    The ratio is r = exp(logp - old_logp). The penalty is coef |logp - old_logp| (arXiv:2505.22617, section 4.2).
+
+    The penalty applies to the fraction `share` of the mini-batch's tokens, but to one token at least. These are the
+    tokens with the largest covariance (logp - mean)(A - mean), where both means are over the mini-batch. Of tokens
+    with equal covariance, the first are chosen.
+
+    Where |logp - old_logp| is at most `rounding`, the penalty has no gradient: the sign of so small a difference is
+    noise. In the first step of an iteration, the difference is so small for every token. Reports the `ratio` of each
+    token, whether the token is `chosen` for the penalty, and `kl` as defined in `clip`.
     """
     import torch
 
@@ -125,10 +136,13 @@ def clip_cov(
 ) -> tuple[Tokens, Figures]:
     """Clip-Cov: `clip`, without gradient for some tokens that lower the entropy.
 
-    Source: arXiv:2505.22617, section 4.2. The tokens are drawn at random: the `share` of the mini-batch's tokens,
-    one at least, from those that are not clipped and whose covariance (logp - mean)(A - mean), the means over the
-    mini-batch, is between `least` and `most`. Their loss is 0. Reports the `ratio` of each token, whether it is
-    `clipped` for either reason or `chosen` in this way, and `kl`, as `clip` does.
+    Source: arXiv:2505.22617, section 4.2. The tokens without gradient are drawn at random, and their loss is 0. The
+    number of these tokens is the fraction `share` of the mini-batch's tokens, but at least one. The draw is among the
+    tokens that `clip` does not clip and whose covariance (logp - mean)(A - mean) is between `least` and `most`; both
+    means are over the mini-batch. If fewer tokens qualify, all of them are drawn.
+
+    Reports the `ratio` of each token, whether the token is `chosen` by this draw, whether the token is `clipped` (by
+    `clip` or by this draw), and `kl` as defined in `clip`.
     """
     import torch
 
@@ -147,9 +161,9 @@ def kl(
 ) -> Tokens:
     """The KL divergence of the policy from the reference, in nats per token.
 
-    The estimate is k1 = logp - ref; abs, which has no slope within `rounding` of equality; mse = (logp - ref)^2 /
-    2; or low_var (k3) = exp(d) - d - 1 with d = ref - logp clamped to +-20 and the result to +-10
-    (arXiv:2402.03300, eq. 4).
+    `form` selects the estimate. `k1` is logp - ref_logp. `abs` is |logp - ref_logp|, without gradient where it is at
+    most `rounding`. `mse` is (logp - ref_logp)^2 / 2. `low_var` (k3) is exp(d) - d - 1 with d = ref_logp - logp
+    (arXiv:2402.03300, eq. 4); d is clamped to +-20 and the estimate to +-10.
     """
     d = ref_logp - logp
     if form == "k1":
@@ -166,7 +180,7 @@ def kl(
 def entropy(entropy: Tokens) -> Tokens:
     """The entropy of the policy at each response token, in nats.
 
-    A bonus for it has a minus: `loss = clip() - 0.001 * entropy()`.
+    To reward entropy, subtract the term: `loss = clip() - 0.001 * entropy()`.
     """
     return entropy
 
@@ -175,7 +189,7 @@ def entropy(entropy: Tokens) -> Tokens:
 def sft(logp: Tokens) -> Tokens:
     """The negative log-likelihood of each response token, in nats.
 
-    It is the loss of supervised fine-tuning on selected rows.
+    This is the loss of supervised fine-tuning, applied to the rows that the update reads.
     """
     return -logp
 
@@ -191,11 +205,14 @@ def truncated(
 ) -> tuple[Tokens, Figures]:
     """A truncated importance weight, without gradient.
 
-    min(r, most), r = exp(old_logp - gen_logp), as in V-trace (arXiv:1802.01561). A factor for another term: it
-    corrects for tokens that were drawn with `gen_logp`, by older weights or another engine. `ratio = sequence`
-    takes for each token of a row the product of the row's r, which is exact and varies with the row's length;
-    `mean` takes their geometric mean. Raises ValueError if these have no `lengths`. Reports the `ratio` of each
-    token, and whether it is `clipped`.
+    The weight is min(r, most) with r = exp(old_logp - gen_logp), as in V-trace (arXiv:1802.01561). Multiply another
+    term by this weight to correct for tokens that older weights or another engine drew, with the log-probabilities
+    `gen_logp`.
+
+    `ratio` sets r: `token` is the ratio of each token; `sequence` is the product of the ratios of a row's tokens,
+    which is exact, but varies with the length of the row; `mean` is the geometric mean of these ratios. Raises
+    ValueError if `sequence` or `mean` has no `lengths`. Reports the `ratio` of each token, and whether it is
+    `clipped`.
     """
     r = _ratio(old_logp, gen_logp, lengths, ratio)
     return r.clamp(max=most), {"ratio": r, "clipped": (r > most).float()}
@@ -213,10 +230,11 @@ def masked(
 ) -> tuple[Tokens, Figures]:
     """A masked importance weight, without gradient.
 
-    It multiplies another term, as `truncated` does, and `ratio` has the same meaning. The weight of a token is r if
-    low <= r <= high, else 0: a token whose two probabilities differ too much is left out, where `truncated` clips its
-    weight. With `ratio = token` it is IcePop (arXiv:2510.18855). Tokens that are left out still count in the mean.
-    Reports the `ratio` of each token, and whether it is `left_out`.
+    Multiply another term by this weight, as with `truncated`. The weight of a token is r if low <= r <= high, and 0
+    otherwise; `truncated` defines r and `ratio`. So a token whose two probabilities differ too much is left out;
+    `truncated` would only limit the weight of this token. With `ratio = token` the weight is IcePop
+    (arXiv:2510.18855). Tokens that are left out still count in the mean of the loss. Reports the `ratio` of each
+    token, and whether the token is `left_out`.
     """
     r, outside = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
     return r.masked_fill(outside, 0.0), {"ratio": r, "left_out": outside.float()}
@@ -232,11 +250,12 @@ def trusted(
     high: Positive = 2.0,
     ratio: Literal["token", "sequence", "mean"] = "mean",
 ) -> tuple[Tokens, Figures]:
-    """1 where low <= r <= high, else 0: rejection of what was drawn too differently.
+    """1 where low <= r <= high, else 0: rejects tokens that are too far off-policy.
 
-    Whole rows are rejected, as by trust region masking (arXiv:2512.23075), here by the geometric mean of the row's
-    r. A factor for another term, if need be together with `truncated`, with the same `ratio`. Tokens that are left
-    out still count in the mean. Reports the `ratio` of each token, and whether it is `left_out`.
+    `truncated` defines r and `ratio`. With the default `ratio = mean`, whole rows are rejected, by the geometric mean
+    of the row's r; trust region masking also rejects whole rows (arXiv:2512.23075). Multiply another term by this
+    weight. You can multiply by `truncated` too, with the same `ratio`. Rejected tokens still count in the mean of the
+    loss. Reports the `ratio` of each token, and whether the token is rejected (`left_out`).
     """
     r, outside = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
     return (~outside).to(r.dtype), {"ratio": r, "left_out": outside.float()}
@@ -246,11 +265,12 @@ def trusted(
 def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positive = 0.5) -> tuple[Tokens, Figures]:
     """PPO's value loss, the larger of a plain and a clipped squared error.
 
-    max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2. v are the predictions of the weights being updated
-    (`values`), V those that the advantages were computed from (`value`), R the returns. (It comes from the first
-    implementations of arXiv:1707.06347, not from the paper.) Reports the `error` v - R of each token, and whether
-    it is `clipped`, so that it has no gradient. The explained variance follows from the moments of errors and
-    returns.
+    The loss of a token is max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2. v is the prediction of the
+    weights being updated (`values`), V is the prediction that the advantages were computed from (`value`), and R is
+    the return (`returns`). The formula is from the first implementations of arXiv:1707.06347, not from the paper.
+
+    Reports the `error` v - R of each token, and whether the token is `clipped`, so that it has no gradient. The run
+    computes the explained variance from the moments of errors and returns, which are also reported.
     """
     clipped = values.clamp(value - range, value + range)  # inside the range it is `values` to the last bit
     error = values - returns
@@ -275,11 +295,14 @@ def dpo(
 ) -> tuple[Rows, Figures]:
     """Direct preference optimization, one value per pair (arXiv:2305.18290, eq. 7).
 
-    (1 - s) f(z) + s f(-z), s = `smoothing`. z = (chosen - rejected) - (ref_chosen - ref_rejected), the sums of the
-    log-probabilities of a response's tokens, of the weights being updated and of the reference. f(z) is -log
-    sigmoid(beta z); with `hinge` max(0, 1 - beta z) (arXiv:2305.10425); with `ipo` (z - 1 / (2 beta))^2 on the
-    means over a response's tokens (arXiv:2310.12036, eq. 17). An empty response counts as 0. Reports the `margin` z
-    of each pair, and whether it is above 0 (`accuracy`).
+    The loss of a pair is (1 - s) f(z) + s f(-z), where s is `smoothing` and z = (chosen - rejected) - (ref_chosen -
+    ref_rejected). In z, each name is the sum of the log-probabilities of a response's tokens: `chosen` and `rejected`
+    under the weights being updated, `ref_chosen` and `ref_rejected` under the reference. The sum of an empty response
+    is 0.
+
+    `form` sets f(z). `sigmoid` is -log sigmoid(beta z). `hinge` is max(0, 1 - beta z) (arXiv:2305.10425). `ipo`
+    (arXiv:2310.12036, eq. 17) is (z - 1 / (2 beta))^2, and z uses means over a response's tokens in place of sums.
+    Reports the `margin` z of each pair, and whether the margin is above 0 (`accuracy`).
     """
     from torch.nn.functional import softplus
 
@@ -303,10 +326,11 @@ def dpo(
 def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0) -> tuple[Rows, Figures]:
     """The loss of a reward model that learns from pairs, one value per pair.
 
-    -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
-    `chosen` and `rejected` are the scores, by the weights being updated, of the prompt followed by either response.
-    `margin` is by how much the first is to exceed the second. Reports the `margin` of each pair, chosen - rejected,
-    and whether it is above 0 (`accuracy`).
+    The loss of a pair is -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155, eq. 1; with a margin
+    arXiv:2307.09288, eq. 2). `chosen` and `rejected` are the scores of the prompt followed by the chosen or the
+    rejected response, under the weights being updated. `margin` is the amount by which `chosen` should exceed
+    `rejected`. Reports chosen - rejected as the `margin` of each pair, and whether this difference is above 0
+    (`accuracy`).
     """
     from torch.nn.functional import softplus
 
@@ -318,11 +342,12 @@ def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0
 def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "reverse"] = "forward") -> Tokens:
     """The KL divergence between a teacher and the policy, in nats per token.
 
-    It is over the teacher's k best tokens. `top_logp` are the teacher's log-probabilities of its k best, one row of
-    k per response token, and `top_ids`, which binds the column of their ids, receives the policy's for the same
-    tokens. Both are normalized over the k, so the divergence is 0 where they agree and never below. `forward` is
-    KL(teacher, policy), which covers everything that the teacher may say; `reverse` is KL(policy, teacher), which
-    seeks what it says most (arXiv:2306.13649).
+    The divergence is over the teacher's k most probable tokens. `top_logp` has the teacher's log-probabilities of
+    these k tokens, for each response token. `top_ids` binds the column of the k token ids and receives the policy's
+    log-probabilities of the same tokens. Both distributions are normalized over the k tokens, so the divergence is 0
+    where they agree and never negative. `forward` is KL(teacher, policy), which covers all tokens that the teacher may
+    write. `reverse` is KL(policy, teacher), which concentrates on the teacher's most probable tokens
+    (arXiv:2306.13649).
     """
     teacher = top_logp.log_softmax(-1)
     policy = top_ids.log_softmax(-1)
@@ -331,16 +356,16 @@ def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "rev
 
 
 def _flat_abs(difference: Tokens, rounding: float) -> Tokens:
-    """Return |difference| without slope near equality.
+    """Return |difference|, without gradient where it is at most `rounding`.
 
-    The slope is 0 as far as two passes of the same weights may differ.
+    Two forward passes with the same weights may differ by `rounding`.
     """
     size = difference.abs()
     return size.where(size > rounding, size.detach())
 
 
 def _sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
-    """Return the sum of each row; the rows are one after another in `tokens`."""
+    """Return the sum of each row of `tokens`, which has the rows one after another."""
     import torch
 
     rows = [row.sum() for row in tokens.split(lengths.tolist())]  # type: ignore[no-untyped-call]
@@ -348,7 +373,7 @@ def _sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
 
 
 def _over_rows(log_ratio: Tokens, lengths: Rows | None, mean: bool) -> Tokens:
-    """Return for each token the sum or the mean over its row."""
+    """Return, for each token, the sum or the mean over the token's row."""
     if lengths is None:
         raise ValueError("the ratio of a sequence needs the rows' lengths")
     sums = _sum_rows(log_ratio, lengths)
@@ -356,9 +381,10 @@ def _over_rows(log_ratio: Tokens, lengths: Rows | None, mean: bool) -> Tokens:
 
 
 def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, level: str) -> Tokens:
-    """Return exp(old_logp - gen_logp) of each token or row.
+    """Return exp(old_logp - gen_logp) for each token.
 
-    It has no gradient and is always finite.
+    `level` is `token` for the ratio of each token, `sequence` for the product over the token's row, or `mean` for the
+    geometric mean over the row. The ratio has no gradient and is always finite.
     """
     log_ratio = (old_logp - gen_logp).detach()
     if level != "token":
@@ -369,23 +395,23 @@ def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, level: str)
 def _mask_outside(
     old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, low: float, high: float, level: str
 ) -> tuple[Tokens, Tokens]:
-    """Return the ratios, and a mask of those outside the bounds."""
+    """Return the ratios, and a mask of the ratios outside the bounds."""
     r = _ratio(old_logp, gen_logp, lengths, level)
     return r, (r < low) | (r > high)
 
 
 def _kl(log_ratio: Tokens) -> Tokens:
-    """Return r - 1 - log r of each ratio, always finite."""
+    """Return r - 1 - log r for each ratio r, from log r. The result is always finite."""
     clamped = log_ratio.detach().clamp(max=60)
     return clamped.expm1() - clamped
 
 
 def _covariance(logp: Tokens, advantage: Tokens) -> Tokens:
-    """Return each token's part of the covariance of log-probability and advantage."""
+    """Return each token's contribution to the covariance of logp and advantage."""
     logp = logp.detach()
     return (logp - logp.mean()) * (advantage - advantage.mean())
 
 
 def _count(tokens: Tokens, share: float) -> int:
-    """Return how many tokens a share of them is, one at least."""
+    """Return the number of tokens in a fraction `share` of `tokens`, at least 1."""
     return max(1, int(share * len(tokens)))

@@ -1,9 +1,13 @@
 """Optimizers, and schedules of their learning rate.
 
-An optimizer's options go to a class of torch.optim, which is named here but never loaded. The result states the
-update rule of each kind of weight and the bytes of state per weight (optimizer_spec.py). Each optimizer has `lr`
-and `warmup`, which the update applies. A schedule returns the learning rate of an optimizer step. ir/signatures.py
-describes the arguments that the update fills.
+An optimizer function returns an OptimizerSpec: the update rule for each kind of weight, and the bytes of optimizer
+state per weight (optimizer_spec.py). The options of the rule are those of a class of torch.optim. This file only names
+that class and does not import torch. Each optimizer has the options `lr` and `warmup`, which the update applies.
+
+A schedule returns the learning rate of an optimizer step. ir/signatures.py describes the arguments that the update
+fills.
+
+Invariant: an optimizer or a schedule raises ValueError if its options contradict each other.
 """
 
 from __future__ import annotations
@@ -26,8 +30,11 @@ def adamw(
 ) -> OptimizerSpec:
     """AdamW, as torch.optim.AdamW (arXiv:1711.05101).
 
-    `betas` are the decay rates of the two moments, `eps` is the lower bound of the divisor. `weight_decay` times
-    the rate is the part of a weight that a step removes. Keeps two float32 moments per weight.
+    - `betas`: the decay rates of the two moments.
+    - `eps`: the lower bound of the divisor.
+    - `weight_decay`: each step reduces a weight by the fraction `weight_decay` times the learning rate.
+
+    The optimizer state is two float32 moments per weight.
     """
     options = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True}
     return OptimizerSpec(Rule("AdamW", options, {"exp_avg": 4, "exp_avg_sq": 4}))
@@ -44,8 +51,9 @@ def sgd(
 ) -> OptimizerSpec:
     """Stochastic gradient descent, as torch.optim.SGD.
 
-    With `momentum` it keeps one float32 buffer per weight, b = momentum b + g; without, it keeps nothing. The step
-    is lr b. With `nesterov`, which needs momentum, it is lr (g + momentum b). `weight_decay` times the weight is
+    Without `momentum`, a step subtracts lr g, where g is the gradient, and there is no optimizer state. With
+    `momentum`, the optimizer state is one float32 buffer per weight, b = momentum b + g, and a step subtracts lr b.
+    With `nesterov`, which needs `momentum`, a step subtracts lr (g + momentum b). `weight_decay` times the weight is
     added to the gradient g.
     """
     if nesterov and not momentum:
@@ -66,14 +74,16 @@ def muon(
     eps: Positive = 1e-8,
     warmup: Count = 1,
 ) -> OptimizerSpec:
-    """Muon, as torch.optim.Muon, for matrices of layers, and AdamW for the rest.
+    """Muon, as torch.optim.Muon, for matrices of layers, and AdamW for other weights.
 
-    The rest is the embedding, head, norms and biases (arXiv:2502.16982). A matrix steps by its momentum made
-    orthogonal, with five Newton-Schulz iterations. Each rank gathers the whole matrix for them. They are in
-    float32, where torch has bf16, so the result is the same on every layout. `adjust` scales this step by the
-    matrix's shape, A x B: `match_rms_adamw` by 0.2 sqrt(max(A, B)), so that rate and decay are those of AdamW;
-    `original` by sqrt(max(1, A / B)). `betas` and `eps` belong to AdamW, the other options to both. Keeps one
-    float32 buffer per matrix, and two moments of the rest.
+    The other weights are the embedding, the head, norms and biases (arXiv:2502.16982). The step of a matrix is its
+    momentum, made orthogonal with five Newton-Schulz iterations. For these iterations, each rank gathers the whole
+    matrix and computes in float32, where torch uses bf16. So the result is the same on every layout.
+
+    `adjust` scales the step of a matrix with the shape A x B. `match_rms_adamw` scales by 0.2 sqrt(max(A, B)), so that
+    a learning rate and a weight decay that suit AdamW also suit Muon. `original` scales by sqrt(max(1, A / B)).
+    `betas` and `eps` are options of AdamW only; `lr`, `weight_decay` and `warmup` apply to both. The optimizer state
+    is one float32 buffer per weight of a matrix, and two float32 moments per other weight.
     """
     matrices = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "adjust": adjust}
     others = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -89,10 +99,10 @@ def adamw_8bit(
     weight_decay: NotNegative = 0.01,
     warmup: Count = 1,
 ) -> OptimizerSpec:
-    """AdamW with moments in 8 bits, in blocks of 256 with a float32 scale each.
+    """AdamW with 8-bit moments, in blocks of 256 with one float32 scale per block.
 
-    Source: arXiv:2110.02861. Its memory is planned, but it does not run in this version: blocks are cut from the
-    part that a rank holds, so another layout would round differently and give other weights.
+    Source: arXiv:2110.02861. This version can plan the memory of this optimizer, but cannot run it. Each rank would
+    divide its own shard into blocks, so another layout would round differently and give other weights.
     """
     moment_bytes = 1 + 4 / 256
     reason = "its blocks are cut from the part that a rank holds, so results would depend on the layout"
@@ -103,7 +113,7 @@ def adamw_8bit(
 
 @schedule
 def constant(step: int, *, peak: NotNegative, warmup: Count = 1) -> float:
-    """`peak`, after a linear rise over `warmup` steps."""
+    """A constant learning rate of `peak`, after a linear rise over `warmup` steps."""
     return peak * min(1.0, step / warmup)
 
 
@@ -113,8 +123,8 @@ def linear(
 ) -> float:
     """A linear rise to `peak` over `warmup` steps, then a linear fall to `min`.
 
-    The rate reaches `min` at step `steps` and stays there. By default that is the last step of the run, counted
-    without filters, which may leave fewer.
+    The rate reaches `min` at step `steps` and is `min` after that step. `steps` defaults to the last step of the run.
+    The last step is computed as if filters dropped no rows; with filters, a run may have fewer steps.
     """
     return _schedule_rate(1 - _progress(step, warmup, last, steps), step, peak, warmup, min)
 
@@ -125,16 +135,18 @@ def cosine(
 ) -> float:
     """A linear rise to `peak` over `warmup` steps, then a cosine fall to `min`.
 
-    The fall is half a wave of a cosine (arXiv:1608.03983, eq. 5). The rate reaches `min` at step `steps` and stays
-    there. By default that is the last step of the run, counted without filters, which may leave fewer.
+    The fall is half a wave of a cosine (arXiv:1608.03983, eq. 5). The rate reaches `min` at step `steps` and is `min`
+    after that step. `steps` defaults to the last step of the run. The last step is computed as if filters dropped no
+    rows; with filters, a run may have fewer steps.
     """
     return _schedule_rate((1 + math.cos(math.pi * _progress(step, warmup, last, steps))) / 2, step, peak, warmup, min)
 
 
 def _progress(step: int, warmup: int, last: int, steps: int | None) -> float:
-    """Return the progress from the end of the warm-up to the last step, 0 to 1.
+    """Return the progress from the end of the warm-up to the last step, from 0 to 1.
 
-    The last step is `steps` if it is given, else `last`.
+    The last step is `steps` if `steps` is given, and `last` otherwise. Raises ValueError if the warm-up does not end
+    before `steps`.
     """
     if steps is not None and 1 < warmup >= steps:  # a warm-up of one step is no warm-up
         raise ValueError(f"`warmup` must end before `steps`, but {warmup} is not below {steps}")

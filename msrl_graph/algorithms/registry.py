@@ -1,9 +1,11 @@
-"""The marks of functions that programs may call.
+"""The decorators that mark the functions that programs may call.
 
-- `@function()`: a function of function nodes.
+- `@function()`: a function that function nodes call.
 - `@loss_term`: a term of a loss.
-- `@optimizer` and `@schedule`: an optimizer and its learning rate.
-- `@option`: a value of an option.
+- `@optimizer` and `@schedule`: an optimizer, and a schedule of its learning rate.
+- `@option`: a function whose result is the value of an option.
+
+Invariant: a mark does not change what the function computes.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ def function(
     many: Callable[..., list[Any]] | None = None,
     parallel: bool = True,
 ) -> Callable[[F], F]:
-    """Mark a function for function nodes.
+    """Mark a function that function nodes call.
 
-    - `scope`: the rows that a call needs at once: any row, all rows of a group, or the whole batch.
-    - `together`: parameters that a call gets either all or none of.
-    - `many`: does for many rows what the function does for one, if that is faster. It takes a list per column and
-    the same options, and returns a list.
-    - `parallel`: several processes may call the function at once (`run { function_workers }`).
+    - `scope`: the rows that one call needs: a single row, all rows of a group, or all rows of the batch.
+    - `together`: parameters that must either all be bound or all be left out.
+    - `many`: a function that computes the results of many rows in one call, if that is faster. It takes one list per
+      column and the same options, and returns a list with one result per row.
+    - `parallel`: whether several processes may call the function at the same time (`run { function_workers }`).
     """
 
     def mark(target: F) -> F:
@@ -49,15 +51,15 @@ _figures: dict[str, float] = {}
 
 
 def tell(name: str, amount: float) -> None:
-    """Add to a metric of the run, from within a function.
+    """Add an amount to a metric of the run, from within a function.
 
-    The amounts of all rows are summed over the iteration.
+    The metric is the sum of the amounts that all calls of an iteration add.
     """
     _figures[name] = _figures.get(name, 0) + amount
 
 
 def take_amounts() -> dict[str, float]:
-    """Return and reset the amounts that functions of this process have added."""
+    """Return the amounts that this process has added to metrics, and clear them."""
     amounts = dict(_figures)
     _figures.clear()
     return amounts
@@ -74,9 +76,9 @@ def loss_term(*, scope: Literal["row", "mini_batch"]) -> Callable[[F], F]: ...
 def loss_term(target: Any = None, *, scope: Literal["row", "mini_batch"] = "row") -> Any:
     """Mark a term of a loss: a function of tensors that returns a tensor.
 
-    The arguments are columns and values of the update (losses.py). `scope` is "row" for a term that
-    can be called with any rows, such as those of a micro-batch, and "mini_batch" for one that needs all rows of the
-    mini-batch in one call.
+    losses.py describes the arguments, which are columns and values of the update. `scope` is "row" if the term can be
+    called with any subset of the rows, such as a micro-batch. `scope` is "mini_batch" if the term needs all rows of
+    the mini-batch in one call.
     """
 
     def mark(target: F) -> F:
@@ -86,14 +88,14 @@ def loss_term(target: Any = None, *, scope: Literal["row", "mini_batch"] = "row"
 
 
 def optimizer(target: F) -> F:
-    """Mark an optimizer: options in, its specification out (optimizers.py)."""
+    """Mark an optimizer: a function of options that returns an OptimizerSpec."""
     return target
 
 
 def schedule(target: F) -> F:
-    """Mark a learning rate that depends on the step (optimizers.py).
+    """Mark a learning-rate schedule (optimizers.py).
 
-    The function takes values that the update fills, and options, and returns a number.
+    The function takes values that the update fills, such as `step`, and options. It returns the learning rate.
     """
     return target
 
@@ -101,6 +103,7 @@ def schedule(target: F) -> F:
 def option(target: F) -> F:
     """Mark a function whose result is the value of an option.
 
-    It fits the options whose annotation is the function's return type.
+    A program can use a call of the function as the value of every option whose annotation is the function's return
+    type.
     """
     return target

@@ -1,6 +1,8 @@
-"""Rewards: the value of one response.
+"""Rewards: functions that compute the value of a response.
 
-A parameter annotated `str` receives decoded text, without the end token.
+A parameter with the annotation `str` receives decoded text, without the end token.
+
+Invariant: an answer that cannot be checked within its limits counts 0, and the metric `verify/cut_off` counts it.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ TOLD = 5  # answers of a batch that were cut off and are shown in the log
 
 
 def _match_rows(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = ()) -> list[float]:
-    """`exact_match` of many rows."""
+    """Return `exact_match` for many rows."""
     return [float(text.strip() == expected.strip()) for text, expected in zip(response, answer, strict=True)]
 
 
 @function(many=_match_rows)
 def exact_match(response: str, answer: str, prompt: str = "") -> float:
-    """1 if the response is the answer, ignoring blanks at the ends, else 0."""
+    """1 if the response is the answer, ignoring blanks at both ends, else 0."""
     return _match_rows([response], [answer])[0]
 
 
 def _verify_rows(
     response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float
 ) -> list[float]:
-    """`math_verify` of many rows."""
+    """Return `math_verify` for many rows."""
     from . import answers, judges
 
     rows = [
@@ -68,18 +70,20 @@ def math_verify(
 ) -> float:
     r"""1 if the response's answer is mathematically equal to `answer`, else 0.
 
-    The response's answer is in its last `\boxed{}` or `<answer>…</answer>` or after its last `####`, else after its
-    last "answer is", else it is the last expression of its last 4,000 characters. Text after `</think>` has
-    priority. `answer` is LaTeX or plain, or a whole solution that marks its answer in the same way, as in GSM8K.
-    Numbers and words are compared here, everything else by the library math-verify, in processes of a gibibyte at
-    most, one per processor. Units and currencies are not compared; 50% equals 50 and 0.5; decimals are equal to six
-    places, as 1/3 and 0.333333.
+    The answer of a response is in its last `\boxed{}` or `<answer>…</answer>`, or after its last `####`. If the
+    response has none of these marks, its answer is after its last "answer is". If "answer is" does not occur, its
+    answer is the last expression of its last 4,000 characters. Text after `</think>` has priority. `answer` is LaTeX
+    or plain text, or a whole solution that marks its answer in one of these ways, as in GSM8K.
 
-    An answer is cut off, and so counts 0, if math-verify takes more than `timeout` seconds of CPU time or too much
-    memory on it, or if it is too large to ask about: longer than 1,000 characters, brackets more than 16 deep,
-    integers of more than 32,768 bits. Answers without a verdict take at most `budget` seconds per batch together,
-    or 0.05 each. The metric `verify/cut_off` counts the cut-off answers, and the run's log shows some of them.
-    Raises RuntimeError if the library cannot be started.
+    Numbers and words are compared directly. Everything else is compared by the library math-verify, in at most one
+    process per processor, with at most one gibibyte of memory each. Units and currencies are ignored. 50% equals 50
+    and 0.5. Decimals are equal if they agree to six places, such as 1/3 and 0.333333.
+
+    An answer counts 0 if math-verify takes more than `timeout` seconds of CPU time or too much memory for it. An
+    answer also counts 0 if it is too large for math-verify: more than 1,000 characters, brackets nested more than 16
+    deep, or integers of more than 32,768 bits. The metric `verify/cut_off` counts these answers, and the run's log
+    shows some of them. All answers of a batch that math-verify does not finish take at most `budget` seconds together,
+    or 0.05 seconds each if that is more. Raises RuntimeError if math-verify cannot be started.
     """
     return _verify_rows([response], [answer], timeout=timeout, budget=budget)[0]
 
@@ -88,7 +92,7 @@ def math_verify(
 def contains(response: str, answer: str, prompt: str = "") -> float:
     """1 if the words of the answer occur in the response, one after another, else 0.
 
-    Words are defined as in `f1`. An answer without words occurs in no response.
+    `f1` defines what counts as a word. The result is 0 if the answer has no words.
     """
     words = _split_words(answer)
     return float(bool(words) and f" {' '.join(words)} " in f" {' '.join(_split_words(response))} ")
@@ -96,11 +100,12 @@ def contains(response: str, answer: str, prompt: str = "") -> float:
 
 @function()
 def f1(response: str, answer: str, prompt: str = "") -> float:
-    """The F1 score of SQuAD, from 0 to 1: how far response and answer share words.
+    """The F1 score of SQuAD, from 0 to 1: the overlap of response and answer in words.
 
-    2 c / (n + m) for n and m words of which c are common, each as often as it occurs in both (arXiv:1606.05250,
-    section 6.1). Words are in lower case, without punctuation and the articles a, an and the. 1 if neither has a
-    word.
+    The score is 2 c / (n + m), where n and m are the numbers of words of the response and the answer, and c is the
+    number of words that both have (arXiv:1606.05250, section 6.1). A word that occurs several times in both counts
+    several times. Words are compared in lower case, without punctuation; the articles a, an and the are left out. The
+    score is 1 if neither text has a word.
     """
     response_words = Counter(_split_words(response))
     answer_words = Counter(_split_words(answer))
@@ -112,8 +117,8 @@ def f1(response: str, answer: str, prompt: str = "") -> float:
 def matches(response: str, prompt: str = "", *, pattern: str) -> float:
     r"""1 if the whole response matches a regular expression of Python, else 0.
 
-    In it `.` also matches a line's end. A program writes a backslash as two: `matches(pattern = "-?\\d+")`. Raises
-    ValueError if the pattern is not valid.
+    In the pattern, `.` also matches a line end. In a program, write each backslash of the pattern twice:
+    `matches(pattern = "-?\\d+")`. Raises ValueError if the pattern is not valid.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -126,10 +131,10 @@ def matches(response: str, prompt: str = "", *, pattern: str) -> float:
 def tagged(response: str, prompt: str = "", *, tags: str = "think answer") -> float:
     """1 if the response is `<think>…</think> <answer>…</answer>`, else 0.
 
-    Blanks between the tags are ignored (arXiv:2501.12948, section 2.2.2). `tags` are the names, in their order;
-    each tag is opened once and closed once. Raises ValueError if there is no name. If the prompt ends with an
-    opening tag, as that of some chat templates does, the response lacks it: use `matches` with a pattern of such
-    responses.
+    Blanks between the tags are ignored (arXiv:2501.12948, section 2.2.2). `tags` are the names of the tags, in their
+    order. Each tag must be opened once and closed once. Raises ValueError if `tags` has no name. Some chat templates
+    end the prompt with an opening tag, so the response does not contain this tag: use `matches` with a pattern for
+    such responses.
     """
     names = tags.split()
     if not names:
@@ -143,12 +148,13 @@ def tagged(response: str, prompt: str = "", *, tags: str = "think answer") -> fl
 def length_reward(
     response: Sequence[NDArray[np.int32]], score: NDArray[np.float32], *, weight: NotNegative = 1.0
 ) -> NDArray[np.float64]:
-    """Kimi k1.5's length reward: short responses gain and long ones lose.
+    """Kimi k1.5's length reward: short responses gain and long responses lose.
 
-    They are compared among a prompt's responses (arXiv:2501.12599, section 2.3.3): score + weight * l, l = 0.5 -
-    (length - shortest) / (longest - shortest) of a correct response, min(l, 0) of another; 0 if all have the same
-    length. Lengths are in tokens. Correct is a `score` over 0. (The paper starts with a weight of 0 and raises it
-    during training.)
+    The result is score + weight * l (arXiv:2501.12599, section 2.3.3). For a correct response, l = 0.5 - (length -
+    shortest) / (longest - shortest). For an incorrect response, l is this number or 0, whichever is smaller. If all
+    responses to the prompt have the same length, l is 0. `shortest` and `longest` are over the responses to the same
+    prompt; lengths are in tokens. A response is correct if its `score` is over 0. (The paper starts with a weight of 0
+    and raises the weight during training.)
     """
     import numpy as np
 
@@ -160,7 +166,7 @@ def length_reward(
 
 @function(scope="group")
 def shuffle(score: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float32]:
-    """The group's scores in random order: a control that nothing can be learnt from."""
+    """The group's scores in random order: a control from which nothing can be learnt."""
     return rng.permutation(score)
 
 
@@ -170,9 +176,9 @@ def overlong(
 ) -> float:
     """DAPO's soft punishment of long responses.
 
-    score - factor * clip((length - (max - buffer)) / buffer, 0, 1) (arXiv:2503.14476, eq. 13). Lengths are in
-    tokens: up to max - buffer costs nothing, `max` and more costs `factor`. Raises ValueError if `buffer` is over
-    `max`.
+    The result is score - factor * clip((length - (max - buffer)) / buffer, 0, 1) (arXiv:2503.14476, eq. 13). Lengths
+    are in tokens. A response of up to max - buffer tokens loses nothing, and a response of `max` tokens or more loses
+    `factor`. Raises ValueError if `buffer` is over `max`.
     """
     if buffer > max:
         raise ValueError(f"the buffer of {buffer} tokens is over max = {max}")
@@ -184,13 +190,13 @@ def overlong(
 def weighted_sum(*scores: float, weights: Sequence[float]) -> float:
     """The sum of all columns that the node reads, each times its weight.
 
-    The weights are in the order of the columns: `weighted_sum(0.7, 0.3)`. Raises ValueError unless there is one for
-    each column.
+    The weights are in the order in which the node reads the columns: `weighted_sum(0.7, 0.3)`. Raises ValueError if
+    the number of weights is not the number of columns.
     """
     return float(sum(weight * float(score) for weight, score in zip(weights, scores, strict=True)))
 
 
 def _split_words(text: str) -> list[str]:
-    """Split a text into words as SQuAD's script does."""
+    """Split a text into words, in the same way as SQuAD's script."""
     plain = text.lower().translate(str.maketrans("", "", string.punctuation))
     return [word for word in plain.split() if word not in ("a", "an", "the")]

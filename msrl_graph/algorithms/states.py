@@ -1,6 +1,9 @@
-"""Functions of states, which outlive an iteration.
+"""Functions for states, the values that an algorithm keeps between iterations.
 
-They give the next value of a state, and weights that draw prompts by a state.
+`adaptive_kl` and `moving_mean` return the next value of a state. `around` returns weights for drawing prompts,
+computed from a state.
+
+Invariant: a function returns the new value and changes nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ def adaptive_kl(
     target: Positive,
     horizon: Positive,
 ) -> float:
-    """The next coefficient of a KL penalty, by its distance from a target.
+    """The next coefficient of a KL penalty, adapted to reach a target divergence.
 
-    kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (arXiv:1909.08593, section 2.2). kl is the mean over
-    responses of the mean of old_logp - ref_logp over a response's tokens, in nats per token, as is `target`; n is
-    the number of responses, `horizon` a number of responses. Empty responses do not count; if there are no others
-    the coefficient stays. `mask` leaves out tokens of an environment. A nan in a response gives nan.
+    The result is kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (arXiv:1909.08593, section 2.2).
+
+    - kl is the mean of old_logp - ref_logp over the tokens of a response, and then over the responses. kl and `target`
+      are in nats per token.
+    - n is the number of responses. `horizon` is also a number of responses.
+    - Empty responses do not count. If all responses are empty, the coefficient does not change.
+    - The tokens that `mask` excludes were written by an environment and do not count.
+    - If a log-probability is nan, the result is nan.
     """
     import numpy as np
 
@@ -52,8 +59,8 @@ def adaptive_kl(
 def moving_mean(reward: NDArray[np.float32], mean: float, *, decay: Share = 0.9) -> float:
     """The next value of an exponential moving mean of rewards.
 
-    It is decay times the mean's value, plus (1 - decay) times the mean of the group's rewards. A nan among the
-    rewards gives nan.
+    The result is decay * mean + (1 - decay) * (the mean of the group's rewards), where `mean` is the previous value.
+    If a reward of the group is nan, the result is nan.
     """
     import numpy as np
 
@@ -62,11 +69,12 @@ def moving_mean(reward: NDArray[np.float32], mean: float, *, decay: Share = 0.9)
 
 @function()
 def around(state: NDArray[np.float32], *, target: Share = 0.5, floor: Share = 0.05) -> NDArray[np.float64]:
-    """Weights for the source's `weights`: highest for states near a target.
+    """Weights for the source's `weights`: highest where a state is near a target.
 
-    The weight is 1 if a state from 0 to 1 is at `target`, and falls linearly to 0 at the end that is farther away.
-    `floor` is the least weight, so that every prompt can come back. Prompts that are always or never solved teach
-    nothing if advantages are relative. `state` holds one number per prompt; returns as many.
+    `state` has one number from 0 to 1 per prompt. The weight of a prompt is 1 where its state is `target`. The weight
+    falls linearly with the distance of the state from `target`, and reaches 0 at the farther end of the range from 0
+    to 1. `floor` is the smallest weight, so that every prompt can be drawn again. With advantages relative to a group,
+    prompts that are always or never solved teach nothing. Returns one weight per prompt.
     """
     import numpy as np
 

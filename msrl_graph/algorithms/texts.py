@@ -1,6 +1,9 @@
 """Functions that pass text from one model to another.
 
-They turn what a policy wrote into a `text` column, which each model reads with its own tokenizer.
+The functions convert the response of a policy to a `text` column. Each model that reads the column uses its own
+tokenizer.
+
+Invariant: text that is decoded from tokens contains no special tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ if TYPE_CHECKING:
 
 @function()
 def text(response: str) -> str:
-    """The text of a token column, without special tokens.
+    """The text of a column of tokens, without special tokens.
 
-    It is for a `text` column that a model with another tokenizer reads. The end token is special, so it is left
-    out. A character whose last token is missing, because the response was cut, is U+FFFD.
+    Use it to write a `text` column that a model with another tokenizer reads. The end token is a special token, so the
+    text does not contain it. If a response was cut in the middle of a character, this character becomes U+FFFD.
     """
     return response
 
@@ -30,7 +33,7 @@ def text(response: str) -> str:
 def own_text(response: NDArray[np.int32], mask: NDArray[np.bool_], tokenizer: Any) -> str:
     """The text that a policy wrote in a response, without special tokens.
 
-    `mask` leaves out the text of its environment.
+    `mask` is true for the tokens that the policy wrote. Text that an environment wrote is left out.
     """
     written: str = tokenizer.decode(response[mask], skip_special_tokens=True)
     return written
@@ -40,11 +43,12 @@ def own_text(response: NDArray[np.int32], mask: NDArray[np.bool_], tokenizer: An
 def add_message(
     prompt: str, response: str, *, role: Literal["assistant", "user", "system", "tool"] = "assistant"
 ) -> str:
-    """A continued conversation: the messages of `prompt` and then the response.
+    """A conversation: the messages of `prompt`, and the response as one more message.
 
-    The new message has the role `role`. It is for a `text` column: a model that reads it renders the messages by
-    its own chat template. A prompt that is not a JSON list of messages becomes the user's message. The prompt is
-    declared as `text` too, because in tokens the template has already made it one text.
+    The new message has the role `role`. The result is for a `text` column: a model that reads the column renders the
+    messages with its own chat template. If `prompt` is not a JSON list of messages, it becomes one message of the
+    user. Declare the prompt's column as `text` too: in a column of tokens, the chat template has already joined the
+    messages into one text.
     """
     return json.dumps(
         [*(messages(prompt) or [{"role": "user", "content": prompt}]), {"role": role, "content": response}],

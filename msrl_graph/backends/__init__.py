@@ -1,9 +1,9 @@
-"""Table of engines, and the devices that they run on.
+"""Table of engines, and the device kinds that are untested.
 
-Each engine has a spec, which the compiler reads, and a half that runs. The spec is in a file of its own here, so that
-compiling loads nothing of the other half.
+Each engine has two halves: a spec, which the compiler reads, and the code that runs the engine. The spec is in a file
+of its own, so that the compiler does not import the code that runs.
 
-Invariant: an engine is named here and in its own files, and nowhere else. Everything runs by this table.
+Invariant: only this file and an engine's own files name the engine. All other code looks engines up in this table.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .vllm import spec as vllm_spec
 ENGINES: dict[str, EngineSpec] = {
     module.SPEC.name: module.SPEC for module in (fsdp_spec, hf_spec, megatron_spec, vllm_spec)
 }
-# Device kinds that are implemented but were never available for a test, and those tested on one device only.
+# Device kinds that are implemented but were never available for a test, and device kinds tested on one device only.
 UNTESTED_KINDS = (ASCEND.name,)
 SINGLE_DEVICE_KINDS = (CUDA.name,)
 
 
 def can_build(engine: str) -> bool:
-    """Return whether an engine can be built, not only planned for."""
+    """Return whether a run can build an engine, and not only plan for it."""
     return bool(ENGINES[engine].build)

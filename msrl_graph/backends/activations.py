@@ -1,11 +1,16 @@
-"""Offload of what layers keep for their backward pass to host memory.
+"""Offload of activations to host memory between the forward and the backward pass.
 
-That is everything, or the layers' inputs where layers are recomputed.
+The offloaded tensors are the tensors that layers save for their backward pass. Where layers are recomputed, only the
+layers' inputs are offloaded.
 
-Invariant: backward sees bit for bit what forward kept, and tensors that shared a storage share one again. Storages
-are copied when layers make them and released one layer later. In backward the next layer's storages are fetched
-during each layer. Weights stay on the device, and so do tensors that are not floating-point: all layers have the same
-ones.
+Invariant: the backward pass sees the saved tensors bit for bit, and tensors that shared a storage share one storage
+again.
+
+- Forward: a storage is copied to the host when a layer saves it. The storage's device memory is released one layer
+  later.
+- Backward: while one layer computes, the storages of the next layer are fetched.
+- Weights stay on the device. Tensors that are not floating-point also stay on the device, because all layers share
+  them.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ class Activations:
 
     @contextmanager
     def offload_saved_tensors(self) -> Iterator[None]:
-        """Offload the tensors that a forward pass saves, around that pass."""
+        """Offload the tensors that the forward pass inside this context saves."""
         import torch
 
         if not torch.is_grad_enabled():
@@ -62,7 +67,7 @@ class Activations:
 
 
 class _Kept:
-    """A storage whose tensors are saved `uses` times."""
+    """A storage of which `uses` tensors are saved for the backward pass."""
 
     def __init__(self, storage: torch.UntypedStorage, buffer: torch.Tensor, group: int) -> None:
         self.device_storage: torch.UntypedStorage | None = storage  # None while it is offloaded
@@ -74,7 +79,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A saved tensor of a storage; `spec` is set for a DTensor."""
+    """A saved tensor: a view into the storage `entry`; `spec` is set for a DTensor."""
 
     entry: _Kept
     dtype: torch.dtype
@@ -85,7 +90,7 @@ class _Saved:
 
 
 class _Pass:
-    """What one forward pass saves, in one group per layer."""
+    """The storages that one forward pass saves, in one group per layer."""
 
     def __init__(self, device: TorchDevice, out_lane: Lane, back_lane: Lane) -> None:
         self.device = device
@@ -101,7 +106,7 @@ class _Pass:
     # Forward.
 
     def begin(self, weights: set[int]) -> None:
-        """Start a layer; release what the layer before the last one saved."""
+        """Start a layer; release the storages that the layer two before it saved."""
         self.weights = weights
         self.marks.append(self.out_lane.mark())
         self.groups.append([])
@@ -109,7 +114,7 @@ class _Pass:
             self._release_group(len(self.groups) - 3)
 
     def end(self) -> None:
-        """Finish the last layer; release everything that is saved."""
+        """Finish the last layer; release all saved storages."""
         self.finished = True
         self.marks.append(self.out_lane.mark())
         for group in range(len(self.groups)):
@@ -174,7 +179,10 @@ class _Pass:
         return DTensor(restored, saved.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _find_next_group(self, group: int) -> int:
-        """Return the next non-empty group of the backward pass; -1 if there is none."""
+        """Return the index of the next non-empty group before `group`, or -1.
+
+        The backward pass uses the groups in descending order.
+        """
         return next((i for i in range(group - 1, -1, -1) if self.groups[i]), -1)
 
     def _bring_back(self, entries: Sequence[_Kept]) -> None:

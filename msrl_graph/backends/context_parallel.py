@@ -1,15 +1,20 @@
 """Context parallelism: the nodes of a micro-batch's tree, sharded over ranks.
 
-All ranks see the same rows. A node's rank is its depth modulo `cp` (striped attention, arXiv:2311.09431; the tree is
-in prefix_tree.py). So ranks have about the same number of nodes and an equally long part of each row, wherever
-prompts end and whatever rows share. Contiguous stretches of depths would not give that. Every block of a ring is the
-same triangle of work.
-All layers except attention work on a rank's own nodes. Attention is one of two kinds. Ulysses (arXiv:2309.14509): an
-all-to-all gives each rank all nodes for a part of the heads. Ring (arXiv:2310.01889): keys and values pass from rank
-to rank, and the results of blocks are merged by their log-sum-exp.
+The tree is in prefix_tree.py: each distinct prefix of a row is one node. All ranks of the context-parallel group see
+the same rows. A node belongs to the rank whose index is the node's depth modulo `cp` (striped attention,
+arXiv:2311.09431). So all ranks have about the same number of nodes and an equally long part of each row, wherever
+prompts end and whatever prefixes rows share. Contiguous ranges of depths would not balance the ranks. With striped
+nodes, the attention scores between any two ranks of a ring form the same triangle of work.
 
-Invariant: results equal those of one rank, up to rounding, and are the same on all ranks: outputs of tokens are
-gathered before a loss sees them. Each rank has a part of a weight's gradient; the parts add up.
+All layers except attention work on a rank's own nodes. Attention is one of two kinds:
+
+- Ulysses (arXiv:2309.14509): an all-to-all sends each rank all nodes for its share of the heads.
+- Ring (arXiv:2310.01889): keys and values pass from rank to rank. The results for each rank's keys are merged by their
+  log-sum-exp.
+
+Invariant: results equal the results of one rank, up to rounding, and are the same on all ranks, because the outputs of
+all tokens are gathered before the loss is computed. Each rank computes a part of a weight's gradient; the sum of the
+parts is the gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The group of ranks that shard trees; this is the `rank`-th of `size`."""
+    """The group of `size` ranks that shard a tree; this rank is the `rank`-th."""
 
     size: int = 1
     rank: int = 0
@@ -48,10 +53,10 @@ class ContextGroup:
         return ContextGroup(layout.cp, mesh.get_local_rank(), mesh.get_group(), layout.cp_kind == "ulysses")
 
     def share(self, tree: Tree, micro_batch: MicroBatch, multiple: int = 1) -> tuple[Tree, MicroBatch]:
-        """Return this rank's part of a tree and of its micro-batch.
+        """Return this rank's part of a tree and of the tree's micro-batch.
 
-        Nodes are padded to a multiple of `multiple`, and to the same number on each rank. The micro-batch has the
-        requested tokens that follow these nodes.
+        The rank's nodes are padded to a multiple of `multiple`, and to the same number on each rank. The returned
+        micro-batch has the requested tokens whose preceding node (`Tree.before`) is on this rank.
         """
         import torch
         from tensordict import TensorDict
@@ -95,15 +100,15 @@ class ContextGroup:
         return part, known
 
     def gather_outputs(self, outputs: Outputs, tree: Tree) -> Outputs:
-        """Gather the outputs of all ranks, in the order of the tokens."""
+        """Gather the outputs of all ranks, in the order of the requested tokens."""
         if not isinstance(tree, ContextShard):
             return outputs
         return Outputs(*(None if tensor is None else _gather()(tensor, tree) for tensor in outputs))
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send a tensor to the next rank.
+        """Send a tensor to the next rank and start to receive from the previous rank.
 
-        The result is a function that waits for the previous rank's tensor and returns it.
+        Return a function that waits for the previous rank's tensor and returns that tensor.
         """
         import torch
         from torch import distributed as dist
@@ -129,7 +134,8 @@ class ContextGroup:
 class ContextShard(Tree):
     """A rank's part of a tree.
 
-    `tokens` are the indices of its tokens among all `asked` tokens; `before` has a node for each of them.
+    `tokens` are the indices of this rank's requested tokens among all `asked` requested tokens. `before` has one node
+    for each of this rank's tokens.
     """
 
     tokens: torch.Tensor
@@ -139,7 +145,10 @@ class ContextShard(Tree):
 
 @dataclass(frozen=True)
 class _Exchanged(ContextShard):
-    """A part for Ulysses attention: `rows` and `place` index all nodes, rank by rank."""
+    """A shard for Ulysses attention.
+
+    `rows` and `place` index the nodes of all ranks, rank by rank.
+    """
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
@@ -165,9 +174,9 @@ class _Exchanged(ContextShard):
 
 @dataclass(frozen=True)
 class _Ring(ContextShard):
-    """A part for ring attention: `rows` and `place` index this rank's own nodes.
+    """A shard for ring attention.
 
-    A row has every `size`-th depth.
+    `rows` and `place` index this rank's own nodes. A row contains every `size`-th depth.
     """
 
     def product(
@@ -182,9 +191,10 @@ def _gather() -> Any:
     from torch import distributed as dist
 
     class Gather(torch.autograd.Function):
-        """All tokens' outputs from those of each rank.
+        """An all-reduce that assembles the outputs of all tokens from each rank's outputs.
 
-        Each rank already has the gradient for all tokens, because it computes the same loss.
+        The backward pass needs no communication: each rank already has the gradient for all tokens, because each rank
+        computes the same loss.
         """
 
         @staticmethod
@@ -208,7 +218,7 @@ def _exchange() -> Any:
     from torch import distributed as dist
 
     class Exchange(torch.autograd.Function):
-        """All-to-all of [ranks, ...], one slice for each rank."""
+        """An all-to-all of a tensor [ranks, ...], which sends one slice to each rank."""
 
         @staticmethod
         def forward(context: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:

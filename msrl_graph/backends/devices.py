@@ -1,9 +1,12 @@
 """A device as torch sees it: its memory, its streams and its host buffers.
 
-Invariant: torch-free at import. Whatever depends on the kind of a device (hardware/device_kinds.py) goes through a
-TorchDevice; nothing else calls torch's module of a kind. On host cores streams and events do nothing.
-`npu` has never been run, because none was available. It follows the documentation of torch_npu, which uses the names
-of torch.cuda; torch knows an NPU once torch_npu is imported. `cuda` was run on one H100 (docs/results.md).
+Invariant: importing this module does not import torch. All code that depends on the kind of a device
+(hardware/device_kinds.py) goes through a TorchDevice; nothing else calls torch's module of a device kind. On host cores
+streams and events do nothing.
+
+The kind `npu` has never been run, because no NPU was available. The code for NPUs follows the documentation of
+torch_npu, which uses the names of torch.cuda. Torch knows NPUs once torch_npu is imported. The kind `cuda` was run on
+one H100 (docs/results.md).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 PROCESS = Path("/proc/self")
 
-# Addresses of host buffers. On host cores nothing else distinguishes them from what the device holds.
+# Addresses of host buffers. On host cores nothing else distinguishes host buffers from tensors of the device.
 _host_buffers: set[int] = set()
 _making_buffer = False  # a host buffer is being allocated that is not in _host_buffers yet
 # By address: storages whose memory an allocator has taken without torch's knowledge.
@@ -48,7 +51,7 @@ class MemoryUsage(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """The `index`-th device of a kind that this process sees.
+    """The `index`-th device of a kind, among the devices that this process sees.
 
     Visibility masks are in hardware/visibility_masks.py.
     """
@@ -72,7 +75,10 @@ class TorchDevice:
         return torch.get_device_module(self.kind.torch)
 
     def claim(self) -> None:
-        """Make it the current device of this process, which a bare kind then refers to."""
+        """Make this device the current one of the process.
+
+        Torch then uses this device for a device name without an index, such as "cuda".
+        """
         self._module.set_device(self.index)
 
     def finish(self) -> None:
@@ -82,9 +88,9 @@ class TorchDevice:
     # Memory.
 
     def memory(self) -> MemoryUsage:
-        """Return free and total memory.
+        """Return free and total memory of the device.
 
-        What other processes hold is not free. Host cores have the host's memory.
+        Memory that other processes hold does not count as free. For host cores the figures are the host's memory.
         """
         if self.kind.shares_host_memory:
             import psutil
@@ -96,7 +102,7 @@ class TorchDevice:
     def peak(self) -> int:
         """Return this process's peak memory since `reset_peak`, in bytes.
 
-        On a device it counts tensors, on a host all memory of the process.
+        On a device the figure counts tensors. On host cores the figure counts all memory of the process.
         """
         if not self.kind.shares_host_memory:
             return int(self._module.max_memory_allocated(self.index))
@@ -110,9 +116,10 @@ class TorchDevice:
             self._module.reset_peak_memory_stats(self.index)
 
     def host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate host memory for a tensor of this device.
+        """Allocate host memory for a copy of a tensor of this device.
 
-        On a device the memory is pinned: copies to and from it do not need the host's CPU.
+        If the device has its own memory, the host memory is pinned: copies between host and device then do not need the
+        host's CPU.
         """
         global _making_buffer
         import torch
@@ -131,7 +138,7 @@ class TorchDevice:
 
 
 class Lane:
-    """A stream of a device next to the one that its process computes on."""
+    """A stream of a device, next to the stream on which the process computes."""
 
     def __init__(self, device: TorchDevice) -> None:
         self.module = device._module
@@ -141,21 +148,24 @@ class Lane:
     def begin(self) -> Iterator[None]:
         """Run the body's operations on this stream.
 
-        They start after everything that the caller's stream has started so far, because that may still use the
-        memory. They run concurrently with what the caller's stream starts later.
+        The operations start after everything that the caller's stream has already started, because that work may still
+        use the memory. The operations run concurrently with the work that the caller's stream starts later.
         """
         self.stream.wait_stream(self.module.current_stream())
         with self.module.stream(self.stream):
             yield
 
     def mark(self) -> Any:
-        """Record an event for `join`, after all that this stream has started."""
+        """Record an event for `join`, after all work that this stream has started."""
         event = self.module.Event()
         event.record(self.stream)
         return event
 
     def join(self, mark: Any = None) -> None:
-        """Make the caller's stream wait for this one: for all its work, or up to a mark."""
+        """Make the caller's stream wait for this stream.
+
+        The caller's stream waits for the work before `mark`, or for all work of this stream if `mark` is None.
+        """
         if mark is None:
             mark = self.mark()
         self.module.current_stream().wait_event(mark)
@@ -165,11 +175,14 @@ class Lane:
 class Devices:
     """The device, rank and process mesh that an engine is built on.
 
-    - `device`: this rank's device; `rank`: its number in the layout.
-    - `mesh`: all ranks of the layout by axis: always dp and tp, and every other axis that is larger than 1. None: a
-      single rank.
-    - `per_host`: ranks of the mesh on each host, in the order of their numbers. 0: one host has all of them.
-    An engine that needs more groups makes them among its own ranks (`among`).
+    - `device`: this rank's device.
+    - `rank`: this rank's number in the layout.
+    - `mesh`: the mesh of all ranks of the layout. It has the axes dp and tp, and each other axis that is larger than 1.
+      None for a single rank.
+    - `per_host`: the number of the mesh's ranks on each host; consecutive ranks share a host. 0 if one host has all
+      ranks.
+
+    An engine that needs more process groups makes them among its own ranks (`make_group`).
     """
 
     device: TorchDevice = TorchDevice()
@@ -190,10 +203,10 @@ class Devices:
         return not self.per_host or len({rank // self.per_host for rank in ranks}) == 1
 
     def make_group(self, layout: Layout, *shared_axes: str) -> Any:
-        """Return the group of ranks that share this rank's place on `shared_axes`.
+        """Return the group of ranks with this rank's coordinates on `shared_axes`.
 
-        Ranks are in the layout's order, which is also the order of experts (`inner` is 1 where anything trains). The
-        first call for a group is a collective of its ranks.
+        The ranks of the group are in the order of the layout. The experts of a layer are in the same order, because
+        `Layout.inner` is 1 for every node that trains. The first call for a group is a collective of the group's ranks.
         """
         from torch import distributed as dist
 
@@ -228,7 +241,7 @@ def is_host_buffer(storage: torch.UntypedStorage) -> bool:
 
 
 def sleep(tensors: Iterable[torch.Tensor]) -> None:
-    """Mark tensors as asleep: their allocator lends the memory to others until `wake`."""
+    """Mark tensors as asleep: until `wake`, their allocator may reuse their memory."""
     for storage in [tensor.untyped_storage() for tensor in tensors]:
         _sleeping_storages[storage.data_ptr()] = weakref.ref(storage)
         _report(storage)
@@ -244,8 +257,13 @@ def wake(tensors: Iterable[torch.Tensor]) -> None:
 def watch_storages(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
     """Call `watcher` with each storage whose memory changes, in any thread.
 
-    These are storages that become a host buffer, fall asleep, wake, or get another size from Python (as FSDP resizes
-    them). A dispatch mode does not see these changes because they are not operations.
+    The watcher is called for a storage that:
+
+    - becomes a host buffer,
+    - falls asleep or wakes,
+    - gets another size from Python (FSDP resizes storages this way).
+
+    A torch dispatch mode does not see these changes, because they are not operators.
     """
     import torch
 
@@ -261,7 +279,7 @@ def watch_storages(watcher: Callable[[torch.UntypedStorage], object]) -> Iterato
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """Resize a storage as torch does, and report it to the watchers."""
+    """Resize a storage as torch does, and report the storage to the watchers."""
     import torch
 
     super(torch.UntypedStorage, storage).resize_(size)
@@ -275,14 +293,14 @@ def _report(storage: torch.UntypedStorage) -> None:
 
 
 def count_allocated_bytes(storage: torch.UntypedStorage) -> int:
-    """Return the bytes that a storage has memory for."""
+    """Return the bytes of memory that a storage has; 0 while the storage is asleep."""
     sleeper = _sleeping_storages.get(storage.data_ptr())
-    # A storage that was freed may have left its address to another.
+    # The address may have belonged to a freed storage, and belong to another one.
     return 0 if sleeper and sleeper() is not None else storage.nbytes()
 
 
 def is_making_buffer() -> bool:
-    """Return whether the operation that runs now allocates a host buffer."""
+    """Return whether this process is allocating a host buffer at the moment."""
     return _making_buffer
 
 
@@ -294,18 +312,18 @@ def get_local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all bytes of a storage, which several tensors may share."""
+    """Return all bytes of a storage, which several tensors may share, as a tensor."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor. The tensor stays; `take` gives it memory again.
+    """Free the memory of a tensor; the tensor object stays valid.
 
-    A host's allocator would keep the memory for this process, so its pages are returned to the system first.
-    (malloc_trim would also return what all other tensors have freed, and the next tensors would fault those pages in
-    again.)
+    `allocate` gives the tensor memory again. The host's allocator would keep the freed memory for this process, so the
+    pages are returned to the operating system first. malloc_trim is not used: it would also return the pages that all
+    other tensors have freed, and the next tensors would have to fault those pages in again.
     """
     storage = tensor.untyped_storage()
     if storage.device.type == HOST.torch:

@@ -1,6 +1,7 @@
-"""Which parts of a model an engine can divide.
+"""Checks whether an engine can shard a model by a layout.
 
-Invariant: checks reject, and the planner leaves out, exactly the layouts that `misfits` reports.
+Invariant: the compiler's checks reject exactly the layouts that `find_misfits` reports, and the planner leaves out the
+same layouts.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from .spec import EngineSpec
 
 
 def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
-    """Yield a message for each part of `model` that a layout does not divide.
+    """Yield a message for each way in which a layout does not fit `model`.
 
-    Parts that the engine can make up for (by padding or replication) are left out.
+    A size that the engine can pad or replicate is not reported.
     """
     if uneven := _list_undivided(model, spec, layout.tp):
         yield f"tp = {layout.tp} does not divide {_join_with_and(uneven)} of `{model.name}`"
@@ -62,10 +63,10 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
 
 
 def rows_in_step(graph: Graph, node: Node) -> int | None:
-    """Return the rows of an update that every rank needs an equal share of.
+    """Return the number of rows of one optimizer step.
 
-    These are the rows of a mini-batch. None where nothing is updated, or where a filter leaves a number of rows that
-    is not known yet.
+    Every rank needs an equal share of these rows. The result is None for a node that updates nothing. The result is
+    also None if the number is unknown, because the node has no `mini_batch` and a node of the graph filters rows.
     """
     attributes = UpdateAttributes.of(node)
     if node.verb != "update" or (attributes.mini_batch is None and any(other.filters for other in graph.nodes)):

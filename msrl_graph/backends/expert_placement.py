@@ -1,7 +1,9 @@
-"""How engines place the experts of a mixture on the tp x cp x dp ranks of a stage.
+"""Rules by which engines place a layer's experts on the ranks of a pipeline stage.
 
-Invariant: this file alone says, for each engine, what etp defaults to and which ep and etp it supports. Placing,
-checks, the planner, the reference and the rejections of a run read it.
+A stage has tp x cp x dp ranks.
+
+Invariant: only this file defines, for each engine, the default of etp and the supported ep and etp. The code that
+places tensors, the checks, the planner, the reference and the rejections of a run all read this file.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from ..sharding.layout import AXES, Layout
 class ExpertPlacement:
     """An engine's rule for placing experts.
 
-    Each function takes a layout, of which everything but etp is settled.
+    Each function accepts a layout in which every axis except etp is final.
 
-    - `etp`: the default of a layout that does not state it.
-    - `has`: whether the engine supports the layout's ep and etp. `runs`: whether the engine can also run them here,
-      or only plan for them.
-    - `sends`: whether tokens go to other ranks for their experts. Where a tp group has all its tokens and all
-      experts, or shards of them, the all-reduce that ends a layer sums the results.
+    - `etp`: returns the default etp of a layout that does not state one.
+    - `has`: returns whether the engine supports the layout's ep and etp.
+    - `runs`: returns whether this version can also run the layout's ep and etp with the engine, and not only plan for
+      them.
+    - `sends`: returns whether tokens are sent to other ranks for their experts. Tokens need not be sent where a tp
+      group has all its tokens and all experts, or shards of all experts. There the all-reduce at the end of a layer
+      sums the results.
     - `words`: the rule in words.
     """
 
@@ -34,9 +38,9 @@ class ExpertPlacement:
     sends: Callable[[Layout], bool] = lambda layout: layout.ep * layout.etp > 1
 
     def format_layout(self, layout: Layout, model: Model) -> str:
-        """Format a layout as a file states it for this engine.
+        """Format a layout as a program states it for this engine.
 
-        `settled` turns that back into the layout.
+        An etp that equals the engine's default is left out; `settle_etp` adds it again.
         """
         sizes = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1 or axis in ("tp", "dp")}
         if layout.etp == self.settle_etp(replace(layout, etp=0), model).etp:
@@ -51,16 +55,19 @@ class ExpertPlacement:
     def can_run(self, layout: Layout, model: Model) -> bool:
         """Return whether this engine can run a layout of a model.
 
-        Any layout fits a model without experts.
+        A model without experts can run with any layout.
         """
         return model.experts is None or self.runs(layout)
 
     def settle_etp(self, layout: Layout, model: Model) -> Layout:
-        """Return the layout with its etp; 0 means that the file leaves etp to the engine."""
+        """Return the layout with its final etp.
+
+        An etp of 0 means that the program leaves etp to the engine: it is replaced by the engine's default.
+        """
         return layout if layout.etp else replace(layout, etp=1 if model.experts is None else self.etp(layout))
 
     def meshes(self, layout: Layout, model: Model) -> Iterator[Layout]:
-        """Yield the layout with each supported ep and etp; etp is 1 or tp."""
+        """Yield the layout with each supported pair of ep and etp; etp is 1 or tp."""
         experts = model.experts
         if experts is None:
             yield replace(layout, ep=1, etp=1)
@@ -81,8 +88,8 @@ def _divides(layout: Layout) -> bool:
 def _fits_vllm(layout: Layout) -> bool:
     """Return whether vLLM supports a layout's ep and etp.
 
-    Without ep experts are sharded over tp. With --enable-expert-parallel whole experts are spread over the ranks of
-    vLLM's world: tp, times vLLM's own data parallelism.
+    Without ep, each expert is sharded over tp. With --enable-expert-parallel, whole experts are distributed over the
+    ranks of vLLM's world, whose size is tp times vLLM's own data parallelism.
     """
     if layout.ep == 1:
         return layout.etp == layout.tp

@@ -1,9 +1,9 @@
 """The experts of a layer on one rank: a module that replaces transformers' own.
 
-Invariant: a token's result is the sum over the experts that its router chose, whichever rank has them. With expert
-parallelism tokens go to the ranks of their experts and the results come back, by all-to-all. Ranks that have the same
-tokens (tensor parallelism) each send a part of them, so that no token is computed twice. A rank whose tokens choose
-no remote expert still takes part.
+Invariant: a token's result is the sum over the experts that the router chose for the token, whichever ranks have these
+experts. With expert parallelism, an all-to-all sends tokens to the ranks of their experts, and a second all-to-all
+returns the results. Ranks that have the same tokens (tensor parallelism) each send a different share of the tokens, so
+that no token is computed twice. A rank whose tokens choose no remote expert still joins both collectives.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels: Kernels) -> None:
-    """Replace the experts of a transformers model on the meta device by this rank's.
+    """Replace a transformers model's experts by the experts of this rank.
 
-    The rank holds the experts of its place on `ep`, each of them whole. With a layout that has neither tp nor ep each
-    rank computes all experts itself.
+    The model is on the meta device. A rank holds the experts of its `ep` coordinate, each of them whole. With a layout
+    that has neither tp nor ep, each rank computes all experts itself.
     """
     tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.make_group(layout, "pp", "etp", "edp") if layout.ep > 1 else None
@@ -37,8 +37,9 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
     """Build the module of a layer's `number` experts.
 
-    Sizes and activation are those of `theirs`. `tp` is the group of ranks with the same tokens, `ep` the group with
-    the other experts.
+    - `theirs`: transformers' module of the experts, which determines the sizes and the activation.
+    - `tp`: the group of ranks that have the same tokens.
+    - `ep`: the group of ranks that have the layer's other experts.
     """
     import torch
     from torch.distributed import _functional_collectives as collectives
@@ -58,7 +59,11 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 self.register_parameter(f"{name}_proj", torch.nn.Parameter(values))
 
         def forward(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            """Apply to each token of [tokens, hidden] its experts and weights [tokens, k]."""
+            """Return each token's weighted sum over its experts, [tokens, hidden].
+
+            `states` are [tokens, hidden]. `chosen` and `weights`, both [tokens, k], are the token's experts and their
+            weights.
+            """
             if tp is None:
                 return self._route_tokens(states, chosen, weights)
             padding = -len(states) % tp.size()
@@ -79,7 +84,10 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             return torch.zeros_like(states).index_add(0, order // active, results)
 
         def _exchange_tokens(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """Apply experts on any rank to rows that are sorted by expert."""
+            """Send rows to the ranks of their experts; return the experts' results.
+
+            `rows` are sorted by expert. `counts` is the number of rows for each expert, over the experts of all ranks.
+            """
             received_counts = torch.empty_like(counts)
             torch.distributed.all_to_all_single(received_counts, counts, group=ep)
             send_sizes = counts.view(-1, number).sum(1).tolist()
@@ -96,7 +104,10 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             return result
 
         def _apply_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """Apply this rank's experts to rows sorted by expert, `counts` rows for each."""
+            """Apply this rank's experts to `rows`, which are sorted by expert.
+
+            `counts` is the number of rows for each of this rank's experts.
+            """
             ends = counts.cumsum(0).to(torch.int32)
 
             def product(inputs: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -114,8 +125,8 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
 def _make_exchanges() -> tuple[Any, Any]:
     """Return a split and an all-gather for ranks that have the same tokens.
 
-    The gradient of the split is gathered from all parts. The gradient of the all-gather is the rank's own part of the
-    whole gradient, which each rank has.
+    Both are differentiable. The split's backward pass gathers the gradient from all ranks. The all-gather's backward
+    pass returns the rank's own part of the whole gradient, because each rank has the whole gradient.
     """
     import torch
 

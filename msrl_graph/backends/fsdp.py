@@ -1,10 +1,14 @@
 """Training and inference by torch FSDP2, on any torch device.
 
-Tensor parallelism is by DTensor; context parallelism is in context_parallel.py.
+Tensor parallelism is by DTensor. Context parallelism is in context_parallel.py.
 
-Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
-(optimizer/steps.py). ZeRO 0 replicates, 1 shards the optimizer, 2 and 3 are FSDP2 without and with releasing the
-gathered weights after forward.
+Invariant: the weights at rest on a rank are the boxes of layout.shard (one index range per dimension). The optimizer
+works on these local tensors (optimizer/steps.py). The ZeRO stages are:
+
+- 0: everything is replicated.
+- 1: the optimizer states are sharded.
+- 2: FSDP2, which keeps the gathered weights after the forward pass.
+- 3: FSDP2, which releases the gathered weights after the forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
-# Weights that all tp ranks have, each for its own heads: their gradients are partial sums.
+# Weights that all tp ranks have, and that each rank applies to its own heads: a rank's gradient is a partial sum.
 NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
 # Linear layers of attention and feed-forward that tp shards by columns, and by rows.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -46,7 +50,7 @@ ROWS = ("o_proj", "down_proj")
 
 
 class FsdpEngine:
-    """A model on this rank."""
+    """An engine that trains a model or computes its outputs, on this rank."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         model = weights.model
@@ -109,9 +113,9 @@ class FsdpEngine:
             )
 
     def _tie(self, module: Any) -> None:
-        """Make head and embedding one parameter again if they were tied.
+        """Make head and embedding one parameter again if the model ties them.
 
-        Sharding and allocation give each its own parameter.
+        Sharding and allocation create a separate parameter for each of the two.
         """
         if self.model.tied:
             module.lm_head.weight = module.model.embed_tokens.weight
@@ -160,7 +164,7 @@ class FsdpEngine:
 
         assert self._optimizer is not None and self._rules is not None
         gradients = []
-        # From here on a gradient lives only as long as it is in the list.
+        # A gradient must live only as long as it is in the list `gradients`.
         for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
             gradient = self._gradients.take(parameter)
             gradients.append(
@@ -169,7 +173,7 @@ class FsdpEngine:
                 else gradient.detach()
             )
             del gradient
-            if self.divided and tensor.experts:  # FSDP2 averaged these over the experts' own copies
+            if self.divided and tensor.experts:  # FSDP2 averaged the gradient over the copies of the experts
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
             if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
                 torch.distributed.all_reduce(gradients[-1], group=self._tp)
@@ -184,9 +188,9 @@ class FsdpEngine:
 
 
 def _compile(layers: Any) -> None:
-    """Compile each layer in place, for any lengths.
+    """Compile each layer in place, for dynamic lengths.
 
-    Trees differ from one micro-batch to the next.
+    The number of nodes in a tree differs from one micro-batch to the next.
     """
     from torch._inductor import config
 
@@ -200,7 +204,7 @@ def _divide_weights(
 ) -> list[Any]:
     """Shard the weights at rest by FSDP2, layer by layer; return the sharded modules.
 
-    Experts are sharded over the ranks that have the same experts. `release_after_forward`: gathered weights are
+    Experts are sharded over the ranks that have the same experts. With `release_after_forward`, gathered weights are
     released after the forward pass.
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -246,7 +250,7 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed 
 def _distinguish_masks() -> None:
     """Make torch distinguish the masks of sharded embeddings by their buffers.
 
-    Torch 2.10 confuses the mask of an embedding with that of another of the same size, as of a model in another type.
+    Torch 2.10 confuses the masks of two embeddings of the same size, for example of two models in different dtypes.
     """
     from torch.distributed.tensor import placement_types
 
@@ -263,7 +267,7 @@ def _distinguish_masks() -> None:
 def _sum_rotary_key_gradients(attention: Any, mesh: DeviceMesh) -> None:
     """Sum the gradient of latent attention's rotary key over tp.
 
-    All heads share the key, and each tp rank has some of the heads.
+    All heads share the rotary key, and each tp rank has only some of the heads.
     """
     import torch
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -284,9 +288,10 @@ def _outputs(
     temperature: float | torch.Tensor,
     request: ForwardRequest,
 ) -> Outputs:
-    """Replace the model's forward, so that FSDP2 gathers embedding and head around it.
+    """Compute a model's outputs for the requested tokens.
 
-    Logits are computed only where a token is requested, in float32.
+    This function is called as the forward method of `module`, so that FSDP2 gathers the embedding and the head around
+    the call. Logits are computed only for requested tokens, in float32.
     """
     import torch
 
@@ -312,9 +317,10 @@ def _outputs(
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of each token's distribution, outside of any graph.
+    """Return the entropy of each token's distribution, without a gradient.
 
-    It works on a few tokens at a time, so that it never needs as much memory as a cross-entropy.
+    The entropy is computed for a few tokens at a time, so that the computation never needs as much memory as a
+    cross-entropy.
     """
     import torch
 

@@ -17,12 +17,12 @@ def _lints(situation: Situation) -> Iterator[Lint]:
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return operator counts, from torch's profiler on Qwen2 models."""
+    """Return operator counts, which torch's profiler counted on Qwen2 models."""
     if act == "step":
         return step_calls(layout)
-    # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass they cost Python
-    # as much as a hundred operators, and as much again for each collective of a backward pass. An operator on a
-    # DTensor costs as much as three on tensors.
+    # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass the hooks cost
+    # Python as much time as a hundred operators. Each collective of a backward pass costs another hundred. An
+    # operator on a DTensor costs as much as three operators on tensors.
     if act == "update":
         hooks = SPEC.divides_weights(layout) * (300 if layout.zero >= 3 else 200)
         counts = OperatorCalls(232 + hooks, 83 + hooks)
@@ -31,7 +31,7 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
         counts = OperatorCalls(73 + hooks, 46 + hooks)
     if layout.tp > 1:
         counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
-    if layout.cp > 1:  # on tensors: a ring by blocks, and sharding the tree and gathering outputs
+    if layout.cp > 1:  # operators on tensors: a ring's blocks, the sharding of the tree, the gathering of outputs
         forward, forward_backward = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
         counts = OperatorCalls(counts.layer + (forward_backward if act == "update" else forward), counts.rest + 30)
     return counts

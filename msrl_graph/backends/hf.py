@@ -1,7 +1,8 @@
 """Generation by transformers, with tensor parallelism over torch.distributed.
 
-Invariant: the tokens drawn for a row depend only on its prompt, the weights, its key and the step. The weights have
-memory only between `allocate` and `release`; their boxes are those of layout.shard.
+Invariant: the tokens drawn for a row depend only on the row's prompt, the weights, the row's noise key and the step.
+The weights have memory only between `allocate` and `release`. Each rank holds the boxes of layout.shard (one index
+range per dimension).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class HfEngine:
-    """A generator on this rank.
+    """An engine that generates responses, on this rank.
 
-    The responses to `micro_batch` prompts are generated at a time (0: all).
+    The engine generates the responses to `micro_batch` prompts at a time, or to all prompts if `micro_batch` is 0.
     """
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
@@ -153,7 +154,7 @@ class HfEngine:
 def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
     """Add the all-reduces of tensor parallelism to a module.
 
-    They follow the sharded embedding and the row-parallel linear layers.
+    The all-reduces come after the sharded embedding and after the row-parallel linear layers.
     """
     import torch
     from torch import distributed as dist

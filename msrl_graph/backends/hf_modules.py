@@ -1,6 +1,6 @@
-"""Parts that the engines on transformers share.
+"""Functions that the engines based on transformers share.
 
-A model without weights, and the shards of a rank filled from a folder.
+The functions build a model without weights, and fill the shards of a rank from a model's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 def build_empty_model(model: Model) -> Any:
     """Build the transformers model of a folder on the meta device.
 
-    Buffers are real. A model that scores has `score`, a linear layer without bias, in place of `lm_head`.
+    Parameters are on the meta device; buffers have values. A model that scores has `score`, a linear layer without
+    bias, instead of `lm_head`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,9 +57,9 @@ def load_fixed_tensors(model: Model) -> dict[str, Any]:
 
 
 def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a model that scores.
+    """Return the config.json of a scoring model, made from a policy's config.json.
 
-    It is what transformers' sequence classification classes read.
+    The sequence classification classes of transformers can load the result.
     """
     names = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in config.get("architectures") or ()]
     return {
@@ -71,7 +72,7 @@ def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_weights(module: Any) -> dict[str, Any]:
-    """Return a module's parameters by this package's names, a tied one once."""
+    """Return a module's parameters by this package's names, a tied parameter once."""
     parameters = dict(module.named_parameters(remove_duplicate=True))
     return {
         re.sub(r"\.experts\.(\w+)$", r".experts.*.\1.weight", name): parameter for name, parameter in parameters.items()
@@ -81,7 +82,7 @@ def named_weights(module: Any) -> dict[str, Any]:
 def parameter_path(name: str) -> str:
     """Return the path of a weight's parameter in a module.
 
-    All experts of a projection are one parameter (experts.py).
+    All experts of one projection are one parameter (experts.py).
     """
     return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 
@@ -89,8 +90,8 @@ def parameter_path(name: str) -> str:
 def fill(model: Model, shards: Sequence[Shard]) -> None:
     """Copy weights from a folder of safetensors into shards, one tensor at a time.
 
-    Only the bytes of the shards' boxes are read. A score head that the folder lacks is set to zero: a critic that
-    starts from a policy has none.
+    Only the bytes of the shards' boxes are read. If the folder has no score head, the score head is set to zero: a
+    critic that starts from the weights of a policy has no score head.
     """
     import torch
     from safetensors import safe_open

@@ -1,7 +1,8 @@
-"""Offload of tensors to host memory: their storages are released meanwhile.
+"""Offload of tensors to host memory; their device memory is released meanwhile.
 
-Invariant: contents come back bit for bit, and references to a tensor stay valid. Copies run on streams of their own
-where the device has streams. On host cores a buffer is another tensor, and the storage is released all the same.
+Invariant: contents return bit for bit, and references to a tensor stay valid. Where the device has streams, copies run
+on streams of their own. On host cores a host buffer is another tensor, and the storage of the offloaded tensor is
+released too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class HostOffload:
-    """Tensors of a device that can leave for host memory; several may share a storage.
+    """Tensors of a device that can be moved to host memory and back.
 
-    Between `leave` and `come` their contents are in host buffers (`stored`), which stay allocated until `drop`.
+    Several of the tensors may share a storage. Between `leave` and `come` the contents are in host buffers (`stored`).
+    The buffers stay allocated until `drop`.
     """
 
     def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor]) -> None:
@@ -39,9 +41,9 @@ class HostOffload:
                 buffer.copy_(tensor, non_blocking=True)
 
     def leave(self) -> None:
-        """Release the device's storages after the copies that have started.
+        """Release the device's storages after the copies to the host have finished.
 
-        Contents that were not stored are lost.
+        Contents that were not copied by `store` are lost.
         """
         self.out.join()
         for tensor, _ in self.storages:
@@ -62,7 +64,7 @@ class HostOffload:
                 tensor.copy_(buffer, non_blocking=True)
 
     def arrive(self) -> None:
-        """Make later operations wait for the contents."""
+        """Make later operations on the device wait for the copy from the host."""
         self.back.join()
 
     def drop(self) -> None:
@@ -72,6 +74,6 @@ class HostOffload:
         self.buffers = []
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the buffer of one of the tensors, with its last stored contents."""
+        """Return a tensor's host buffer, with the contents of the last `store`."""
         self.device.finish()
         return next(buffer for candidate, buffer in zip(self.tensors, self.buffers, strict=True) if candidate is tensor)

@@ -1,9 +1,11 @@
-"""Memory of the light engines in a phase, besides weights and optimizer states.
+"""Memory accounts of the engines `fsdp` and `hf`.
 
-Invariant: each moment is what lives at one instant, so a phase needs its fullest moment, never a sum over moments.
-Counted are tensor storages as transformers' Llama, Qwen2 and Qwen3-MoE and autograd create and keep them. A change of
-what an engine keeps is a change here; bench/memory.py shows differences. Sizes are bytes of the busiest rank, at the
-columns' bounds.
+An account covers one verb of an engine, such as an update. The account excludes weights and optimizer states.
+
+Invariant: each moment lists the tensors that exist at one instant. So a verb needs the memory of its fullest moment,
+never a sum over moments. The accounts count tensor storages, as autograd and the Llama, Qwen2 and Qwen3-MoE models of
+transformers create and keep them. A change to the tensors that an engine keeps needs a change in this file;
+bench/memory.py shows differences. Sizes are bytes on the busiest rank, with every column at its bound.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from .spec import Moments
 
 
 class _Layer(Sizes):
-    """Bytes that transformers' layers keep for their backward pass."""
+    """Bytes that a transformers layer keeps for its backward pass."""
 
     @cached_property
     def feed(self) -> int:
-        """The feed-forward half: four products of its inner width.
+        """Bytes that the feed-forward half keeps: four products of the inner width.
 
-        With experts also tokens on their way to the experts, as they come back and scaled by the router, by number
-        and by place, and the router's results.
+        With experts, the feed-forward half also keeps the tokens that are sent to experts: as sent, as returned, and as
+        scaled by the router. In addition, the half keeps the indices that sort these tokens, and the router's results.
         """
         if (experts := self.work.model.experts) is None:
             return 4 * self.wide
@@ -33,7 +35,7 @@ class _Layer(Sizes):
 
     @cached_property
     def products(self) -> int:
-        """The most that a feed-forward half holds without gradients."""
+        """The most bytes that a feed-forward half holds without gradients."""
         if (experts := self.work.model.experts) is None:
             return 3 * self.wide
         of_experts = max(3 * self.inner + self.routed, 3 * self.routed) + 2 * self.routed * (self.work.layout.ep > 1)
@@ -41,10 +43,14 @@ class _Layer(Sizes):
 
     @cached_property
     def saved(self) -> int:
-        """Everything that a layer saves for its backward pass.
+        """All bytes that a layer saves for its backward pass.
 
-        The input, normed and scaled input of both halves, what attention keeps, the input and result of head norms,
-        and the feed-forward half. In bf16, norms keep their input in float32 instead.
+        - The input, the normed input and the scaled input of both halves.
+        - The tensors that attention keeps.
+        - The input and the result of head norms.
+        - The tensors that the feed-forward half keeps.
+
+        In bf16, norms keep their input in float32 instead of bf16.
         """
         norms = 6 * self.hidden if self.item == 4 else 8 * self.hidden
         heads = self.tokens * (self.query + self.keys) * (2 if self.item == 4 else 3) * self.work.model.norms_heads
@@ -52,12 +58,15 @@ class _Layer(Sizes):
 
     @cached_property
     def last(self) -> int:
-        """What the last norm keeps, and the states whose logits are requested."""
+        """Bytes of the tensors that the last norm keeps, and of the requested states.
+
+        The requested states are the hidden states for which logits are computed.
+        """
         return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
 
 
 def trainer(verb: str, work: Workload) -> Moments:
-    """Return the moments of an infer or an update by torch (backends/fsdp.py)."""
+    """Return the bytes at each moment of an infer or an update by FSDP2 (fsdp.py)."""
     s = _Layer(work)
     return _update(s) if verb == "update" else _infer(s)
 
@@ -68,14 +77,14 @@ def stored(work: Workload) -> int:
 
 
 def _infer(s: _Layer) -> Moments:
-    """Return the moments of a forward pass alone.
+    """Return the bytes at each moment of a forward pass without a backward pass.
 
-    Sharded weights are gathered layer by layer. The flat buffer from which a layer's weights are copied lives until
-    the next layer's copy is done. For a trained model ZeRO 2 keeps the gathered weights to the end.
+    Sharded weights are gathered layer by layer. A layer's weights are copied out of a flat buffer, which exists until
+    the next layer's copy is done. For a trained model, ZeRO 2 keeps the gathered weights until the end of the pass.
     """
     work = s.work
-    # Besides a layer's input: the second half's input, its norm, and products; or queries, keys and values, by token
-    # and laid out.
+    # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
+    # and values, both by token and laid out by row.
     feed = 3 * s.hidden + s.products
     by_token = s.tokens * (2 * s.query + (3 if work.model.latent else 2) * s.keys)
     attention = (
@@ -105,10 +114,10 @@ def _infer(s: _Layer) -> Moments:
 
 
 def _head(s: _Layer) -> int:
-    """Return the peak of logits without gradients.
+    """Return the peak bytes of the logits in a pass without gradients.
 
-    These are logits divided by the temperature and their log-softmax. With a sharded vocabulary: a rank's part, all
-    parts and their concatenation.
+    At the peak there are the logits, divided by the temperature, and their log-softmax. With a vocabulary that is
+    sharded over tp, the peak may instead have the rank's own logits, the logits of all ranks, and their concatenation.
     """
     tp = s.work.layout.tp
     stored = s.logit * s.item // 4
@@ -125,9 +134,10 @@ def _update(s: _Layer) -> Moments:
     recomputed = s.saved - (s.hidden if s.item == 4 else 0) if full else 0
     base = s.angles + kept_activations
     states = s.last if not full or s.item == 2 else s.last - s.hidden
-    # Gradients at rest, from the first micro-batch on. In bf16 each is computed in that type before it is added.
+    # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
+    # added.
     joins = s.item < GRADIENT and not work.divided
-    # The gradient of a sharded embedding is whole, and stays so unless it is added to the head's or to a sum.
+    # The gradient of a sharded embedding is whole, unless it is added to the head's gradient or to a sum.
     spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.table
     gradients = s.elements * GRADIENT + spread
     rest = gradients if summed else 0
@@ -139,7 +149,8 @@ def _update(s: _Layer) -> Moments:
     below = (s.ends + 2 * s.layer if zero3 else s.all_weights) if work.divided else 0
     # In backward, gradients of the ends stay whole to the end. A layer's gradients are reduced from a flat buffer
     # after the layer.
-    pending = work.divided or work.model.tied  # the head's gradient waits for another part, or for the others
+    # The head's gradient waits for the embedding's part (tied), or for the other gradients (sharded).
+    pending = work.divided or work.model.tied
     table = s.table if pending else s.table * (GRADIENT // s.item) * (not summed)
     moments = {
         "the end of forward": {
@@ -148,7 +159,7 @@ def _update(s: _Layer) -> Moments:
             "activations": base + states,
             "logits": _head(s),
         },
-        # Log-softmax, its gradient and that of the logits; for an entropy the probabilities and their gradient; for
+        # Log-softmax, its gradient and the logits' gradient; for an entropy the probabilities and their gradient; for
         # given ids one more gradient.
         "backward in the head": {
             "gathered weights": top,
@@ -210,9 +221,10 @@ def _update(s: _Layer) -> Moments:
 
 
 def _backward(s: _Layer) -> dict[str, dict[str, int]]:
-    """Return what the backward pass of a layer's halves adds.
+    """Return the bytes that the backward pass of each half of a layer adds.
 
-    It adds to all that the layer has kept; what is freed already is subtracted.
+    The bytes are in addition to everything that the layer has kept. Bytes that are already freed are subtracted, so a
+    figure may be negative.
     """
     feed = s.hidden + (max(3 * s.routed, 2 * s.inner - s.routed) if s.work.model.experts else 2 * s.wide)
     freed = s.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
@@ -228,10 +240,10 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
 
 
 def generator(verb: str, work: Workload) -> Moments:
-    """Return the moments of a generation by transformers (backends/hf.py).
+    """Return the bytes at each moment of a generation by transformers (hf.py).
 
-    `rows` prompts run at once, with `samples` responses each. Each layer's cache is one tensor of keys and one of
-    values, copied whenever it grows.
+    `work.rows` prompts run at once, with `work.samples` responses each. Each layer's cache is one tensor of keys and
+    one tensor of values. Both tensors are copied whenever the cache grows.
     """
     if verb != "generate":
         raise ValueError(f"no generator has the verb `{verb}`")

@@ -1,10 +1,10 @@
-"""Shared prefixes: a micro-batch's rows form a tree, and a model sees its nodes.
+"""Trees of shared prefixes, whose nodes a model computes instead of rows.
 
-A token's state is a function of the tokens up to it, so each distinct prefix of a row is one node. A prompt is one
-path however many responses it has, and padding has no nodes. Only attention looks at whole rows; all other layers
-work node by node.
+The rows of a micro-batch form one tree. A token's hidden state is a function of the tokens up to that token, so each
+distinct prefix of a row is one node. A prompt is one path of the tree, however many responses the prompt has. Padding
+has no nodes. Only attention looks at whole rows; all other layers work node by node.
 
-Invariant: log-probabilities and gradients equal those of the padded rows, up to rounding.
+Invariant: log-probabilities and gradients equal the values for padded rows, up to rounding.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ ATTENTION = "msrl_prefixes"
 class Tree:
     """The nodes of a micro-batch.
 
-    - `ids` and `depth`: of each node.
+    - `ids`, `depth`: each node's token id and depth.
     - `rows` [distinct rows, width]: the nodes of each row, padded at the right.
     - `place`: each node's index in the concatenated `rows`.
-    - `before`: the node before each response token.
-    - `attention`: computes attention.
-    A rank's part of a tree with sharded nodes is a tree too (context_parallel.py).
+    - `before`: for each requested token, the node at the token's requested position.
+    - `attention`: the function that computes attention.
+
+    With context parallelism, a rank's part of a tree is a Tree too (context_parallel.py).
     """
 
     ids: torch.Tensor
@@ -54,34 +55,35 @@ class Tree:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Attend causally over whole rows: [heads, nodes, size] to [nodes, heads, size].
+        """Attend causally over whole rows.
 
-        Padding comes after all requested positions, so causality alone masks it.
+        Inputs are [heads, nodes, size], the result is [nodes, heads, size]. Padding comes after all requested
+        positions, so causality alone masks the padding.
         """
         q, k, v = map(self._lay_out_rows, (query, key, value))
         out = self.product(q, k, v, scaling, window)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
     def _lay_out_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """Lay nodes out by row, [rows, heads, width, size]."""
+        """Copy the states of nodes to their rows: [rows, heads, width, size]."""
         by_row = states.transpose(0, 1).index_select(0, self.rows.view(-1))
         return by_row.view(*self.rows.shape, *by_row.shape[1:]).transpose(1, 2)
 
     def product(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Attend over tensors that are laid out by row."""
+        """Compute attention on tensors that are laid out by row."""
         return self.attention(q, k, v, scaling, window)
 
 
 def build_tree(packed: TensorDict) -> Tree:
-    """Build the tree of a packed micro-batch."""
+    """Build the tree of a micro-batch (`MicroBatch` in spec.py)."""
     import numpy as np
     import torch
 
     ids, offsets, row, position = (packed[name].numpy() for name in ("ids", "offsets", "row", "position"))
-    # Only the part of a row before its last response token is needed. If nothing is requested, one node keeps
-    # collectives going.
+    # Only the part of a row before its last response token is needed. If nothing is requested, the tree has one node,
+    # so that the rank still joins collectives.
     count = 0
     lengths = np.zeros(len(offsets) - 1, np.int64)
     np.maximum.at(lengths, row, position + 1)
@@ -106,7 +108,7 @@ def build_tree(packed: TensorDict) -> Tree:
 
 
 def prepare(module: Any) -> None:
-    """Make a transformers model accept a tree in place of rows."""
+    """Make a transformers model accept a tree instead of rows."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -133,12 +135,13 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers calls it.
+    """Compute attention over the tree `prefixes`, with the signature of transformers.
 
-    [1, heads, nodes, size] becomes [1, nodes, heads, size].
+    Inputs are [1, heads, nodes, size], the result is [1, nodes, heads, size].
 
-    Where values have another size than keys, as in latent attention, the smaller ones are padded with zeros, which
-    add nothing to a score. Kernels, and exchanges that send keys and values together, need one size.
+    In latent attention, values have another size than keys. The smaller tensors are padded with zeros, which add
+    nothing to a score. The padding is needed because kernels, and exchanges that send keys and values together, need
+    one size.
     """
     import torch
 

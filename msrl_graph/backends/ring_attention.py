@@ -1,9 +1,10 @@
-"""Causal ring attention: each rank has every n-th position of all rows.
+"""Causal ring attention: each of n ranks has every n-th position of all rows.
 
-The positions are assigned in context_parallel.py. Keys and values pass from rank to rank.
+The positions are assigned in context_parallel.py. The keys and values of one rank are a block. Blocks pass from rank to
+rank.
 
-Invariant: besides its own, a rank holds two blocks of keys and values: the current one and the one in flight. Blocks
-are merged in float32, or in float64 for float64 inputs.
+Invariant: in addition to its own block, a rank holds two blocks: the current block and the block in flight. The results
+of blocks are merged in float32, or in float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ SCORES = 1 << 24  # attention scores computed at once without a fused kernel
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ContextGroup, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Attend over all ranks; inputs and output are [rows, heads, width, size].
+    """Attend over the positions of all ranks.
 
-    They have this rank's positions.
+    Inputs and output are [rows, heads, width, size] and have this rank's positions.
     """
     output: torch.Tensor = _make_function()(q, k, v, context, scaling, window)
     return output
@@ -60,7 +61,8 @@ def _make_function() -> Any:
             q, k, v, out, lse = saved.saved_tensors
             context, scaling, window = saved.settings
             keys_values = torch.stack([k, v])
-            # Gradients of keys and values travel with them, and one step further, which brings them home.
+            # Gradients of keys and values travel with the keys and values. One more step returns the gradients to the
+            # rank that has the keys.
             dq = torch.zeros_like(q, dtype=lse.dtype)
             sums = torch.zeros_like(keys_values, dtype=lse.dtype)
             for step in range(context.size):
@@ -84,10 +86,13 @@ def _make_function() -> Any:
 def _find_visible_keys(
     q: torch.Tensor, step: int, context: ContextGroup, window: int | None
 ) -> tuple[int, torch.Tensor | None]:
-    """Find which keys of the rank `step` before this one each query sees.
+    """Return which keys of another rank's block each query sees.
 
-    From query `first` on, each query sees the keys up to its own index minus `first`, because the keys of a later
-    rank follow it. With a window, the mask says which keys it sees.
+    The other rank is `step` ranks before this rank in the ring. The result is a pair (first, mask):
+
+    - Queries before index `first` see no key. Query i sees the keys up to index i - `first`. If the other rank has a
+      higher index than this rank, `first` is 1: its key i comes after this rank's query i. If not, `first` is 0.
+    - Without a window, the mask is None. With a window, the mask is True where a query sees a key.
     """
     import torch
 
@@ -109,9 +114,10 @@ def _merge_block(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> None:
-    """Merge a block's result into outputs and log-sum-exps.
+    """Merge a block's attention result into outputs and log-sum-exps, in place.
 
-    A rank's own block comes first; in it each query sees itself.
+    A block is the keys and values of one rank. A rank's own block must be merged first, because each query sees at
+    least its own key in that block.
     """
     import torch
 
@@ -136,7 +142,11 @@ def _add_gradients(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> None:
-    """Add a block's gradients to those of queries and of current keys and values."""
+    """Add a block's gradients to the gradients of queries, keys and values, in place.
+
+    A block is the keys and values of one rank. `dq` is the gradient of this rank's queries. `sums` are the gradients of
+    the block's keys and values.
+    """
     if first == dq.shape[2]:
         return
     keys, values = _select_keys(dq, keys_values, first)
@@ -149,7 +159,10 @@ def _add_gradients(
 
 
 def _select_keys(q: torch.Tensor, keys_values: torch.Tensor, first: int) -> torch.Tensor:
-    """Select the keys and values that queries from `first` on see, by query head."""
+    """Return the keys and values that queries from `first` on see.
+
+    Each head of keys and values is repeated for the query heads that share it.
+    """
     repeats = q.shape[1] // keys_values.shape[2]
     cut = keys_values[:, :, :, : keys_values.shape[3] - first]
     return cut.repeat_interleave(repeats, 2) if repeats > 1 else cut
@@ -160,7 +173,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs and log-sum-exps of attention; causal if there is no mask.
 
-    They are 0 and -inf for a query that sees nothing.
+    For a query that sees no key, the output is 0 and the log-sum-exp is -inf.
     """
     import torch
 
@@ -186,9 +199,9 @@ def _backward(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values.
+    """Return a block's gradients of queries, keys and values.
 
-    `out` and `lse` are those of all blocks together.
+    `out` and `lse` are the output and the log-sum-exp of all blocks together.
     """
     import torch
 
@@ -212,7 +225,7 @@ def _backward(
 
 
 def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert a mask to the form that the kernel adds to scores."""
+    """Convert a boolean mask to the mask that the kernel adds to scores."""
     import torch
 
     return None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
@@ -221,7 +234,7 @@ def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 def _iterate_scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the scores of a few queries at a time, with their slice."""
+    """Yield slices of the queries, each with the attention scores of the slice."""
     import torch
 
     rows, heads, width, _ = q.shape

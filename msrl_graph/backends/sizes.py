@@ -1,9 +1,10 @@
-"""Sizes for the memory accounts of engines, and of the optimizer's step.
+"""Sizes of tensors for the memory accounts of engines and of the optimizer's step.
 
-The accounts are in peaks.py and megatron/peaks.py.
+The accounts of engines are in peaks.py and megatron/peaks.py. The account of the optimizer's step is `optimizer_step`.
 
-Invariant: sizes are bytes of tensor storages on the busiest rank, at the columns' bounds. Experts are counted as if
-tokens were spread evenly over them: only the router knows how many go to one rank, and no program bounds it.
+Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its bound. Experts are counted
+as if the router distributed tokens evenly over them: only the router knows how many tokens go to one rank, and no
+program bounds that number.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from ..sharding.layout import (
 )
 from .spec import BYTES, Moments
 
-# Elements of a buffer that the trainer's optimizer needs besides its states.
+# Elements of a buffer that the trainer's optimizer needs in addition to its states.
 CHUNK = 1 << 22
 GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the weights' type
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that a rank's computation needs.
+    """Sizes of the tensors of one forward pass on a rank.
 
-    - `item`: one element.
+    Sizes are bytes, except `tokens`, `row_tokens`, `scored`, `sent`, `elements` and `largest`, which are counts.
+
+    - `item`: bytes of one element.
     - `tokens`: the tokens that a layer sees.
-    - `row_tokens`: tokens laid out row by row for attention.
-    - `scored`: the scored tokens.
+    - `row_tokens`: the tokens that are laid out row by row for attention.
+    - `scored`: the tokens for which outputs are computed.
     """
 
     work: Workload
@@ -50,18 +53,19 @@ class Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Distinct tokens that are fed.
+        """Number of distinct tokens that a layer sees.
 
-        These are each prompt once, and the fed part of each response.
+        Each prompt counts once. Each response counts with the tokens that are fed to the model.
         """
         work = self.work
         return max(1, self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed)))
 
     @cached_property
     def row_tokens(self) -> int:
-        """Tokens that a rank lays out row by row.
+        """Number of tokens that a rank lays out row by row.
 
-        With context parallelism a ring lays out a part of each row, Ulysses whole rows for a part of the heads.
+        With context parallelism, ring attention lays out a part of each row. Ulysses lays out whole rows, for a part of
+        the heads.
         """
         work = self.work
         return work.rows * -(-work.fed // work.layout.cp)
@@ -72,10 +76,10 @@ class Sizes:
         return self._most((work.rows, work.fed - work.response, work.fed))
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
-        """Return the tokens of the context-parallel rank that has the most.
+        """Return the number of tokens on the context-parallel rank that has the most.
 
-        Each stretch is a number of tokens per depth, and a range of depths. A token's rank is its depth modulo cp
-        (context_parallel.py).
+        Each of `stretches` is (tokens per depth, first depth, last depth), without the last depth itself. A token's
+        rank is the token's depth modulo cp (context_parallel.py).
         """
         cp = self.work.layout.cp
         return max(
@@ -88,7 +92,7 @@ class Sizes:
 
     @cached_property
     def hidden(self) -> int:
-        """One hidden state of every token."""
+        """Bytes of one hidden state for each token."""
         return self.tokens * self.work.model.hidden * self.item
 
     @cached_property
@@ -97,68 +101,76 @@ class Sizes:
 
     @cached_property
     def keys(self) -> int:
-        """Keys of a token; its values need the same."""
+        """Bytes of one token's keys; the token's values need the same."""
         return self.split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
 
     @cached_property
     def attended_keys(self) -> int:
-        """Keys of a token that is laid out; Ulysses repeats some key-value heads."""
+        """Bytes of one token's keys where tokens are laid out row by row.
+
+        Ulysses repeats some key-value heads.
+        """
         cp = self.work.layout.cp if self.work.layout.cp_kind == "ulysses" else 1
         return self.keys * (cp // gcd(cp, self.split(self.work.model.kv_heads)))
 
     @cached_property
     def wide(self) -> int:
-        """One product of a feed-forward network's first half, for every token."""
+        """Bytes of one product of a feed-forward network's first half, for all tokens."""
         return self.tokens * self.split(self.work.model.intermediate) * self.item
 
     @cached_property
     def sent(self) -> int:
-        """Tokens on their way to experts, each once for each of its experts.
+        """Number of tokens that a rank sends to experts.
 
-        Each tp rank sends a part of them. If tokens spread evenly, the whole experts on a rank get as many.
+        A token counts once for each of its experts. Each tp rank sends a part of the tokens. If the router distributes
+        tokens evenly, a rank with whole experts receives the same number of tokens.
         """
         experts = self.work.model.experts
         return self.split(self.tokens) * experts.active if experts else 0
 
     @cached_property
     def routed(self) -> int:
-        """Hidden states on their way to experts."""
+        """Bytes of the hidden states that a rank sends to experts."""
         return self.sent * self.work.model.hidden * self.item
 
     @cached_property
     def inner(self) -> int:
-        """One product of the first half of a rank's experts, for all tokens that they get.
+        """Bytes of one product of the first half of a rank's experts.
 
-        Each etp rank of an expert gets what goes to all of them.
+        The product is computed for all tokens that the experts receive. Each etp rank of an expert receives the tokens
+        of all etp ranks.
         """
         experts = self.work.model.experts
         return self.sent * experts.intermediate * self.item if experts else 0
 
     @cached_property
     def shared(self) -> int:
-        """One product of the first half of the shared experts, which all tokens pass."""
+        """Bytes of one product of the first half of the shared experts, for all tokens."""
         experts = self.work.model.experts
         return self.tokens * self.split(experts.shared) * self.item if experts else 0
 
     @cached_property
     def router(self) -> int:
-        """One value for each token and expert."""
+        """Bytes of one value for each pair of a token and an expert."""
         experts = self.work.model.experts
         return self.tokens * experts.number * self.item if experts else 0
 
     @cached_property
     def logit(self) -> int:
-        """Float32 logits of all scored tokens over the whole vocabulary, or their values."""
+        """Bytes of the float32 logits of all scored tokens over the whole vocabulary.
+
+        For a scoring model: bytes of one float32 value for each scored token.
+        """
         return 4 * self.scored * self.work.model.outputs
 
     @cached_property
     def angles(self) -> int:
-        """Cosines and sines of positions."""
+        """Bytes of the cosines and sines of all tokens' rotary positions."""
         return 2 * self.tokens * self.work.model.head_dim * self.item
 
     @cached_property
     def rows(self) -> int:
-        """Token ids and indices in 64 bits, and a few float32 columns of responses."""
+        """Bytes of the rows: 64-bit token ids and indices, and float32 columns."""
         work = self.work
         row_tokens = work.rows * work.fed
         scored = work.rows * work.response
@@ -167,16 +179,20 @@ class Sizes:
 
     @cached_property
     def attention(self) -> int:
-        """What the attention of a layer keeps for its backward pass.
+        """Bytes of the tensors that a layer's attention keeps for its backward pass.
 
-        Query, keys, values and output as laid out, the output by token, the log-sum-exp, and the statistics of norms.
+        The tensors are queries, keys, values and output, laid out by row; the output by token; the log-sum-exp; and the
+        statistics of norms.
         """
         scores = 4 * self.row_tokens * self.split(self.work.model.heads) + 8 * self.tokens
         return self.row_tokens * (2 * self.query + 2 * self.attended_keys) + self.tokens * self.query + scores
 
     @cached_property
     def last(self) -> int:
-        """What the last norm keeps, and the states whose logits are requested."""
+        """Bytes of the tensors that the last norm keeps, and of the requested states.
+
+        The requested states are the hidden states for which logits are computed.
+        """
         return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
 
     # Weights, not sharded over dp.
@@ -190,22 +206,25 @@ class Sizes:
 
     @cached_property
     def layer(self) -> int:
-        """The weights of the last layer. Where layers differ, it has experts."""
+        """Bytes of the weights of the last layer, which has experts if any layer has."""
         return self._sum_bytes(tensor for tensor in self.work.model.tensors if tensor.layer == tensor.layers - 1)
 
     @cached_property
     def ends(self) -> int:
-        """The embedding, the last norm and the head."""
+        """Bytes of the weights of the embedding, the last norm and the head."""
         return self._sum_bytes(tensor for tensor in self.work.model.tensors if not 0 <= tensor.layer < tensor.layers)
 
     @cached_property
     def table(self) -> int:
-        """The weights of the embedding or of the head."""
+        """Bytes of the weights of the embedding; the head is as large."""
         return self._sum_bytes(self.work.model.tensors[:1])
 
     @cached_property
     def matrix(self) -> int:
-        """One of the three matrices of a feed-forward network, or those of its experts."""
+        """Bytes of one of the three matrices of a feed-forward network.
+
+        With experts: bytes of that matrix for all experts on the rank.
+        """
         work = self.work
         experts = self.work.model.experts
         if experts:
@@ -220,7 +239,10 @@ class Sizes:
         return Side(self.work.layout, self.work.divided)
 
     def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
-        """Return a rank's elements of some tensors: dense ones, and those of experts."""
+        """Return the numbers of a rank's elements of some kinds of tensors.
+
+        The result is a pair: the elements of dense tensors, and the elements of experts.
+        """
         return max(stage_parts(tensor_kinds, self.side), key=sum)
 
     @cached_property
@@ -229,7 +251,7 @@ class Sizes:
 
     @cached_property
     def largest(self) -> int:
-        """The largest tensor."""
+        """Number of elements of the largest shard."""
         return _largest(self.work.model.kinds, self.side)
 
 
@@ -239,10 +261,10 @@ def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
 
 
 def context_parallel_extra(s: Sizes, backward: bool) -> int:
-    """Return what context parallelism adds where rows are laid out.
+    """Return the bytes that context parallelism adds to attention.
 
-    - Ring: the current block of keys and values and the one in flight, their copies for each query head, and a
-      block's result in float32.
+    - Ring (a block is the keys and values of one rank): the current block, the block in flight, a copy of a block's
+      keys and values for each query head, and a block's result in float32.
     - Ulysses: the exchanged tensors, and the nodes of all ranks.
     """
     if s.work.layout.cp == 1:
@@ -257,10 +279,13 @@ def context_parallel_extra(s: Sizes, backward: bool) -> int:
 
 
 def optimizer_step(s: Sizes) -> Moments:
-    """Return the moments of the optimizer's step (optimizer/steps.py).
+    """Return the bytes at each moment of the optimizer's step (optimizer/steps.py).
 
-    Gradients are summed over copies by bucket, then the norm is computed in float64 by chunk, then each part steps on
-    float32 gradients.
+    The step has three phases:
+
+    - Gradients are summed over the copies of a weight, bucket by bucket.
+    - The norm is computed in float64, chunk by chunk.
+    - Each optimizer slice steps on float32 gradients.
     """
     work = s.work
     layout = s.work.layout
@@ -285,14 +310,15 @@ def optimizer_step(s: Sizes) -> Moments:
                 continue
             flat = number > 1 and layout.zero == 1
             own = -(-count // number) if flat else count
-            remaining -= count * GRADIENT  # gradients that step later
+            remaining -= count * GRADIENT  # gradients whose tensors step later
             # A rank's float32 stretch of all weights, which exists only during a step.
             master = 4 * own if flat and s.item == 4 else 0
             stepping_by = {"gradients": GRADIENT * own + remaining, "workspace": master}
             suffix = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
             suffix += " of experts" * experts
             if flat:
-                covered = min(count, own + s.largest)  # tensors that it has a part of; the others are freed by then
+                # The tensors that overlap the stretch; the gradients of other tensors are already freed.
+                covered = min(count, own + s.largest)
                 moments[f"the stretch of gradients{suffix}"] = {"gradients": remaining + GRADIENT * (covered + own)}
                 moments[f"the stretch is stepped{suffix}"] = stepping_by
                 moments[f"weights are spread{suffix}"] = {
@@ -313,10 +339,10 @@ def optimizer_step(s: Sizes) -> Moments:
 
 
 def count_orthogonalization_bytes(kind: TensorKind, side: Side) -> int:
-    """Return the bytes to orthogonalize a matrix.
+    """Return the bytes that orthogonalizing a matrix needs.
 
-    They hold the matrix, its next value, and two squares of its shorter side. All experts of a rank are assembled
-    next to its own part of them, and orthogonalized one by one.
+    The bytes are for the matrix, its next value, and two squares of the matrix's shorter dimension. All experts of a
+    rank are assembled next to the rank's own part of them, and are then orthogonalized one by one.
     """
     tensor = kind.tensor
     whole_elements = tensor.elements // (side.layout.ep if tensor.experts else 1)

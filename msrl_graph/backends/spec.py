@@ -1,7 +1,7 @@
 """An engine's spec, and the two protocols of engines that the runtime calls.
 
-Invariant: torch-free. All that the rest of the package knows of an engine is here. A spec names the function that
-builds its engine; it is imported only to build one, so reading specs loads nothing.
+Invariant: torch-free. All that the rest of the package knows about an engine is in its EngineSpec. A spec only names
+the function that builds the engine. The function's module is imported when an engine is built, not when specs are read.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ if TYPE_CHECKING:
 BYTES = {"f32": 4, "bf16": 2}
 
 
-# One call of an engine: a forward pass over prompts, over one more token of each sequence, or over rows, a forward
-# and backward pass, or an optimizer step.
+# One call of an engine, in this order: a forward pass over prompts; over one more token of each sequence; over rows; a
+# forward and backward pass; an optimizer step.
 Act = Literal["prefill", "decode", "infer", "update", "step"]
 
 
 @dataclass(frozen=True)
 class OperatorCalls:
-    """The number of operators that Python calls, without nested ones.
+    """The number of operators that Python calls, without nested operators.
 
-    `layer` counts for each of the model's layers, `rest` for everything else, `sequence` for each sequence. Other
-    Python work counts as the number of operators that take as long.
-    """
+    `layer` counts for each of the model's layers, `rest` for everything else, `sequence` for each sequence. Other work
+    of Python counts as the number of operators that need the same time."""
 
     layer: float
     rest: float
@@ -52,11 +51,10 @@ class OperatorCalls:
 
 @dataclass(frozen=True)
 class Situation:
-    """What an engine's lints and settings may depend on.
+    """The facts on which an engine's lints and settings may depend.
 
-    It is a node's layout on devices of a kind, `per_host` of them, and the engines of the nodes that share the
-    devices.
-    """
+    The facts are the verb and layout of a node, the kind of its devices, the number of devices `per_host`, and the
+    engines of other nodes on the same devices."""
 
     verb: str
     layout: Layout
@@ -87,52 +85,53 @@ class Lint:
 
 
 EVERY = ("python",)  # options of all engines: they configure the engine's processes
-Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a phase: bytes by item
+# Memory at each moment (instant) of a verb, by the moment's name: the bytes of each item.
+Moments = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the compiler knows of an engine, without loading it.
+    """All that the compiler knows about an engine, without loading the engine.
 
-    - `build`: the function `module:name` that `built` calls with (weights, placement, devices). It returns a Trainer,
-      or a Generator for the verb `generate`. "": the engine can only be planned for.
+    - `build`: the function `module:name` that `build_engine` calls with (weights, placement, devices). The
+      function returns a Trainer, or a Generator for the verb `generate`. "": the engine can only be planned for.
 
     Support:
     - `axes`: the mesh axes that may be larger than 1. `families`: the model architectures.
-    - `options`: its `EngineOptions` (ir/options.py) besides `EVERY`.
-    - `off_host`: axes and families that cannot run on host cores, only be planned for.
-    - `supported_attributes`: the node attributes that it supports (None: all). A run rejects the others.
-    - `needs`: the packages. `settings`: environment variables for its processes.
-    - `chosen`: devices for which a plan may choose it if a program names no engine.
-    - `lints`: combinations that it knows to fail or to be slow.
+    - `options`: the `EngineOptions` (ir/options.py) of this engine, in addition to `EVERY`.
+    - `off_host`: axes and families that can be planned for on host cores, but not run there.
+    - `supported_attributes`: the supported node attributes (None: all). A run rejects the others.
+    - `needs`: the required packages. `settings`: environment variables for the engine's processes.
+    - `chosen`: where (host cores, devices) a plan may choose the engine if a program names no engine.
+    - `lints`: combinations that are known to fail or to be slow.
 
     Weights:
     - `divided_from`: the ZeRO stage from which weights at rest are sharded over dp (4: never).
-    - `vocabulary_multiple`: a rank's part of the vocabulary is padded to a multiple of it (1: no padding), or the whole
-      vocabulary if it `pads_whole`.
-    - `spread`: which ranks have which experts, or parts of them.
-    - `packs_experts`: `filled` converts the written experts to another form, in place.
+    - `vocabulary_multiple`: each rank's part of the vocabulary is padded to a multiple of this number (1: no padding).
+      With `pads_whole`, the whole vocabulary is padded instead.
+    - `spread`: which ranks have which experts, or shards of experts.
+    - `packs_experts`: whether `filled` converts the written experts to another format, in place.
 
     Memory:
-    - `peaks`: from a verb and a Workload (ir/workload.py), moment by moment, what is on a device besides weights and
-      optimizer states at rest. Without it general formulas are used, in which tp also shards the inputs of norms if it
-      `divides_sequence` (sequence parallelism, arXiv:2205.05198).
-    - `stored`: from a Workload, what layers keep for the backward pass, in total.
-    - `building`: from a Workload, what a generator holds besides its weights when it is built, and later releases with
-      them.
-    - `groups`: process groups that send its device tensors, besides those of the mesh's axes, or instead of them if it
-      has `own_groups`.
+    - `peaks`: returns, for a verb and a Workload (ir/workload.py), the moments: what is on a device in addition to
+      weights and optimizer states at rest. None: general formulas are used. In these formulas, tp also shards the
+      inputs of norms if `divides_sequence` is set (sequence parallelism, arXiv:2205.05198).
+    - `stored`: returns, for a Workload, the bytes that all layers keep for the backward pass.
+    - `building`: returns, for a Workload, the memory that a new generator holds in addition to its weights. This
+      memory is later released with the weights.
+    - `groups`: the number of process groups that send device tensors, in addition to the groups of the mesh's axes.
+      With `own_groups`, the engine does not use the groups of the mesh's axes.
 
     Speed:
-    - `calls`: operator counts of an eager torch engine. None if kernels are fused, as on devices of the kinds `fused`.
-    - `continuous`: a sequence that ends leaves its place to the next at once.
-    - `shares_beginnings`: on these devices common prefixes of a batch's rows are computed once, and a row's last token,
-      which predicts nothing, is not computed.
-    - `block`: rows that diverge share whole cache blocks of this many tokens and recompute the rest (0: they share
-      everything). A cache of blocks is allocated as a whole.
+    - `calls`: operator counts of an eager torch engine; None if kernels are always fused.
+    - `fused`: where (host cores, devices) kernels are fused, so that `calls` does not apply.
+    - `continuous`: whether a sequence that ends is replaced by the next sequence immediately.
+    - `shares_beginnings`: where common prefixes of a batch's rows are computed once, and a row's last token, which
+      predicts nothing, is not computed.
+    - `block`: tokens per cache block. Rows that diverge share whole blocks and recompute the rest (0: they share all
+      common tokens). A cache of blocks is allocated as a whole.
     - `cache_passes`: how often a decoding step reads or writes the cache.
-    - `sums`: all-reduces per layer of tensor parallelism, in a forward and in a backward pass.
-    """
+    - `sums`: all-reduces of tensor parallelism per layer, in a forward pass and in a backward pass."""
 
     name: str
     verbs: tuple[str, ...]
@@ -168,11 +167,11 @@ class EngineSpec:
     divides_sequence: bool = False
 
     def eager(self, where: Where) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """Return the operator counts on such devices; None if kernels are fused."""
+        """Return the operator counts on `where`; None if kernels are fused there."""
         return None if where in self.fused else self.calls
 
     def list_plan_only(self, where: Where) -> tuple[str, ...]:
-        """Return the axes and families that can only be planned for on such devices."""
+        """Return the axes and families that can only be planned for on `where`."""
         return self.off_host if where == "host" else ()
 
     def divides_weights(self, layout: Layout) -> bool:
@@ -180,11 +179,13 @@ class EngineSpec:
         return layout.dp > 1 and layout.zero >= self.divided_from
 
     def needs_equal_calls(self, layout: Layout) -> bool:
-        """Return whether forward collectives span dp groups, which then make equal calls."""
+        """Return whether all ranks of a dp group must make the same forward calls.
+
+        Equal calls are needed if the collectives of a forward pass span the dp group."""
         return self.divides_weights(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
-        """Return how weights are sharded under a layout, from device `first` on."""
+        """Return how weights are sharded under a layout whose first device is `first`."""
         return Side(layout, self.divides_weights(layout), self.multiple(layout), first, each)
 
     def multiple(self, layout: Layout) -> int:
@@ -198,7 +199,9 @@ class EngineSpec:
 
 
 def offloads(placement: Placement, item: str) -> bool:
-    """Return whether `optimizer` or `weights` are in host memory while others compute."""
+    """Return whether `item` is in host memory while other nodes compute.
+
+    `item` is "optimizer" or "weights"."""
     return placement.engine.options.get("offload") in (item, "all")
 
 
@@ -208,21 +211,21 @@ def is_compiled(placement: Placement) -> bool:
 
 
 def can_compile(model: Model, layout: Layout) -> bool:
-    """Return whether torch's compiler supports a model: not with tp or experts."""
+    """Return whether torch can compile a model's layers: only without tp and experts."""
     return layout.tp == 1 and not model.experts
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine is built to hold.
+    """The weights that an engine is built to hold.
 
-    - `model`: with weights in the type that the plan gives them.
-    - `node`: the node that the weights are for; the first update for a worker that is updated. The engine may read the
-      node's attributes: `Generate.of(weights.node)`. A trainer may serve several nodes; each call names its own
+    - `model`: the model, with the dtype of the weights that the plan chose.
+    - `node`: the node that the weights are for; for an updated worker, its first update. The engine may read the node's
+      attributes: `GenerateAttributes.of(weights.node)`. A trainer may serve several nodes: each call has its own node
       (`ForwardRequest.node`).
-    - `optimizer`: the rules of its steps; None if nothing is updated.
-    - `work`: what the node computes at once, at its columns' bounds: the engine can count memory as the plan does.
-    """
+    - `optimizer`: the update rules; None if nothing is updated.
+    - `work`: the node's workload on one rank, with every column at its bound. With the workload, an engine can count
+      memory as the plan does."""
 
     model: Model
     node: Node
@@ -232,7 +235,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of a weight on a rank: all that resharding knows of an engine."""
+    """The part of a weight that a rank holds, in the form that resharding reads.
+
+    `box`: one index range [start, stop) per dimension of the weight."""
 
     name: str
     box: Box
@@ -241,23 +246,22 @@ class Shard:
 
 # The input of a trainer: sequences of tokens, as tensors by name, in host memory.
 # - `ids`: all tokens, concatenated. `offsets`: where each sequence begins, and the end.
-# - For each requested token, sequence by sequence: its sequence (`row`), a `position`, and the `token`. The position is
-#   the one *before* the token, whose state predicts it; for a reward model it is the token's own, whose state has seen
-#   it. If a sequence is scored as a whole, its last position is requested, and `token` has no meaning.
-# - `given` [tokens, k]: other tokens whose log-probabilities are requested there.
+# - For each requested token, sequence by sequence: its sequence (`row`), a `position`, and the `token`. For a policy,
+#   `position` is the position before the token, whose state predicts the token. For a reward model, it is the token's
+#   own position. If a sequence is scored as a whole, its last position is requested, and `token` has no meaning.
+# - `given` [tokens, k]: other tokens whose log-probabilities are requested at the same positions.
 # - `temperature` [tokens, 1]: if tokens have different temperatures.
 MicroBatch: TypeAlias = "TensorDict"
 
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """What a forward pass must return for each requested token.
+    """The outputs that a forward pass must return for each requested token.
 
-    It always returns the log-probability of the token, and those of `given` tokens in the micro-batch. On request it
-    also returns the `entropy` of the token's distribution and its `best` likeliest tokens. Everything is at one
-    `temperature`, unless the micro-batch has its own. `node` is the requesting update, whose attributes the engine
-    may read: `Update.of(request.node)`.
-    """
+    A forward pass always returns the log-probability of the token, and of the `given` tokens in the micro-batch. On
+    request it also returns the `entropy` of the token's distribution and its `best` likeliest tokens. The `temperature`
+    applies to all tokens, unless the micro-batch has its own. `node` is the update that requests the pass. The engine
+    may read the node's attributes: `UpdateAttributes.of(request.node)`."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -268,9 +272,8 @@ class ForwardRequest:
 class Outputs(NamedTuple):
     """The results of a forward pass, in float32.
 
-    A policy returns all that was requested, a scoring model only `values`. Shapes are [tokens] or [tokens, k]; all
-    are differentiable except the k best.
-    """
+    A policy returns all requested outputs, a scoring model only `values`. Shapes are [tokens] or [tokens, k]. All
+    tensors except `best` and `ids` are differentiable."""
 
     logp: Tensor | None = None
     values: Tensor | None = None  # score at each requested position
@@ -282,12 +285,11 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws tokens.
+    """The parameters by which a generator draws tokens.
 
-    `max_tokens` and `temperature` are one value for all, or one for each response; temperature 0 is greedy. A
-    response ends with a token of `ends`, or when its text contains a string of `stop`; both stay part of it. Its text
-    is what is drawn, after the last `joined` tokens of the prompt.
-    """
+    `max_tokens` and `temperature` are one value for all responses, or one value per response. Temperature 0 is greedy.
+    A response ends with a token of `ends`, or when its text contains a string of `stop`; the token or string is part of
+    the response. For `stop`, the text of a response begins with the last `joined` tokens of the prompt."""
 
     samples: int
     max_tokens: int | NDArray[np.int64]
@@ -299,18 +301,18 @@ class Sampling:
     joined: int | NDArray[np.int64] = 0
 
     def select(self, responses: Any) -> Sampling:
-        """Select the sampling of some responses, by their places."""
+        """Return the sampling of some responses, given by their indices."""
         values = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
         selected = {name: value[responses] for name, value in values.items() if not isinstance(value, float | int)}
         return replace(self, **selected) if selected else self
 
 
 class Response(NamedTuple):
-    """A response, or a part of one.
+    """A response, or a part of a response.
 
-    It has the place among the requested responses, the tokens, and their log-probabilities at the sampling
-    temperature over the whole vocabulary (before top_k and top_p). `ended`: the response ends with these tokens.
-    """
+    - `place`: the index of the response among the requested responses.
+    - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k and top_p.
+    - `ended`: whether the response ends with these tokens."""
 
     place: int
     tokens: NDArray[np.int32]
@@ -319,7 +321,7 @@ class Response(NamedTuple):
 
 
 def collect_responses(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-    """Return tokens and log-probabilities of all responses, by place."""
+    """Return tokens and log-probabilities of all responses, ordered by `place`."""
     ordered = sorted(responses, key=lambda response: response.place)
     return [response.tokens for response in ordered], [response.logps for response in ordered]
 
@@ -328,28 +330,29 @@ Loss = Callable[[Outputs, int], "Tensor"]
 
 
 class Trainer(Protocol):
-    """The training half of an engine, for a policy or a scoring model (Model.scoring).
+    """The training protocol of an engine, for a policy or a scoring model.
 
-    Collectives span all ranks of a model's replica, and dp if weights or experts are sharded over it: these ranks
-    make the same calls, with the same number of micro-batches.
-    The engine decides when each micro-batch runs forward or backward: the stages of a pipeline run different ones at
-    a time. If a model's layers are on several ranks, outputs are on the ranks with the last layers.
-    """
+    Collectives span all ranks of a model's replica. If weights or experts are sharded over dp, the collectives also
+    span dp. The ranks of a collective make the same calls, with the same number of micro-batches.
+
+    The engine decides when each micro-batch runs forward or backward: at one time, the stages of a pipeline run
+    different micro-batches. If a model's layers are on several ranks, outputs are on the ranks with the last layers."""
 
     def shards(self) -> list[Shard]:
         """Return the weights at rest on this rank."""
 
     def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
-        """Run forward passes without a graph; return nothing without the last layers."""
+        """Run forward passes without autograd; return the outputs of each micro-batch.
+
+        On ranks without the last layers, return an empty list."""
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
         """Add the gradient of this rank's part of the loss.
 
-        The parts of all micro-batches and dp ranks add up to the mini-batch's loss. `loss` is called once for each
-        micro-batch, with its outputs and its number, on the ranks that have the last layers, in the same order on all
-        of them: it may contain a collective over dp. A graph is freed when its micro-batch is done. Exceptions of
-        `loss` propagate.
-        """
+        The sum of the parts, over all micro-batches and dp ranks, is the mini-batch's loss. `loss` is called once for
+        each micro-batch, with its outputs and its number, on the ranks that have the last layers. These ranks make the
+        calls in the same order, so `loss` may contain a collective over dp. A micro-batch's autograd graph is freed
+        when the micro-batch is done. Exceptions of `loss` propagate."""
 
     def step(
         self,
@@ -361,39 +364,38 @@ class Trainer(Protocol):
     ) -> float:
         """Make an optimizer step; return the gradient's norm before clipping.
 
-        The norm is the same on all ranks. Gradients are released. If the norm is not finite, weights and states do
-        not change; one rank with `sound = False` makes it so on all. `optimizer` has the options of this step, for
-        the rules that the engine was built with. `node` is the update of the step.
-        """
+        The norm is the same on all ranks. Gradients are released. If the norm is not finite, weights and optimizer
+        states do not change. `sound = False` on one rank makes the norm NaN on all ranks. `optimizer` has this step's
+        options for the rules that the engine was built with. `node` is the update that makes the step."""
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer's states by kind, in the boxes of their shards.
+        """Return the optimizer states by kind, each in the box of its weight's shard.
 
-        A collective. Empty before the first step.
-        """
+        The call is a collective. The result is empty before the first step."""
 
     def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
-        """Load the states that `moments` returned, after `steps` steps.
+        """Load the optimizer states that `moments` returned after `steps` steps.
 
-        They come by kind and tensor, in this rank's boxes. The weights are already set.
-        """
+        `moments` has tensors by kind of state and by weight, in this rank's boxes. The weights are already set."""
 
 
 class Generator(Protocol):
-    """The generation half of an engine.
+    """The generation protocol of an engine.
 
-    It holds no weights between `release` and `allocate`, nor when it was just built. The exception is a device on
-    which no process group can be created during sleep: the caller releases the weights when all groups exist.
-    """
+    A generator holds no weights after it is built, and none between `release` and `allocate`. Exception: on some
+    devices no process group can be created while an engine sleeps. There the generator holds weights after it is built,
+    and the caller calls `release` when all groups exist."""
 
     def allocate(self) -> list[Shard]:
-        """Allocate memory for the weights, which resharding fills."""
+        """Allocate memory for the weights, which resharding then fills."""
 
     def filled(self) -> None:
-        """Drop or recompute what came from the old weights; the shards hold new ones."""
+        """Accept that the shards hold new weights.
+
+        Everything that was computed from the old weights is dropped or recomputed."""
 
     def release(self) -> None:
-        """Release weights and cache."""
+        """Release the memory of weights and cache."""
 
     def generate(
         self,
@@ -405,12 +407,13 @@ class Generator(Protocol):
     ) -> Iterator[Response]:
         """Generate `samples` responses to each prompt; yield each when it ends.
 
-        All ranks of the group yield the same ones in the same order. What is not requested any more is not drawn.
-        `keys` has one key for each response: the key and the step decide what is drawn (noise.py). The end token is
-        part of a response.
-        If responses have `begun`, with that many tokens, there is a prompt for each row that ends with them. They
-        count in `max_tokens`, which is larger, and in the steps. Stop strings are looked for in those that `sampling`
-        has `joined`.
-        With a `stretch` each response comes in parts of that many tokens. When all unfinished responses have yielded
-        one, the next part is drawn on request.
-        """
+        All ranks of the replica yield the same responses in the same order. A response includes its end token. If the
+        caller stops iterating, no more tokens are drawn. `keys` has one noise key per response: the key and the step
+        decide what is drawn (noise.py).
+
+        `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
+        prompt per response, which ends with these tokens. These tokens count in the steps and in `max_tokens`,
+        which is larger than `begun`. Stop strings are also searched for in the tokens that `sampling.joined` counts.
+
+        With a `stretch`, each response is yielded in parts of `stretch` tokens. When each unfinished response has
+        yielded a part, the next parts are drawn only if the caller continues to iterate."""

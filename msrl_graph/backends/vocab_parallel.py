@@ -1,7 +1,7 @@
 """Outputs of a policy whose vocabulary is sharded over ranks.
 
-Invariant: values and gradients are those of the whole vocabulary, and the same on all ranks of the group. No rank has
-more logits than its own part.
+Invariant: values and gradients equal the values and gradients for the whole vocabulary, and are the same on all ranks
+of the group. No rank holds logits of another rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def outputs(
     request: ForwardRequest,
     group: Any,
 ) -> Outputs:
-    """Compute what a request asks for from a rank's part of the logits.
+    """Compute the outputs of a request from a rank's part of the logits.
 
-    - `logits` [tokens, part]: float32, divided by the temperature, of the ids from `first` on.
+    - `logits` [tokens, ids on this rank]: float32 logits, divided by the temperature, of consecutive ids. `first` is
+      the first of these ids.
     - `token` [tokens] and `given` [tokens, k]: ids of the whole vocabulary.
-    - `group`: the ranks that have the parts; None if this rank has the whole vocabulary.
+    - `group`: the ranks that have the parts of the vocabulary; None if this rank has the whole vocabulary.
     """
     import torch
 
@@ -60,7 +61,11 @@ def outputs(
 
 
 def _best(logps: torch.Tensor, first: int, number: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest ids: those of each part first, then of all parts."""
+    """Return the log-probabilities and ids of each token's `number` likeliest ids.
+
+    Each rank finds the likeliest ids of its own part of the vocabulary. The result is chosen from the likeliest ids of
+    all parts.
+    """
     import torch
     from torch import distributed as dist
 
@@ -88,9 +93,10 @@ def _highest(own: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _sum(own: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum over the group.
+    """Sum a tensor over the group, differentiably.
 
-    Each rank already has the gradient, because it computes the same loss.
+    The backward pass needs no communication: each rank already has the whole gradient, because each rank computes the
+    same loss.
     """
     import torch
     from torch import distributed as dist

@@ -1,4 +1,4 @@
-"""The Python API (docs/guides/python.md)."""
+"""The Python API, described in docs/guides/python.md."""
 
 from .programs import Algorithm, Cluster, Deploy, Imported, Program, to_rlg
 

@@ -1,7 +1,8 @@
-"""Arguments of Python statements, converted to parts of a syntax tree.
+"""Arguments of Python statements, converted to nodes of a syntax tree.
 
-Invariant: a part is one that `parse` could have returned, with the span of its argument. Anything that the grammar
-rejects is a Fault, and so is any object that has no place in a program.
+Invariant: each syntax tree node is one that `parse` could have returned, and its span is that of the argument in the
+Python file. A text that the grammar rejects raises a Fault. An object that cannot occur in a program also raises a
+Fault.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ STRINGS = {
 
 
 class Arguments:
-    """The arguments of a method call, as parts of a syntax tree."""
+    """The arguments of a method call, as nodes of a syntax tree.
+
+    The methods convert values and raise a Fault, located in the Python file, for a value that the language does not
+    accept.
+    """
 
     def __init__(self, *parameters: str) -> None:
         self.site: CallSite = caller(Path(__file__).parent.parent, parameters)
 
     @property
     def span(self) -> Span:
-        """Span of the call."""
+        """The span of the call in the Python file."""
         return self.site.span
 
     def argument(self, name: str, index: int = 0) -> CallArgument:
@@ -58,7 +63,10 @@ class Arguments:
         return self.word(name, self.site.key(name))
 
     def string(self, value: object, wants: str, span: Span) -> str:
-        """Return a str that a file can hold."""
+        """Return a value as a str that can be written to a file.
+
+        Raises Fault for other types (`wants` says what is expected), and for a str that UTF-8 cannot encode.
+        """
         if not isinstance(value, str):
             self.refuse(value, wants, span)
         try:
@@ -73,7 +81,7 @@ class Arguments:
         return value
 
     def word(self, text: str, span: Span) -> ast.Name:
-        """Return a name, if the text can be one."""
+        """Return a text as a name. Raises Fault if the text cannot be a name."""
         self.string(text, "a name is a str", span)
         if text in RESERVED:
             self.fail(f"`{text}` is a reserved word", span, "choose another name")
@@ -114,14 +122,17 @@ class Arguments:
         return tuple(self.ref(text, span) for text, span in self._split_names(parameter, names, index))
 
     def ref(self, text: str, span: Span, parts: int = 2) -> ast.Ref:
-        """Return a reference with at most `parts` names."""
+        """Return a reference of at most `parts` names with dots between them."""
         if text != "source":
             for word in text.split(".", parts - 1):
                 self.word(word, span)
         return ast.Ref(text, span)
 
     def edge(self, parameter: str, value: object, kind: str = "") -> ast.EdgeDecl | None:
-        """Return the edge of a str with an arrow, None for any other value."""
+        """Return the edge that a str with an arrow describes; None for any other value.
+
+        `kind` (`sample` or `reshard`) is the kind of edge that is expected; the other kind raises a Fault.
+        """
         if not isinstance(value, str) or not ("->" in value or "=>" in value):
             return None
         part = self.argument(parameter)
@@ -133,7 +144,10 @@ class Arguments:
         return edge
 
     def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """Return the edge of a text with arrows, or of the node lists between them."""
+        """Return the sample edge from a single text with arrows, or from lists of nodes.
+
+        If there are several `groups` of nodes, an arrow leads from each group to the next.
+        """
         attrs = self.attrs(("sample edge",), attributes)
         if len(groups) == 1 and (edge := self.edge("groups", groups[0], "sample")):
             return replace(edge, attrs=(*edge.attrs, *attrs))
@@ -144,7 +158,7 @@ class Arguments:
         return ast.EdgeDecl("sample", ends, attrs, self.span)
 
     def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """Return the edge of a text with an arrow, or of its two ends."""
+        """Return the resharding edge from a single text with an arrow, or from two ends."""
         attrs = self.attrs(("resharding edge",), attributes)
         if dst is None and (edge := self.edge("src", src, "reshard")):
             return replace(edge, attrs=(*edge.attrs, *attrs))
@@ -156,9 +170,10 @@ class Arguments:
     def attrs(
         self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False
     ) -> tuple[ast.Attr, ...]:
-        """Return the attributes.
+        """Return keyword arguments as attributes of a statement.
 
-        quoted: each value is a string, whatever the statement declares.
+        `statements` is the kinds of statement that may declare the attributes. With `quoted`, each str is a string of
+        the language; otherwise this depends on the attribute's declaration.
         """
         attributes = []
         for key, value in values.items():
@@ -232,7 +247,10 @@ class Arguments:
         self.refuse(value, "a value is a number, a bool, a str, a list or a function", span)
 
     def _locate_function(self, function: Callable[..., object], span: Span) -> str:
-        """Return `file.py:name`, relative to the Python file of the call."""
+        """Return `file.py:name` of a function, relative to the folder of the Python file.
+
+        A function that is not at the top level of a file is pickled first.
+        """
         if (home := pickled_functions.find_home(function)) is None:
             if not isinstance(function, pickled_functions.Given):
                 self.fail(
@@ -254,7 +272,7 @@ class Arguments:
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
     def text(self, value: str, part: CallArgument, read: Callable[[str, str], T]) -> T:
-        """Parse a text of the language; its spans are those in the Python file."""
+        """Parse a text of the language; spans of the result are in the Python file."""
         try:
             tree = read(value, part.span.file)
         except Fault as fault:
@@ -274,14 +292,14 @@ class Arguments:
         return ast.map_spans(tree, lambda span: part.inside(value, span))
 
     def refuse(self, value: object, wants: str, span: Span) -> NoReturn:
-        """Raise a Fault for a value of the wrong kind."""
+        """Raise a Fault for a value of the wrong type; `wants` says what is expected."""
         self.fail(f"{wants}, not {kind_of(value)}", span, code="bad-value")
 
     def fail(self, message: str, span: Span, help: str = "", code: str = "syntax") -> NoReturn:
         self._raise_rendered(Diagnostic(code, message, span, help))
 
     def reraise(self, fault: Fault) -> NoReturn:
-        """Raise a fault again, with the lines of Python that it is about."""
+        """Raise a Fault again, with the lines of the Python file to which its spans point."""
         (diagnostic,) = fault.diagnostics
         self._raise_rendered(diagnostic)
 
@@ -293,7 +311,7 @@ class Arguments:
 
 
 def text_span(part: CallArgument, text: str, start: int, end: int) -> Span:
-    """Return the span of some characters of an argument's text."""
+    """Return the span in the Python file of the characters from `start` to `end`."""
 
     def place(offset: int) -> tuple[int, int]:
         return text.count("\n", 0, offset) + 1, offset - (text.rfind("\n", 0, offset) + 1) + 1
@@ -306,9 +324,9 @@ def _signed(literal: ast.Literal_, negative: bool) -> ast.Expr:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return a whole number, or None.
+    """Return a value as a whole number; None if it is not one.
 
-    An array has `__index__` but may still raise TypeError.
+    An array has `__index__`, but calling it may raise TypeError.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None

@@ -1,7 +1,8 @@
-"""Location of a call and its arguments in the Python file, for diagnostics.
+"""The location of a call and of its arguments in the Python file, for diagnostics.
 
-Invariant: there is always a span. If the source is not available, or an argument is not written out (a variable,
-`**attributes`), it is the span of the smallest enclosing part that can be found: element, argument, call or line.
+Invariant: there is always a span. If the source file is not available, or an argument is not written in the call (a
+variable, `**attributes`), the span covers the smallest enclosing part that can be found: the element of a list, the
+argument, the call or the line.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ QUOTES = ('"""', "'''", '"', "'")
 
 @dataclass(frozen=True)
 class CallArgument:
-    """A part of a call: an argument or an element of one.
+    """An argument of a call, or an element of a list or tuple that is an argument.
 
-    `node` is None where no smaller part can be distinguished.
+    `node` is the Python syntax tree of the argument. It is None if the argument cannot be found in the source; then
+    `span` is the span of the call.
     """
 
     span: Span
@@ -32,7 +34,7 @@ class CallArgument:
     node: ast.expr | None = None
 
     def item(self, index: int) -> CallArgument:
-        """Return an element of a literal list or tuple, else the argument itself."""
+        """Return an element of a literal list or tuple; else the argument itself."""
         if not isinstance(self.node, ast.List | ast.Tuple) or any(
             isinstance(element, ast.Starred) for element in self.node.elts
         ):
@@ -40,9 +42,9 @@ class CallArgument:
         return self.source.part(self.node.elts[index])
 
     def inside(self, value: str, span: Span) -> Span:
-        """Map a span in the text `value` of this argument to the Python file.
+        """Map a span in the text `value` of this argument to a span in the Python file.
 
-        Returns the argument's span if the text is not a literal.
+        Returns the argument's span if the text is not a string literal in the file.
         """
         if (quote := self._quote(value)) is None:
             return self.span
@@ -53,7 +55,7 @@ class CallArgument:
         return Span(self.span.file, *place(span.line, span.column), *place(span.end_line, span.end_column))
 
     def shows(self, value: str) -> bool:
-        """Return whether the text is in the file as it is."""
+        """Return whether the file contains `value` as a string literal without escapes."""
         return self._quote(value) is not None
 
     def _quote(self, value: str) -> str | None:
@@ -64,9 +66,9 @@ class CallArgument:
 
 
 class CallSite:
-    """A call: its span and its arguments.
+    """A call in the Python file: its span and its arguments.
 
-    `parameters` are the names of the parameters that can be positional.
+    `parameters` is the names of the parameters that can be positional.
     """
 
     def __init__(self, source: _Source, span: Span, call: ast.Call | None, parameters: tuple[str, ...]) -> None:
@@ -76,7 +78,10 @@ class CallSite:
         self._parameters = parameters
 
     def argument(self, name: str, index: int = 0) -> CallArgument:
-        """Return an argument by name; `index` counts those of `*groups` and the like."""
+        """Return the argument for the parameter `name`.
+
+        For a parameter such as `*groups`, `index` is the position among its arguments.
+        """
         if self._call is not None:
             for keyword in self._call.keywords:
                 if keyword.arg == name:
@@ -89,7 +94,7 @@ class CallSite:
         return CallArgument(self.span, self._source)
 
     def key(self, name: str) -> Span:
-        """Return the span of a keyword argument's name."""
+        """Return the span of the name of a keyword argument; else the span of the call."""
         for keyword in self._call.keywords if self._call is not None else ():
             if keyword.arg == name:
                 start = self._source.span(keyword)
@@ -98,7 +103,10 @@ class CallSite:
 
 
 def caller(inner: Path, parameters: tuple[str, ...]) -> CallSite:
-    """Return the call that left the user's code for files under the folder `inner`."""
+    """Return the call in the user's code that entered code under the folder `inner`.
+
+    `parameters` is the names of the parameters that can be positional.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and inner in Path(frame.f_code.co_filename).parents:
         frame = frame.f_back
@@ -130,7 +138,7 @@ class _Source:
         return Span(self.file, node.lineno, start, node.end_lineno, end)
 
     def _column(self, line: int, offset: int) -> int:
-        """Return the column in characters; Python counts bytes."""
+        """Return a column in characters, from an offset that Python counts in bytes."""
         return len(self.lines[line - 1].encode()[:offset].decode(errors="replace")) + 1
 
     def text(self, span: Span) -> str:
@@ -142,7 +150,7 @@ class _Source:
 
 @lru_cache(maxsize=16)
 def _calls(lines: tuple[str, ...]) -> dict[tuple[int, int], ast.Call]:
-    """Return the calls of a file by their ends."""
+    """Return the calls in a file, by the line and column of their end."""
     try:
         tree = ast.parse("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""Functions without a home in a file, stored by value.
+"""Functions that no file defines at its top level, stored as pickles.
 
-These are lambdas, functions within functions or under an `if`, and those of notebooks.
+Examples are lambdas, functions inside functions or under an `if`, and functions of notebooks.
 
-Invariant: the result is a Python file like any other. The compiler reads its signature and the processes of a run load
-its function. Next to it is the function itself, as cloudpickle wrote it. A plan that names it runs as long as both
-files exist.
+Invariant: the result is a Python file like any other. The compiler reads the function's signature from that file, and
+the processes of a run load the function from it. The function itself is in a file next to it, as cloudpickle wrote it.
+A plan that names the function can be run as long as both files exist.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ def {name}{signature}: ...
 
 
 def find_home(function: Callable[..., object]) -> tuple[Path, str] | None:
-    """Return the file that defines a function at its top level, and its name there.
+    """Return the file that defines a function at its top level, and the name there.
 
-    None if processes could not find it there.
+    Returns None if a process that imports the file would not find the function under this name.
     """
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(str(getattr(function, "__module__", "")))
     path = Path(str(getattr(module, "__file__", None) or ""))
-    # A decorated function's code may be elsewhere; its name is where it was assigned.
+    # The code of a decorated function may be in another file, so compare the object with the module's attribute.
     is_home = isinstance(name, str) and name.isidentifier() and getattr(module, name, None) is function
     is_home = is_home and is_file(path) and path.suffix == ".py" and _is_defined_in(function, path, name)
     return (path.resolve(), name) if is_home else None
 
 
 def _is_defined_in(function: Callable[..., object], path: Path, name: str) -> bool:
-    """Return whether the file defines a function at its top level.
+    """Return whether a file defines a function at its top level.
 
-    Neither the compiler nor a process would find a definition under an `if`, as of `__main__`.
+    A definition under an `if`, such as `if __name__ == "__main__"`, does not count: neither the compiler nor a process
+    that imports the file would find it.
     """
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     definitions = [item for item in ast.parse(path.read_bytes()).body if isinstance(item, kinds) and item.name == name]
@@ -72,9 +73,9 @@ def _is_defined_in(function: Callable[..., object], path: Path, name: str) -> bo
 
 
 def ship(function: Given) -> tuple[Path, str]:
-    """Store a function by value; return the file that defines it, and its name there.
+    """Store a function as a pickle; return the file that loads it, and its name there.
 
-    Raises TypeError or ValueError with the reason if the function cannot be stored.
+    Raises TypeError or ValueError with the reason if the function cannot be pickled or stored.
     """
     import cloudpickle
 
@@ -100,9 +101,10 @@ def ship(function: Given) -> tuple[Path, str]:
 
 
 def _signature_text(signature: inspect.Signature) -> str:
-    """Return a signature as source.
+    """Return a signature as Python source.
 
-    Annotations are as written. A default is `None`, since only its presence counts.
+    Annotations are those of the function. Each default is written as `None`, since the compiler only needs to know
+    whether there is a default.
     """
 
     def annotation(value: object) -> object:
@@ -121,7 +123,7 @@ def _signature_text(signature: inspect.Signature) -> str:
 
 
 class _Raw:
-    """An annotation whose repr is its text."""
+    """An annotation whose `repr` is its source text."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,12 +1,12 @@
 """The Python API: `.rlg` programs built in Python.
 
-Invariant: a program built here is a syntax tree that `parse` could have returned, with spans in the Python file. Names,
-params and checks are handled by the code of the language; this module does not know them. A method is a statement; its
-keyword arguments are the statement's attributes.
+Invariant: a program built here is a syntax tree that `parse` could have returned, with spans in the Python file. The
+language's own code handles names, params and checks; this module has no rules for them. Each method adds a statement.
+The method's keyword arguments are the statement's attributes.
 
-A value is a Python number, bool, list or function (a top-level one, called by its file), or a str. A str is what a file
-would contain: an expression, a type, comma-separated names. Only where the language accepts nothing but a string, as in
-`device`, a model or data, the str is that string, without quotes.
+A value is a Python number, bool, list, function or str. A str is what an `.rlg` file would contain: an expression, a
+type, or names with commas between them. Where the language accepts only a string, as for `device`, a model or data, the
+str is that string without quotes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NODE = ("function", "generate", "infer", "update")
 
 
 class Program:
-    """An algorithm, a cluster or a deploy, with all that it needs."""
+    """An algorithm, a cluster or a deploy, with all programs that it depends on."""
 
     def __init_subclass__(cls) -> None:
-        """Make each statement here `public`, but not those of a user's subclass."""
+        """Make the methods of this module's classes `public`, but not of users' classes."""
         super().__init_subclass__()
         for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
             if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
@@ -58,7 +58,7 @@ class Program:
         return f"<{type(self).__name__} {self.name}>"
 
     def _needs(self) -> tuple[Program, ...]:
-        """Return the programs that must come before this one in a file."""
+        """Return the programs that must precede this one in a file."""
         return ()
 
     def _item(self) -> ast.Item:
@@ -66,7 +66,7 @@ class Program:
 
 
 class Imported(Program):
-    """A package algorithm, or an item of an `.rlg` file relative to this Python file."""
+    """An algorithm of the package, or an item of `file`, relative to this Python file."""
 
     def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
@@ -86,7 +86,7 @@ class _OfPackage(Imported):
 
 
 class StatementBuilder(Program, Generic[S]):
-    """A program of statements; a method adds or replaces one and returns the object."""
+    """A program of statements; a method adds or replaces one and returns the program."""
 
     def __init__(self, span: Span) -> None:
         super().__init__(span)
@@ -96,7 +96,7 @@ class StatementBuilder(Program, Generic[S]):
         return f"<{type(self).__name__} {self.name}: {plural(len(self._body), 'statement')}>"
 
     def _state(self, call: Arguments, *statements: S) -> Self:
-        """Add all statements, or none if one is rejected."""
+        """Add all statements, or none of them if one is rejected."""
         try:
             self._body.add(statements)
         except Fault as fault:
@@ -105,7 +105,7 @@ class StatementBuilder(Program, Generic[S]):
 
 
 class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
-    """`algorithm NAME { … }`; `extends` is an object or a package algorithm's name."""
+    """`algorithm NAME { … }`; `extends` is an object, or a package algorithm's name."""
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
@@ -116,18 +116,18 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         self._extends = None if self._base is None else ast.Name(self._base.name, call.argument("extends").span)
 
     def param(self, /, **values: Value) -> Self:
-        """State `param NAME = VALUE` for each value."""
+        """Add the statement `param NAME = VALUE` for each keyword argument."""
         call = Arguments()
         return self._state(call, *(ast.ParamDecl(*call.assignment(name, value)) for name, value in values.items()))
 
     def columns(self, /, **types: str) -> Self:
-        """State columns: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
+        """Declare columns, as in `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
         columns = [call.column(name, name, kind) for name, kind in types.items()]
         return self._state(call, *(ast.ColumnsDecl((column,), call.span) for column in columns))
 
     def state(self, name: str, type: str, value: Value) -> Self:
-        """`state NAME : TYPE = VALUE`."""
+        """Add the statement `state NAME : TYPE = VALUE`."""
         call = Arguments("name", "type", "value")
         part = call.argument("type")
         column = call.name("name", name)
@@ -135,7 +135,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return self._state(call, ast.StateDecl(declared, call.expr(value, call.argument("value")), call.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
-        """State `worker NAME : KIND [frozen]`; return the name."""
+        """Add the statement `worker NAME : KIND [frozen]`; return the worker's name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
         self._state(
@@ -144,7 +144,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return name
 
     def source(self, count: Value, writes: Names, **attributes: Value) -> str:
-        """State `source(COUNT) -> writes`; return the node's name."""
+        """Add the statement `source(COUNT) -> writes`; return the node's name, "source"."""
         call = Arguments("count", "writes")
         attrs = call.attrs(("source",), attributes)
         value = call.expr(count, call.argument("count"))
@@ -152,9 +152,9 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return "source"
 
     def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
-        """State `node [LABEL:] WORKER.VERB(reads) -> writes { … }`; return its name.
+        """Add `node [LABEL:] WORKER.VERB(reads) -> writes { … }`; return the node's name.
 
-        Without `reads`, change the attributes of a node of the algorithm that `extends` names.
+        Without `reads`, change the attributes of a node that the algorithm inherits by `extends`.
         """
         call = Arguments("name", "reads", "writes")
         part = call.argument("name")
@@ -181,12 +181,12 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return label.text if label else f"{worker.text}.{verb.text}"
 
     def edge(self, *groups: Names, **attributes: Value) -> Self:
-        """State sample edges: `edge("A -> B, C -> D")` or `edge("A", ["B", "C"], "D")`."""
+        """Add sample edges: `edge("A -> B, C -> D")` or `edge("A", ["B", "C"], "D")`."""
         call = Arguments("groups")
         return self._state(call, call.sample_edge(groups, attributes))
 
     def reshard(self, src: Names, dst: Names | None = None, **attributes: Value) -> Self:
-        """State a resharding edge: `reshard("A => B")` or `reshard("A", "B")`."""
+        """Add a resharding edge: `reshard("A => B")` or `reshard("A", "B")`."""
         call = Arguments("src", "dst")
         return self._state(call, call.resharding_edge(src, dst, attributes))
 
@@ -199,12 +199,12 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return self._state(call, ast.DropDecl(target, call.span))
 
     def drop_edge(self, *groups: Names) -> Self:
-        """`drop A -> B`."""
+        """Drop an inherited sample edge: add the statement `drop A -> B`."""
         call = Arguments("groups")
         return self._state(call, ast.DropDecl(call.sample_edge(groups, {}), call.span))
 
     def drop_reshard(self, src: Names, dst: Names | None = None) -> Self:
-        """`drop A => B`."""
+        """Drop an inherited resharding edge: add the statement `drop A => B`."""
         call = Arguments("src", "dst")
         return self._state(call, ast.DropDecl(call.resharding_edge(src, dst, {}), call.span))
 
@@ -232,8 +232,8 @@ class Cluster(Program):
 class Deploy(StatementBuilder[ast.DeployStatement]):
     """`deploy ALGORITHM on CLUSTER [as NAME] { … }`.
 
-    An algorithm of the package is given by its name. With `extends`, the statements change another deploy:
-    `deploy NAME extends OTHER [on CLUSTER] { … }`.
+    `algorithm` can be the name of a package algorithm. With `extends`, the statements change another deploy: `deploy
+    NAME extends OTHER [on CLUSTER] { … }`.
     """
 
     def __init__(
@@ -269,18 +269,18 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         self.name: str = (self._alias or self._named or ast.Name("", call.span)).text
 
     def set(self, /, **values: Value) -> Self:
-        """State `set NAME = VALUE` for each param."""
+        """Add the statement `set NAME = VALUE` for each param."""
         call = Arguments()
         return self._state(call, *(ast.SetDecl(*call.assignment(name, value)) for name, value in values.items()))
 
     def model(self, name: str, target: str | os.PathLike[str], /, **attributes: Value) -> Self:
-        """State `model NAME = "preset or folder"`."""
+        """Add the statement `model NAME = "preset or folder"`."""
         call = Arguments("name", "target")
         attrs = call.attrs(("model",), attributes)
         return self._state(call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.span))
 
     def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
-        """State `data NAME = "file" { column = "field" }`; `source` is the training data."""
+        """Add `data NAME = "file" { column = "field" }`; `source` is the training data."""
         call = Arguments("name", "target")
         # `source` is a reserved word, but is allowed as a name here.
         source = isinstance(name, str) and name == "source"
@@ -292,12 +292,12 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         )
 
     def layout(self, nodes: Names, /, **sizes: Value) -> Self:
-        """`layout NODE, … { tp = 8, dp = 2 }`."""
+        """Add the statement `layout NODE, … { tp = 8, dp = 2 }`."""
         call = Arguments("nodes")
         return self._state(call, ast.LayoutDecl(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.span))
 
     def engine(self, nodes: Names, name: str, /, **options: Value) -> Self:
-        """`engine NODE, … = NAME { options }`."""
+        """Add the statement `engine NODE, … = NAME { options }`."""
         call = Arguments("nodes", "name")
         named = call.name("name", name)
         return self._state(call, ast.EngineDecl(call.refs("nodes", nodes), named, call.attrs((), options), call.span))
@@ -310,7 +310,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         nodes: int | tuple[int, int] | None = None,
         devices: int | tuple[int, int] | None = None,
     ) -> Self:
-        """State `place A, B [together] [on nodes 0..1 [devices 0..7]]`; pairs are ranges."""
+        """Add `place A, B [together] [on nodes 0..1 [devices 0..7]]`; a pair is a range."""
         call = Arguments("targets")
         call.flag("together", together)
         if devices is not None and nodes is None:
@@ -319,7 +319,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         return self._state(call, ast.PlaceDecl(call.refs("targets", targets), together, *stretch, call.span))
 
     def apart(self, *targets: Names) -> Self:
-        """`apart A, B`."""
+        """Add the statement `apart A, B`, which gives the nodes a pool of their own."""
         call = Arguments("targets")
         if not targets:
             call.fail("`apart` needs a name", call.span, "name at least one")
@@ -327,34 +327,34 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         return self._state(call, ast.ApartDecl(refs, call.span))
 
     def dock(self, /, **attributes: Value) -> Self:
-        """`dock { mode = …, deadline = … }`."""
+        """Add the statement `dock { mode = …, deadline = … }`."""
         call = Arguments()
         return self._state(call, ast.OptionsDecl("dock", call.attrs(("dock",), attributes), call.span))
 
     def reshard(self, /, **attributes: Value) -> Self:
-        """`reshard { mode = …, order = …, bucket = … }`."""
+        """Add the statement `reshard { mode = …, order = …, bucket = … }`."""
         call = Arguments()
         return self._state(call, ast.OptionsDecl("reshard", call.attrs(("reshard",), attributes), call.span))
 
     def run(self, /, **attributes: Value) -> Self:
-        """`run { iterations = …, seed = … }`."""
+        """Add the statement `run { iterations = …, seed = … }`."""
         call = Arguments()
         return self._state(call, ast.OptionsDecl("run", call.attrs(("run",), attributes), call.span))
 
     def evaluate(self, name: str, /, **attributes: Value) -> Self:
-        """`evaluate NAME { every = …, report = … }`."""
+        """Add the statement `evaluate NAME { every = …, report = … }`."""
         call = Arguments("name")
         return self._state(
             call, ast.EvaluateDecl(call.name("name", name), call.attrs(("evaluate",), attributes), call.span)
         )
 
     def edge(self, *groups: Names, **attributes: Value) -> Self:
-        """State `A -> B { stream = … }`: how rows move on an edge of the algorithm."""
+        """Add `A -> B { stream = … }`, which sets how rows move along an algorithm's edge."""
         call = Arguments("groups")
         return self._state(call, call.sample_edge(groups, attributes))
 
     def drop(self, *statements: str) -> Self:
-        """Drop statements of the base deploy: `layout NODE`, `run`, `A -> B` …"""
+        """Drop statements of the base deploy, such as `layout NODE`, `run` or `A -> B`."""
         call = Arguments("statements")
         if not statements:
             call.fail("`drop` needs a name", call.span, "name at least one")
@@ -378,7 +378,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
 
 
 def tree(*programs: Program) -> ast.File:
-    """Return the tree of programs and their needs, named by the last one's file."""
+    """Return the syntax tree of programs and of the programs that they depend on."""
     order: dict[int, Program] = {}
 
     def add(program: Program) -> None:
@@ -404,7 +404,7 @@ def tree(*programs: Program) -> ast.File:
 
 @public
 def to_rlg(program: Program | ast.File, *more: Program) -> str:
-    """Return the text of programs, or of a parsed file, in the layout of msrl-fmt."""
+    """Return programs, or a parsed file, as text in the layout of `msrl-fmt`."""
     file = program if isinstance(program, ast.File) else tree(program, *more)
     return format(write(file), file.path)
 

@@ -1,7 +1,8 @@
-"""The statements of a program built in Python; restating replaces.
+"""The statements of a program that is built in Python.
 
-Invariant: a name is stated once. A restated statement has the position of the first and the content of the last, so
-that running a notebook cell twice gives the same program. A statement that fails changes nothing.
+Invariant: the program has one statement for each name. If a statement is stated again, it stays at its first position
+and gets the new content, so running a notebook cell twice gives the same program. A statement that raises a Fault
+changes nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ KINDS = {ast.ParamDecl: "param", ast.ColumnsDecl: "column", ast.StateDecl: "stat
 class StatementSlot:
     """A position in a program.
 
-    - keys: what it was created for
-    - statements: its current statements; empty once they were replaced elsewhere or dropped
+    - `keys`: the keys of the statement that the slot was created for.
+    - `statements`: the current statements at the position. The tuple is empty after the statement was dropped, or
+      replaced at another position.
     """
 
     keys: frozenset[Key]
@@ -34,24 +36,30 @@ class StatementSlot:
 
     @property
     def present(self) -> frozenset[Key]:
-        """Keys of all statements."""
+        """The keys of all statements in the slot."""
         return frozenset(key for statement in self.statements for key in keys_of(statement))
 
     @property
     def drop(self) -> ast.DropDecl | ast.UndoDecl | None:
-        """The `drop` at this position, if any."""
+        """The `drop` statement in the slot; None if there is none."""
         return next(
             (statement for statement in self.statements if isinstance(statement, ast.DropDecl | ast.UndoDecl)), None
         )
 
     def without_keys(self, keys: frozenset[Key]) -> StatementSlot:
-        """Return the slot without what these keys name."""
+        """Return the slot without the statements that keys name.
+
+        If keys name only some nodes or edges of a statement, the rest of the statement remains.
+        """
         return replace(
             self, statements=tuple(rest for statement in self.statements for rest in _without(statement, keys))
         )
 
     def after_drop(self, drop: ast.DropDecl | ast.UndoDecl) -> StatementSlot:
-        """Return the slot without what a drop removes."""
+        """Return the slot without the statements that a drop removes.
+
+        If the drop removes only some nodes, edges or attributes of a statement, the rest of the statement remains.
+        """
         return replace(
             self, statements=tuple(rest for statement in self.statements for rest in _apply_drop(drop, statement))
         )
@@ -64,7 +72,7 @@ class Statements(Generic[S]):
         self._entries: list[StatementSlot] = []
 
     def __iter__(self) -> Iterator[S]:
-        """Yield all statements; consecutive columns are one statement."""
+        """Yield all statements; consecutive columns are joined to one statement."""
         statements: list[Statement] = []
         columns: list[ast.ColumnsDecl] = []
         for statement in (stated for entry in self._entries for stated in entry.statements):
@@ -80,7 +88,7 @@ class Statements(Generic[S]):
         return sum(1 for _ in self)
 
     def add(self, statements: Iterable[S]) -> None:
-        """Add all statements, or raise a Fault and add none."""
+        """Add all statements; if one is rejected, raise a Fault and add none of them."""
         entries = list(self._entries)
         for statement in statements:
             if isinstance(statement, ast.DropDecl | ast.UndoDecl):
@@ -92,7 +100,10 @@ class Statements(Generic[S]):
         self._entries = entries
 
     def take_back(self, drops: Iterable[ast.UndoDecl], name: str) -> None:
-        """Remove the statements that these drops name, for a deploy without a base."""
+        """Remove the statements that drops name, in a deploy without a base deploy.
+
+        `name` is the name of the deploy. Raises Fault if it has no such statement.
+        """
         entries = list(self._entries)
         for drop in drops:
             stated = {
@@ -104,12 +115,15 @@ class Statements(Generic[S]):
 
 
 def _join_columns(columns: Sequence[ast.ColumnsDecl]) -> list[ast.ColumnsDecl]:
-    """Join columns to one statement, if there are any."""
+    """Join declarations of columns to one statement; no statement if there are none."""
     return [replace(columns[0], columns=tuple(column for one in columns for column in one.columns))] if columns else []
 
 
 def keys_of(statement: Statement) -> frozenset[Key]:
-    """Return the keys of a statement: one for each name, node or pair of an edge."""
+    """Return the keys of a statement.
+
+    There is one key for each name, each node, or each pair of nodes with an edge between them.
+    """
     match statement:
         case ast.ParamDecl() | ast.WorkerDecl():
             return frozenset({("name", statement.name.text)})
@@ -143,7 +157,7 @@ def _add(entries: list[StatementSlot], statement: Statement) -> None:
                 _check_kind(old, statement)
     places = [i for i, entry in enumerate(entries) if entry.keys & keys]
     if places:
-        # What was dropped and is stated again is present again.
+        # A statement that was dropped and is stated again is no longer dropped.
         _cancel_drops(entries, places[0], statement)
     if isinstance(statement, ast.NodeDecl) and present:
         changed = frozenset({("change", node_name(statement))})
@@ -153,7 +167,7 @@ def _add(entries: list[StatementSlot], statement: Statement) -> None:
 
 
 def _add_change(entries: list[StatementSlot], change: ast.NodeDecl) -> None:
-    """Merge a change of a node's attributes into the changes after its statement."""
+    """Add a change of a node's attributes, merged with earlier changes of the node."""
     keys = keys_of(change)
     node_key = frozenset({("node", node_name(change))})
     begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & node_key), default=0)
@@ -189,7 +203,11 @@ def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -
 
 
 def _place_slot(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
-    """Put a slot at the first position from `begin` that it replaces, or at the end."""
+    """Insert a slot at or after the position `begin`, and remove what it replaces.
+
+    The new slot gets the position of the first slot that it replaces: one whose keys are all among the keys of the new
+    slot. If there is no such slot, the new slot is appended.
+    """
     places = [
         i
         for i, entry in enumerate(entries)
@@ -203,7 +221,7 @@ def _place_slot(entries: list[StatementSlot], new: StatementSlot, begin: int) ->
 
 
 def _find_drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple[int, ast.DropDecl | ast.UndoDecl]]:
-    """Return the drops after a position."""
+    """Return the `drop` statements after a position, each with its position."""
     return [(i, entry.drop) for i, entry in enumerate(entries) if i > after and entry.drop is not None]
 
 
@@ -215,7 +233,10 @@ def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement
 
 
 def _check_kind(old: Statement, new: Statement) -> None:
-    """Reject a name already used for another kind: usually a mistake."""
+    """Raise a Fault if a name is stated again as another kind of statement.
+
+    For example, a column `x` is followed by a param `x`, which is usually a mistake.
+    """
     before = KINDS.get(type(old))
     now = KINDS.get(type(new))
     if before == now or before is None or now is None:
@@ -244,7 +265,10 @@ def _name_span(statement: Statement) -> Span:
 
 
 def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...]:
-    """Return a statement without what the keys name."""
+    """Return what remains of a statement without the nodes or edges that keys name.
+
+    The result has no statement if nothing remains.
+    """
     own = keys_of(statement)
     if not own & keys:
         return (statement,)
@@ -259,7 +283,10 @@ def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...
 
 
 def _apply_drop(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Statement, ...]:
-    """Return what a drop leaves of a statement."""
+    """Return what remains of a statement after a drop.
+
+    The result has no statement if nothing remains.
+    """
     if isinstance(statement, ast.DropDecl | ast.UndoDecl):
         return (statement,)
     own = keys_of(statement)
@@ -293,5 +320,5 @@ def _ends(edge: ast.EdgeDecl) -> tuple[str, str]:
 
 
 def _is_end_of(end: str, name: str) -> bool:
-    """Return whether an end of an edge is this node or a node of this worker."""
+    """Return whether an end of an edge is the node `name`, or a node of that worker."""
     return end == name or end.startswith(f"{name}.")

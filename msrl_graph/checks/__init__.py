@@ -1,8 +1,10 @@
 """Checks of programs, one concern per file.
 
-A check of a graph is a pure function `(graph, library) -> diagnostics`.
+A check of a graph is a pure function `(graph, library) -> diagnostics`. `library` has the signatures of all functions
+and loss terms that a program may call.
 
-Invariant: checks never change a graph. Each mistake is reported once, and none that only follows from another one.
+Invariant: checks never change a graph. Each mistake is reported once. A mistake that only follows from another mistake
+is not reported.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ CHECKS: tuple[Check, ...] = (
     terms.joined_pair,
     columns.unused,
 )
-# These checks are valid even if some statements could not be read; mistakes of the others may follow from what is
-# missing.
+# These checks are valid even if some statements of the program could not be read. Any other check might report a
+# mistake that only follows from a missing statement.
 STURDY: tuple[Check, ...] = (columns.two_writers, edges.cycle, edges.unknown_verb, edges.frozen_update)
 # Codes of mistakes in values. Such a mistake removes no name, node or edge from the graph.
 VALUES = {
@@ -109,10 +111,11 @@ def check(
     reported: Collection[str] = (),
     dropped: Mapping[str, Dropped] | None = None,
 ) -> list[Diagnostic]:
-    """Run the checks and return their diagnostics, sorted by span.
+    """Run the checks of a graph and return their diagnostics, sorted by span.
 
-    `earlier` are the diagnostics of lowering, `reported` the columns that evaluations read, and `dropped` what the
-    algorithm dropped from those that it extends.
+    - `earlier`: the diagnostics of the pass that made the graph from the program.
+    - `reported`: the columns that evaluations read.
+    - `dropped`: what an algorithm drops (`drop`) from the algorithms that it extends, by name.
     """
     only_values = all(diagnostic.code in VALUES for diagnostic in earlier if diagnostic.severity == "error")
     last = partial(columns.unused, reported=reported)

@@ -1,7 +1,7 @@
-"""Columns: their writers, their readers, and the paths between them.
+"""Checks of columns: their writers, their readers, and the paths between them.
 
-Invariant: of mistakes that follow from each other only the first is reported. Paths are not checked from a column with
-two writers, nor to a node that is unreachable.
+Invariant: if one mistake follows from another mistake, only the first mistake is reported. So the path from a writer to
+a reader is not checked if the column has two writers, or if the reader is unreachable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
 
 
 def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report columns that are read but never written, each once, at its first reader."""
+    """Report columns that are read but never written, each at its first reader."""
     diagnostics: dict[str, Diagnostic] = {}
     instead = {empty for _, empty in _guess_swapped_columns(graph).values()}
     for node in graph.nodes:
@@ -70,10 +70,12 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
-    """Guess the intended columns where a column has two writers.
+    """Guess which writer of a column with two writers should write another column.
 
-    Return for such a column the writer (both, if either is possible) that was likely meant to write another column, and
-    that column: it has the same type, is read, and is never written.
+    The keys of the result are the columns with two writers. Each value has two items:
+
+    - the names of the writers that were likely meant to write another column: one name, or both if both are possible,
+    - the name of the other column, which has the same type, is read, and is never written.
     """
     guesses: dict[str, tuple[list[str], str]] = {}
     doubled = {name: writers for name, writers in graph.writers.items() if len(writers) == 2}
@@ -94,7 +96,7 @@ def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes that no path from the source reaches, and a source without nodes.
 
-    A node that only comes after another unreachable node is not reported.
+    A node with an edge from another unreachable node is not reported.
     """
     reached = _list_reachable(graph)
     diagnostics = []
@@ -116,7 +118,7 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report reads of a column whose rows never arrive at the reader."""
+    """Report nodes that read a column although no path leads from its writer to them."""
     reached = _list_reachable(graph)
     diagnostics = []
     for node in graph.nodes:
@@ -139,9 +141,11 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
-    """Report columns that nothing reads.
+    """Warn of columns that nothing reads.
 
-    Readers are nodes, evaluations, and a replay, which needs the versions of tokens.
+    - A column is read if a node, an evaluation (`reported`) or the sampling weights of the source read the column.
+    - A column that gives another column its length counts as read.
+    - The column with the version of each token counts as read, since a replay needs this column.
     """
     read = (
         {column for node in graph.nodes for column in node.reads}
@@ -181,9 +185,9 @@ def _list_reachable(graph: Graph) -> set[str]:
 
 
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
-    """Return the last writers of the columns that a node reads.
+    """Return the last writers among the writers of the columns that a node reads.
 
-    No other writer of the node's columns comes after these.
+    A writer is last if none of the other writers comes after it along sample edges.
     """
     writers = sorted(
         {writer.name for column in node.reads for writer in graph.writers.get(column, [])[:1]} - {node.name}

@@ -1,7 +1,8 @@
-"""Data files: the fields that the deploy reads, and enough rows for an iteration.
+"""Checks of data files: the fields that the deploy reads, and the number of rows.
 
-Invariant: only the head of a file is read. A file at a URL is read only if it is no longer than that head. A run checks
-the whole file before it starts and reports the same of a row.
+Invariant: the compiler reads only the beginning of a file (`head` in data/datafile.py). A file at a URL is read only if
+the whole file is no longer than this beginning. A run checks all rows of the file before it starts, and reports the
+same mistakes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..ir.plan import DataSource, Plan
 def check(plan: Plan) -> list[Diagnostic]:
     """Check the data files that are available on this machine.
 
-    A file that has no rows or cannot be read is a warning, like a file that is missing.
+    A missing file, a file without rows and a file that cannot be read on this machine give a warning, not an error.
     """
     return list(_check_files(plan))
 
@@ -47,7 +48,10 @@ def _check_files(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _with_local_copy(data: DataSource) -> DataSource:
-    """Return the source with a local copy of its file if that is a short one at a URL."""
+    """Replace the URL of a short data file by the path of a local copy.
+
+    A file is short if it has at most `CHARACTERS` bytes. Any other data source is returned unchanged.
+    """
     if not urls.is_url(data.path):
         return data
     (size,) = urls.list_remote(data.path, span=data.span).files.values()

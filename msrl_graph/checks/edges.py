@@ -1,6 +1,6 @@
-"""Edges and the nodes that they connect: cycles, verbs, targets of weights.
+"""Checks of edges and their nodes: cycles, verbs, and resharding edges.
 
-Invariant: the checks are pure. Graphs from the Python API and from files are checked alike.
+Invariant: the checks are pure functions. A graph from the Python API is checked like a graph from a file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from .scope import kind_of
 
 
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report one cycle of each knot of sample edges.
+    """Report one cycle for each strongly connected component of sample edges.
 
-    It is the shortest cycle through the knot's first node.
+    The reported cycle is the shortest cycle through the first node of the component. A sample edge that should be a
+    resharding edge is reported by itself, and the cycles through this edge are left out.
     """
     if not graph.flow.knots:
         return []
@@ -53,7 +54,10 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _weights_as_rows(graph: Graph) -> list[Edge]:
-    """Return sample edges from an update back to a generation with its weights."""
+    """Return sample edges in a cycle that should be resharding edges.
+
+    Such an edge leads from an update back to a generation of the same worker.
+    """
     knot = {name: place for place, names in enumerate(graph.flow.knots) for name in names}
     verbs = {node.name: (node.worker, node.verb) for node in graph.nodes}
     return [
@@ -66,7 +70,7 @@ def _weights_as_rows(graph: Graph) -> list[Edge]:
 
 
 def unknown_verb(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes whose verb the kind of their worker does not have."""
+    """Report nodes whose verb does not exist for the kind of their worker."""
     diagnostics = []
     for node in graph.nodes:
         kind = kind_of(graph, node.worker)
@@ -91,7 +95,10 @@ def frozen_update(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that would generate with the initial weights for ever."""
+    """Report generations of trained workers that never receive trained weights.
+
+    A generation without a resharding edge would use the initial weights in all iterations.
+    """
     diagnostics = []
     # An edge in the wrong direction or of the wrong kind is reported elsewhere.
     receives = (
@@ -108,9 +115,10 @@ def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report wrong resharding edges.
+    """Report resharding edges that are not from an update to a matching generation.
 
-    They must lead from an update to a generation of the same model.
+    The update and the generation must have the same model and the same kind of worker. Only one resharding edge may
+    lead to a generation.
     """
     diagnostics = []
     into: dict[str, Edge] = {}

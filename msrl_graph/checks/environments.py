@@ -1,9 +1,9 @@
-"""Python environments: the packages that must be installed together.
+"""Checks of Python environments: packages that must be installed together.
 
-The processes of a pool have one interpreter, their own or the run's.
+The processes of a pool share one Python interpreter: an interpreter of their own, or the run's interpreter.
 
-Invariant: the packages that the engines of an environment need can be installed together, as far as is known
-(hardware/stacks.py).
+Invariant: after the checks, the packages that the engines of one environment need can be installed together, as far as
+hardware/stacks.py knows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ OWN = "msrl-graph"
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Check the environments of a plan that has them."""
+    """Check the Python environments of a plan; each pool must have its environment."""
     placed = [placement for placement in plan.placements if placement.pool != FUNCTIONS]
     return [*_check_interpreters(plan, placed)] or [*_check_packages(plan, placed, engines)]
 
 
 def _check_interpreters(plan: Plan, placed: list[Placement]) -> Iterator[Diagnostic]:
-    """Report pools for which two interpreters are stated."""
+    """Report a pool for which two different interpreters are stated."""
     first: dict[str, Placement] = {}
     for own in placed:
         if not (python := own.engine.options.get("python")):

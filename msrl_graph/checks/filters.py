@@ -1,7 +1,7 @@
-"""Filters: rows that leave the iteration, and the groups of the rows that remain.
+"""Checks of filters, which drop rows from the iteration, and of groups after them.
 
-Invariant: a group is complete, or it was filtered in one call (`per` kept it together). Single rows that leave break
-the groups after them.
+Invariant: a function of whole groups gets groups that are complete, or that were filtered in one call (`per` of the
+filter). A node that drops single rows breaks the groups for all nodes after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from .scope import known_calls
 
 
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report group statistics after a filter or a failure that may drop single rows."""
+    """Report functions of whole groups after a node that may drop single rows.
+
+    A node may drop single rows because it is a filter, or because it drops rows that fail.
+    """
     diagnostics = []
     for node in graph.nodes:
         fails = node.fails
@@ -32,7 +35,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
         above = next((column.name for column in graph.columns if column.level == graph.under[level]), "")
         for after in (graph.node(name) for name in sorted(graph.flow.after(node.name))):
             for call, signature in known_calls(after, library):
-                # A group that belongs to one of the rows that leave, or to a row under it, leaves as a whole.
+                # If all rows of a group are below one row that is dropped, the whole group is dropped.
                 split = graph.common(level, graph.unit_level(after)) != level
                 if signature.scope == "group" and after.per not in ("row", "batch") and split:
                     message = (
@@ -53,7 +56,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report comparisons in `keep` of a column that is not one number per row."""
+    """Report each `keep` that compares a column without exactly one number per row."""
     diagnostics = []
     columns = {column.name: column for column in graph.columns}
     for node in graph.nodes:
@@ -69,9 +72,10 @@ def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def disjoint_filters(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes after two filters with `select` of which no row passes both.
+    """Report nodes that need rows from `select` filters on parallel branches.
 
-    Such filters may repeat rows, and neither of the two selects from the output of the other.
+    The rows after a `select` are a row set of their own, since a `select` may repeat rows. A node is reported if it
+    needs two row sets of which neither was made from the other.
     """
     if not any(CallAttributes.of(node).select is not None for node in graph.nodes):
         return []
@@ -105,9 +109,9 @@ def disjoint_filters(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def unfiltered_updates(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report updates that train on rows which a parallel filter drops.
+    """Report updates that train on rows which a filter on another branch may drop.
 
-    A dropped row leaves the iteration everywhere.
+    A dropped row leaves the iteration for all nodes. So a path of sample edges must lead from the filter to the update.
     """
     diagnostics = []
     for filter in (node for node in graph.nodes if node.filters):
@@ -129,7 +133,10 @@ def unfiltered_updates(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report a second refill: each would wait for the prompts that the other requests."""
+    """Report each filter with `refill` that comes after another filter with `refill`.
+
+    With two such filters, each filter would wait for the prompts that the other filter requests.
+    """
     refills = [node for node in graph.nodes if CallAttributes.of(node).refill]
     diagnostics = []
     for first, node in pairwise(refills):
@@ -140,9 +147,10 @@ def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def adaptive_refills(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report adaptive refills whose filter does not keep or drop whole prompts.
+    """Report filters with `adaptive` that do not keep or drop whole prompts.
 
-    The share of prompts that pass is known only if each prompt has one verdict.
+    `adaptive` needs the share of prompts that pass the filter. This share is known only if the filter makes one
+    decision per prompt.
     """
     diagnostics = []
     for node in (
@@ -159,9 +167,9 @@ def adaptive_refills(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes with `per = batch` before a refill.
+    """Report nodes with `per = batch` that come before a filter with `refill`.
 
-    Their batch is complete only when the refill has added its rows.
+    The batch of such a node is complete only after the filter has added its rows.
     """
     diagnostics = []
     for node in graph.nodes:

@@ -1,7 +1,7 @@
-"""Folders of models: complete, and with the files of one model.
+"""Checks of model folders: complete, and with files that belong to one model.
 
-Invariant: only files that exist on this machine are checked, before anything starts. A folder with only a config.json
-is enough for planning.
+Invariant: the checks run before any process starts, and read only files that exist on this machine. A folder with only
+a config.json is enough for planning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def check_unchanged(plan: Plan) -> list[Diagnostic]:
-    """Report folders whose config.json does not describe the plan's model."""
+    """Report model folders whose config.json no longer describes the plan's model."""
     diagnostics: list[Diagnostic] = []
     for model in plan.deploy.models.values():
         try:
@@ -48,7 +48,10 @@ def check_unchanged(plan: Plan) -> list[Diagnostic]:
 
 
 def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
-    """Report a model with fewer positions than the longest sequence of its nodes."""
+    """Report a model with too few positions for the longest sequence of a node.
+
+    Only nodes that compute with the model count. Columns of text are left out, since their length is unknown.
+    """
     model = plan.deploy.models[name]
     limit = count_positions(models.read_config(Path(model.path), model.name, model.span), model.family)
     for node in plan.graph.nodes:
@@ -93,7 +96,7 @@ def _check_end_tokens(plan: Plan, name: str) -> Diagnostic | None:
 def _check_vocabulary(model: Model) -> Diagnostic | None:
     """Report a tokenizer that produces tokens without an embedding in the model.
 
-    Special tokens are not checked: texts hardly contain them.
+    Special tokens are not checked, since texts rarely contain them.
     """
     known = models.read_token_texts(model.path, special=False) or {}
     beyond = [number for number in known if number >= model.vocabulary]

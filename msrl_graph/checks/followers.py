@@ -1,7 +1,7 @@
-"""Workers that follow another one: their attributes and their placement.
+"""Checks of followers: frozen workers that take over weights of a trained worker.
 
-Invariant: a program that passes updates the follower's weights in place. Each rank has the same shard of both workers,
-so nothing is sent.
+Invariant: in a plan that passes these checks, each rank has the same shard of the follower's weights and of the trained
+worker's weights. So each rank updates the follower's weights in place, and no weights are sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .columns import Library
 
 
 def check_followers(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Check the attributes of workers that follow another one."""
+    """Check the attributes of all workers that follow another worker."""
     return [diagnostic for worker in graph.workers for diagnostic in _check_worker(graph, worker)]
 
 
@@ -55,7 +55,10 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
 
 
 def check_follower_placement(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Report workers that are not placed like the workers that they follow."""
+    """Report followers that are not placed like the workers that they follow.
+
+    A follower must have the same pool, data type, engine and layout as the update of the worker that it follows.
+    """
     return [
         diagnostic
         for worker in plan.graph.workers

@@ -1,9 +1,9 @@
-"""Sizes of layouts and pools.
+"""Checks of the sizes of layouts and pools.
 
 A layout must fit its pool, the model and the engine. The pools must fit the cluster.
 
-Invariant: a layout statement gets at most one diagnostic, the first one. The others may only follow from it. The help
-names the nearest layout that works.
+Invariant: a layout statement gets at most one diagnostic, for its first mistake, since other mistakes may only follow
+from the first. The help text names the nearest layout that works.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 
 def _check_pools(plan: Plan) -> Iterator[Diagnostic]:
-    """Report pools with too few devices, and devices without a pool.
+    """Report pools that need too many devices, and devices that no pool uses.
 
-    Devices may be left without a pool only if a `place` says so.
+    Devices may be left unused only if a `place` statement gives the number of devices of a pool.
     """
     available = plan.cluster.devices
     requested = sum(pool.devices for pool in plan.pools)
@@ -57,9 +57,9 @@ def _check_pools(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _span(plan: Plan, pool: Pool) -> Span:
-    """Return the span of the statement that sizes a pool.
+    """Return the span of the statement that decides the size of a pool.
 
-    That is a layout, or else the statement that separates the pool.
+    The statement is the layout of a node in the pool. If there is none, it is the statement that made the pool.
     """
     return next((plan.deploy.layouts[node].span for node in pool.nodes if node in plan.deploy.layouts), pool.span)
 
@@ -170,16 +170,18 @@ def _find_update(graph: Graph, worker: str) -> str | None:
 
 
 def _list_capable_engines(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineSpec], bool]) -> str:
-    """List the engines that can do what the chosen one cannot, as help."""
+    """Return a help text with the engines that have `verb` and satisfy `can`."""
     names = sorted(name for name, engine in engines.items() if verb in engine.verbs and can(engine))
     return f"these can: {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
-    """Suggest the nearest layout that works; "" if there is none.
+    """Return a help text with the nearest layout that works; "" if there is none.
 
-    It works with the engine, the model and the devices. Only tp, dp and the axes of experts change. An etp that is not
-    stated changes before a stated size does, first to 1, as in public recipes.
+    A layout works if the engine and the model support it and it uses the devices of the pool. Only tp, dp and the
+    expert axes (ep, etp) differ from the wrong layout. The nearest layout changes the stated sizes least. If the
+    program states no etp, the engine's choice of etp is preferred, then the smallest etp, which is 1 as in public
+    recipes.
     """
     devices = plan.pool(placement.pool).devices
     layout = placement.layout
@@ -226,9 +228,9 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 
 
 def _check_mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
-    """Report a dp that does not divide the mini-batch.
+    """Report a dp of an update that does not divide the rows of an optimizer step.
 
-    All ranks need equal shares of it.
+    All data-parallel ranks need equal shares of these rows.
     """
     size = rows_in_step(graph, node)
     stated = UpdateAttributes.of(node).mini_batch

@@ -1,7 +1,7 @@
-"""Levels: the rows that a node works on and that its columns belong to.
+"""Checks of levels: the rows on which a node works, and the rows of its columns.
 
-Invariant: the levels of a graph are a tree (graph.py). A node works on the deepest level that it reads, and all columns
-that it reads belong to those rows or to rows above them.
+Invariant: the levels of a graph are a tree (ir/graph.py). A node works on the rows of the deepest level that it reads.
+All columns that the node reads belong to these rows or to rows above them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from .columns import Library
 
 
 def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that read columns of two levels that share no rows.
+    """Report nodes that read columns of two levels on different branches.
 
-    Neither of the two levels is above the other.
+    Neither of the two levels is above the other in the tree of levels. So no row has values of columns from both
+    levels.
     """
     diagnostics = []
     for node in graph.nodes:
@@ -42,7 +43,11 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report columns whose writer cannot compute one value for each of their rows."""
+    """Report columns whose writer cannot compute one value for each row of the column.
+
+    For example, the writer reads no column of these rows, or one call of the writer gets only some of the rows from
+    which a value must be computed.
+    """
     diagnostics = []
     kinds = {worker.name: worker.kind for worker in graph.workers}
     twice = Counter(column for node in graph.nodes for column in node.writes)
@@ -85,7 +90,10 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_lengths(graph: Graph, node: Node, column: str) -> list[Diagnostic]:
-    """Report a column as long as another one of which its row has several."""
+    """Report a column whose length is that of a column with several values per row.
+
+    For example, a column of prompts cannot be as long as `response`, since each prompt has several responses.
+    """
     declared = graph.column(column)
     return [
         Diagnostic(

@@ -1,8 +1,9 @@
-"""Combinations known to be slow, or to fail without a setting.
+"""Warnings of combinations that are slow, or that fail without a setting.
 
-The checks need a plan whose nodes are placed.
+The nodes of the plan must be placed.
 
-Invariant: what only one engine knows is in its spec; what holds for all engines is here.
+Invariant: a warning that applies to one engine is in the spec of that engine. A warning that applies to all engines is
+in this module.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from ..ir.plan import Placement, Plan
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Return the warnings, one per message.
+    """Return the warnings of a plan, one per message.
 
-    Nodes that share a statement share its warning.
+    Nodes that share a layout or engine statement share its warning.
     """
     warnings: dict[str, Diagnostic] = {diagnostic.message: diagnostic for diagnostic in _check_dies(plan)}
     for placement in plan.placements:
@@ -40,7 +41,10 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 
 def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
-    """Warn of a cluster that counts packages as dies, or dies as packages."""
+    """Warn of a cluster that counts dies as devices although its device is a package.
+
+    A package is a device of several dies.
+    """
     cluster = plan.cluster
     device = plan.cluster.device
     per_host = cluster.devices_per_node
@@ -53,9 +57,9 @@ def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _shares_stated_layout(plan: Plan, placement: Placement) -> bool:
-    """Return whether a node has the layout stated for another node.
+    """Return whether a node has the stated layout of another node in its pool.
 
-    Mistakes of the layout are reported at that node.
+    Mistakes in the layout are reported at the other node.
     """
     stated = [plan.placement(node) for node in plan.deploy.layouts]
     return any(

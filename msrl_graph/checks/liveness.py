@@ -1,8 +1,8 @@
-"""A dock that can starve: the batch that a node waits for can never be complete.
+"""Checks of docks that starve: a node waits for a batch that is never complete.
 
-Invariant: only certain cases are reported, those that hold for all functions and all row lengths. Rows that a filter
-may drop are counted. Where `select` may repeat rows, their number is unknown and nothing is reported. Bytes are those
-at the bounds of the columns, as in the plan.
+Invariant: a node is reported only if it starves for all results of functions and all lengths of rows. Rows that a
+filter may drop count as rows. A `select` may repeat rows, so the number of rows after it is unknown and nothing is
+reported. Sizes in bytes are for columns of maximum length, as in the plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .columns import Library
 
 
 def starved_nodes(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report batches of more rows than an iteration has."""
+    """Report nodes that wait for more rows or tokens than an iteration has."""
     repeated = {
         name
         for node in graph.nodes
@@ -35,7 +35,7 @@ def starved_nodes(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _describe_rows(graph: Graph, level: int) -> str:
-    """Describe the number of rows of an iteration."""
+    """Return the number of rows of a level as text, such as `1,024 (128 x 8)`."""
     prompts = graph.rows[0]
     rows = graph.rows[level]
     return f"{rows:,}" + (f" ({prompts:,} x {rows // prompts:,})" if rows > prompts > 0 else "")
@@ -102,9 +102,9 @@ def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Itera
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report rows that the dock can never hold at once.
+    """Report a capacity of the dock that is too small for the rows that must fit.
 
-    The memory of the plan has been counted.
+    The memory of the plan must have been counted.
     """
     return list(_check_capacity(plan))
 
@@ -149,10 +149,11 @@ def _check_capacity(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def least_capacity(rows: int, largest: int, warehouses: int) -> int:
-    """Return the bytes per warehouse that are enough for `rows` bytes per host.
+    """Return a capacity per warehouse that suffices for `rows` bytes of rows per host.
 
-    `largest` is the size of the largest row. A row that does not fit on its own host is stored on another one. If the
-    largest row fits on no host, each has less than its size left.
+    All sizes are in bytes. `largest` is the size of the largest row. A row that does not fit on its own host is stored
+    on another host. If the largest row fits on no host, each host has less than `largest` bytes left. So with several
+    warehouses, `rows + largest` is enough.
     """
     return rows + (largest if warehouses > 1 else 0)
 

@@ -1,7 +1,7 @@
-"""Memory: no phase may need more than a device or a host has.
+"""Memory check: no phase may need more memory than a device or a host has.
 
-Invariant: all phases that do not fit are reported in one diagnostic per place (a device of a pool, a host), with the
-size of each item.
+Invariant: each place (a device of a pool, or a host) gets at most one diagnostic. The diagnostic reports all phases
+that do not fit, with the size of each item.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from ..ir.plan import PhaseMemory, Plan
 
 
 def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") -> list[Diagnostic]:
-    """Report what does not fit in a plan whose memory is counted.
+    """Report phases that need more memory than their device or host has.
 
-    `nearest` finds a layout that fits, in place of the layout of a phase.
+    The memory of the plan must have been counted. `nearest` searches for a layout that fits, in place of the layout of
+    a phase that does not fit, and returns its advice as text.
     """
     diagnostics = []
     for place, pool in dict.fromkeys((phase.place, phase.pool) for phase in plan.memory):
@@ -36,7 +37,7 @@ def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") 
 
 
 def table(phases: list[PhaseMemory]) -> str:
-    """Write a table with the sum and the items of each phase, the largest item first."""
+    """Return a table with the total and the items of each phase, largest item first."""
     lines = []
     for phase in phases:
         items = ", ".join(
@@ -49,9 +50,11 @@ def table(phases: list[PhaseMemory]) -> str:
 
 
 def _span(plan: Plan, worst: PhaseMemory) -> Span:
-    """Return the span of the layout of a node of the phase, in the pool.
+    """Return the span of the layout statement that decides the memory of a phase.
 
-    For a reshard it is the layout of its source if that node is in the pool.
+    This is the layout of a node in the phase's pool, and the verb of the node is the name of the phase. For the phases
+    load, reshard and swap, the node is an update, or a generation if the pool has no update. If no layout is stated,
+    the result is the span of the deploy.
     """
     nodes = [node for node in plan.graph.nodes if plan.placement(node.name).pool == worst.pool]
     verb = worst.phase
@@ -64,7 +67,7 @@ def _span(plan: Plan, worst: PhaseMemory) -> Span:
 
 
 def _advice(plan: Plan, worst: PhaseMemory) -> str:
-    """Name the cheapest change that reduces the largest item."""
+    """Name the cheapest change that reduces the largest memory item of a phase."""
     largest = max(worst.items, key=lambda name: worst.items[name])
     if worst.place == "host":
         return "add hosts, which share the rows; `reshard { mode = naive }` swaps nothing to the host"

@@ -1,7 +1,7 @@
-"""Optimizers: equal ones in the updates of a worker, one learning rate.
+"""Checks of optimizers: the updates of a worker must agree; one learning rate.
 
-Invariant: an optimizer follows from its call (optimizer_spec.py). Calls with mistakes that are already reported are
-left out.
+Invariant: an optimizer is known from its call in the program (ir/optimizer_spec.py). A call with a mistake that is
+already reported is not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from .columns import Library
 
 
 def row_learning_rates(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report learning rates from a state with one value per row: a step has one rate."""
+    """Report learning rates that use a state with one value per row.
+
+    An optimizer step has only one learning rate.
+    """
     diagnostics = []
     row_states = {state.name: state.per for state in graph.states if state.per}
     for node in _updates(graph):
@@ -39,7 +42,10 @@ def row_learning_rates(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def shared_optimizers(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report updates of one worker whose optimizers keep different states."""
+    """Report updates of one worker whose optimizers have different optimizer states.
+
+    For example, the optimizer of one update has momentum and the optimizer of another update has none.
+    """
     diagnostics = []
     for worker in graph.workers:
         updates = [node for node in _updates(graph) if node.worker == worker.name]

@@ -1,9 +1,10 @@
-"""Nodes that share weights: their layouts and engines must agree.
+"""Checks of nodes that share weights: their layouts and engines must agree.
 
-Such nodes are an update and the infers of its worker, or the infers of a worker without update.
+The nodes that share weights are the updates and infers of one worker.
 
-Invariant: the runtime builds shared weights once, so their layout and engine are stated once, or equally; the
-micro-batch may differ. layout.py compares the layout of an infer with that of its update.
+Invariant: the runtime builds shared weights once. So a program states the layout and the engine of these nodes once, or
+states the same for each node; only the micro-batch may differ. checks/layout.py compares the layout of an infer with
+the layout of its worker's update. This module compares the layouts of infers without an update.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ..sharding.layout import Layout
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report contradictions between nodes that share weights.
+    """Report layouts and engines that differ between nodes that share weights.
 
-    The nodes of the plan are placed.
+    All nodes of the plan must have a placement.
     """
     diagnostics: list[Diagnostic] = []
     for worker in plan.graph.workers:
@@ -36,7 +37,7 @@ def check(plan: Plan) -> list[Diagnostic]:
         for node in chosen:
             if node.name != first.name:
                 diagnostics += _compare_engines(plan, first, node)
-    # Nodes that share a statement share its diagnostic.
+    # Nodes that share a layout or engine statement share its diagnostic.
     return list({(diagnostic.code, diagnostic.span): diagnostic for diagnostic in reversed(diagnostics)}.values())[::-1]
 
 
@@ -98,7 +99,7 @@ def _compare_engines(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
 
 
 def _option_value(plan: Plan, node: Node, engine: EngineChoice, key: str) -> Value:
-    """Return an option of a node's engine, or its default if it is not stated."""
+    """Return the value of an engine option, or the default if it is not stated."""
     default: Value = plan.model(node.name).dtype if key == "dtype" else EngineOptions.declared()[key].default
     return engine.options.get(key, default)
 

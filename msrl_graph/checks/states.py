@@ -1,7 +1,7 @@
-"""States, the values that outlive an iteration: who sets them, for which rows.
+"""Checks of states, the values that an algorithm keeps between iterations.
 
-Invariant: a state is not a column. It needs no path and makes no cycle, since nodes read its value from the previous
-iteration.
+Invariant: a state is not a column. A node reads the value that the previous iteration left. So reading a state needs no
+path of sample edges and makes no cycle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .columns import Library
 
 
 def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report states that several nodes set, at each node after the first."""
+    """Report states that several nodes set, at each of these nodes except the first."""
     diagnostics = []
     for state in graph.states:
         setters = sorted((node for node in graph.nodes if state.name in node.sets), key=lambda node: node.span)
@@ -32,15 +32,21 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def scope_mistakes(graph: Graph, node: Node) -> list[State]:
-    """Return the states that a node sets without getting all their rows in one call."""
+    """Return the states that a node sets without getting all their rows in one call.
+
+    A node that sets a state of the run must have `per = batch`. A node that sets a state per row of a column must have
+    `per` of that column.
+    """
     return [state for state in graph.states if state.name in node.sets and node.per != (state.per or "batch")]
 
 
 def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report states that are set or read over the wrong rows.
+    """Report nodes that set or read a state over the wrong rows.
 
-    A state per row of a column is set by a node that gets all rows under that row together. A state of the run is set
-    by a node that gets all rows. A state is read by nodes whose rows have one value of it each.
+    - A state with one value per row of a column must be set by a node that gets, in one call, all rows below that row.
+    - A state with one value for the run must be set by a node that gets all rows of the batch in one call.
+    - Only a function may set a state.
+    - Each row of a node that reads a state must have exactly one value of the state.
     """
     diagnostics = []
     kinds = {worker.name: worker.kind for worker in graph.workers}
@@ -75,9 +81,10 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def equal_weights(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report weights of a source that are equal for all rows.
+    """Report a source whose sampling weights are equal for all rows.
 
-    None of their states has a value per row.
+    The weights are equal if they depend on no column of the data, and each state that they depend on has one value for
+    the whole run.
     """
     source = graph.node("source")
     states = {state.name: state for state in graph.states}
@@ -105,9 +112,9 @@ def unread(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def unset(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Warn of states that keep their initial value, since no node sets them.
+    """Warn of states that are read but never set, so that their value never changes.
 
-    States that are never read either are reported by `unread`.
+    A state that is neither read nor set is reported only by `unread`.
     """
     read = {state for node in graph.nodes for state in node.states}
     constant = read - {state for node in graph.nodes for state in node.sets}

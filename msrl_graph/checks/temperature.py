@@ -1,7 +1,8 @@
-"""Temperatures: how responses are sampled, and what can be computed from them.
+"""Checks of sampling temperatures, and of what is computed from the samples.
 
-Invariant: log-probabilities use the temperature at which their tokens were sampled. At temperature 0 a token has the
-probability 1 or 0 for all weights, so a policy can compute nothing meaningful from such tokens.
+Invariant: the log-probabilities of tokens are computed at the temperature at which the tokens were sampled. At
+temperature 0, a token has the probability 1 or 0 whatever the weights are. So a policy can compute nothing meaningful
+from tokens that were sampled at temperature 0.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def greedy(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def equal_responses(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Warn of several responses to one prompt that are all equal."""
+    """Warn of generations that draw several responses per prompt at temperature 0.
+
+    All responses to a prompt are then equal. Generations with an environment or an agent are not checked.
+    """
     diagnostics = []
     for node in filter(_is_greedy, graph.verb("generate")):
         options = GenerateAttributes.of(node)

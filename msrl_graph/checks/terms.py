@@ -1,7 +1,7 @@
-"""Terms of a loss: their inputs, and whether they can be combined.
+"""Checks of loss terms: their inputs, and whether they can be combined.
 
-Invariant: the needs of a term are in its signature (signatures.py). What an update provides follows from the kind of
-its worker and from the columns that it scores.
+Invariant: the signature of a loss term states the inputs that the term needs (ir/signatures.py). The inputs that an
+update provides follow from the kind of its worker and from the columns that the update scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TAKEN = {"values": "predictions of values", "entropy": "entropies", "Scores": "s
 
 
 def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report loss terms that need what the updated weights do not provide."""
+    """Report loss terms whose inputs the worker of the update does not provide."""
     diagnostics = []
     for node in graph.verb("update"):
         kind = kind_of(graph, node.worker)
@@ -40,7 +40,7 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _list_fitting_terms(library: Library, kind: str) -> str:
-    """List the terms that fit workers of this kind, as help."""
+    """Return a help text that lists the loss terms for a kind of worker."""
     known = [signature for (call_kind, _), (signature, _) in sorted(library.items()) if call_kind == "loss"]
     terms = [
         signature
@@ -52,9 +52,10 @@ def _list_fitting_terms(library: Library, kind: str) -> str:
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report token parameters of terms whose column holds no scored tokens.
+    """Report parameters for scored tokens whose column holds no scored tokens.
 
-    Such a parameter stands for the log-probabilities of tokens, or for the score of a text that ends with them.
+    Such a parameter of a loss term receives the log-probabilities of the column's tokens, or the score of a text that
+    ends with these tokens.
     """
     diagnostics = []
     for node in graph.verb("update"):
@@ -82,9 +83,11 @@ def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def mixed_row_terms(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report terms of rows next to terms of tokens, or next to options for tokens.
+    """Report losses that mix terms per row with terms or options per token.
 
-    A term of rows gives one number per row.
+    A term per row returns one number per row; other terms return one number per token. The options per token are
+    `reduce` and `masked_rows`. `masked_rows` is also reported if the loss is a mean over tokens, since it then has no
+    effect.
     """
     diagnostics = []
     for node in graph.verb("update"):
@@ -122,9 +125,9 @@ def _typed_updates(graph: Graph) -> list[Node]:
 
 
 def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report terms of tokens in an update that scores several columns.
+    """Report loss terms per token in an update that scores several columns.
 
-    The column that the term belongs to is ambiguous.
+    It is ambiguous which of the scored columns such a term uses.
     """
     diagnostics = []
     for node in _typed_updates(graph):
@@ -164,9 +167,9 @@ def joined_pair(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Warn of columns that an update reads but no term uses.
+    """Warn of columns that an update reads but no loss term uses.
 
-    They are computed and moved for nothing.
+    Such a column is computed and sent without need.
     """
     diagnostics = []
     for node in _typed_updates(graph):
@@ -174,7 +177,7 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
         read = sequences(graph, node)
         used |= {*read.context, *read.scored, *(str(expr.value) for expr in temperature_exprs(graph, node))}
         idle = [column for column in node.reads if column not in used and graph.column(column).element != "bool"]
-        # One of them may decide which tokens are scored.
+        # A column is also needed if it decides which tokens are scored.
         idle = [
             column
             for column in idle
@@ -191,9 +194,9 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _suggest_removal(graph: Graph, node: Node, column: str) -> str:
-    """Describe how to remove a column.
+    """Return a help text that says how to remove a column.
 
-    A node or worker that computes only this column is removed with it.
+    If the writer of the column writes nothing else, the text also says to drop the writer's node or worker.
     """
     help = f"leave it out of what `{node.name}` reads"
     if column not in graph.writers:  # reported by another check
@@ -209,9 +212,10 @@ def _suggest_removal(graph: Graph, node: Node, column: str) -> str:
 
 
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Warn of nodes that treat text of an environment or agent as text of the policy.
+    """Warn of nodes that treat an environment's or agent's text as the policy's text.
 
-    These are updates that train on it, and functions that support masks but are called without one.
+    Such a node is an update that trains on the text, or a function that has an optional mask but is called without a
+    mask.
     """
     diagnostics = []
     for node in (
@@ -240,7 +244,12 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _list_unmasked(graph: Graph, node: Node, library: Library) -> Collection[str]:
-    """Return the token columns that a node uses without a possible mask."""
+    """Return the columns of a node to which a mask could apply but does not.
+
+    The result is empty if the node reads a column of type bool, since this column is a mask. For an update, the result
+    has the columns that the update scores. For a function with an optional mask, it has all columns that the function
+    reads.
+    """
     if any(graph.column(column).element == "bool" for column in node.reads):
         return ()
     if node.verb == "update":

@@ -1,9 +1,10 @@
-"""Tokenizers: a node must read tokens with the tokenizer that wrote them.
+"""Tokenizer check: a node must read tokens with the tokenizer that wrote them.
 
-The columns of the source are tokens of the policy.
+The columns of the source are tokens of the policy's tokenizer.
 
-Invariant: a mismatch is reported only if both tokenizers are known, a preset's by name and a folder's by its
-tokenizer.json, and some token of the writer's tokenizer does not have the same id in the reader's.
+Invariant: a mismatch is reported only if both tokenizers are known and differ. The tokenizer of a preset is known by
+its name, the tokenizer of a folder by its tokenizer.json. Two tokenizers of folders differ if some token of the
+writer's tokenizer does not have the same id in the reader's tokenizer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ KINDS = ("policy", "value", "reward_model")
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report each node of a model that would misread a column.
+    """Report each node with weights that would misread a column of tokens.
 
-    It is reported once, preferably at a column that it scores.
+    Each node gets at most one diagnostic. If possible, the diagnostic names a column that the node scores.
     """
     diagnostics = []
     for node in plan.graph.nodes:
@@ -49,7 +50,7 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def _suggest_text(graph: Graph, node: Node, column: str) -> str:
-    """Describe how to exchange text between models with different tokenizers."""
+    """Return advice on exchanging text between models with different tokenizers."""
     host = next((worker.name for worker in graph.workers if worker.kind == "function"), "host")
     as_text = f"`node {host}.said({column}) -> said {{ call = text() }}`"
     if column in sequences(graph, node).scored:

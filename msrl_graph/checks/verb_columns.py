@@ -1,6 +1,7 @@
-"""Columns that each verb reads and writes: their types, names and maximum lengths.
+"""Checks of the columns that each verb reads and writes: types, names, lengths.
 
-Invariant: these checks use only declared types, verbs and kinds of workers. Functions may read and write any column.
+Invariant: these checks use only declared types, verbs and kinds of workers. Function nodes may read and write any
+column.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .scope import kind_of
 
 
 def check_written_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report columns that the verb of their node cannot write or read."""
+    """Report columns that a node cannot write or read because of its verb."""
     diagnostics: list[Diagnostic] = []
 
     def wrong(node: Node, message: str, help: str) -> None:
@@ -81,9 +82,10 @@ def check_written_columns(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_reads(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> None:
-    """Check the columns that a node of a model reads.
+    """Report columns that a node with weights cannot read.
 
-    A model reads tokens or text. An update also reads what its terms need for each of these tokens, or for each row.
+    The model of a node reads columns of tokens or text. An update also reads the columns that its loss terms need: one
+    number for each token of a column that the update reads, or one number for each row.
     """
     tokens = {name for name in node.reads if is_tokens(graph, name) or graph.column(name).element == "text"}
     for column in map(graph.column, node.reads):
@@ -130,10 +132,10 @@ def _reads_mask(graph: Graph, node: Node, response: str) -> bool:
 
 
 def _check_inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:
-    """Check the columns that an infer node writes.
+    """Report columns that an infer node cannot write.
 
-    It may write one number for each token of a column that it reads, or the k best of each token with their ids. A
-    reward model may also write one number per row.
+    An infer node may write one number for each token of a column that it reads. A policy may also write the k best
+    log-probabilities for each token, together with their token ids. A reward model may also write one number per row.
     """
     if (
         kind_of(graph, node.worker) == "reward_model"

@@ -1,6 +1,6 @@
-"""The contents of folders of weights, according to the headers of their files.
+"""Checks of weights in model folders, by the headers of the weight files.
 
-Invariant: only names, shapes and types are read, and one number: the bias of a score head.
+Invariant: the checks read only names, shapes and types of tensors, and one value: the bias of a score head.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Held = dict[str, tuple[Path, dict[str, Any]]]  # by tensor name: its file, and i
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
     """Report missing and wrong weights in the folders of models.
 
-    `folders` limits the check to these folders; None checks all. If a folder has no mistake, its unused weights are a
-    warning. A folder without any weights is not checked.
+    `folders` are the paths of the folders to check; None means all folders. Unused weights give a warning, and only in
+    a folder without mistakes. A folder without any weights is not checked.
     """
     graph = plan.graph
     diagnostics = []
@@ -76,7 +76,7 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
 
 
 def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
-    """Warn of files with weights that do not belong to the model."""
+    """Warn of weight files in a folder that do not belong to the model."""
     if not files.unread:
         return []
     more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
@@ -87,10 +87,13 @@ def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
 
 
 def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
-    """Warn of weights that no model of a folder has.
+    """Warn of stored weights that no model of a folder uses.
 
-    As in transformers, some weights are not reported: those that can be computed, a head that is tied or that a critic
-    does not use, and the layer of multi-token prediction (Model).
+    Some unused weights are not reported, as in transformers:
+
+    - weights that can be computed,
+    - an output head that is tied to the embedding, or that a critic does not use,
+    - the layer for multi-token prediction of the family deepseek_v3.
     """
     model = models[0]
     names = {
@@ -155,10 +158,10 @@ def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> 
 
 
 def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Read the entries of the tensors in a safetensors file, by name.
+    """Return the header entries of the tensors in a safetensors file, by tensor name.
 
-    The file has the length of a JSON object in eight bytes, the object, then the bytes of all tensors. Raises
-    ValueError if it is not such a file or is incomplete.
+    A safetensors file consists of the length of a JSON object in eight bytes, the JSON object, and the bytes of all
+    tensors. Raises ValueError if the file is not a safetensors file or is incomplete.
     """
     if not file.is_file():
         raise ValueError("it is not a regular file")

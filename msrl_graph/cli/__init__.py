@@ -1,4 +1,4 @@
-"""The commands: flags in, exit code out."""
+"""The commands: each gets command line flags and returns an exit status."""
 
 from .compile import compile_main
 from .run import run_main, run_plan

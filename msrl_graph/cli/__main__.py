@@ -1,4 +1,4 @@
-"""`python -m msrl_graph.cli` is msrl-compile."""
+"""The command msrl-compile, as `python -m msrl_graph.cli`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Shared parts of the commands.
+"""Functions that all commands share.
 
-Diagnostics go to stderr, a plan is loaded from its file, and an internal error becomes one line.
+They print diagnostics to stderr, load a plan from a file, and report an internal error in one line.
 
 Invariant: a command never shows a traceback unless MSRL_DEBUG=1 is set.
 """
@@ -31,7 +31,8 @@ COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 def load_plan(name: str, run: bool = False) -> Plan:
     """Load a plan from a file that msrl-compile wrote.
 
-    run: whether the plan is for a run. Raises a Fault if there is no plan or it has another version.
+    `run` says whether the plan is loaded for a run. Raises a Fault if the file cannot be read, contains no plan, or has
+    a plan of another format version.
     """
     from ..compiler.loading import load
 
@@ -43,7 +44,7 @@ def load_plan(name: str, run: bool = False) -> Plan:
 
 
 def parse_natural(text: str) -> int:
-    """Parse a flag's whole number."""
+    """Parse the value of a flag as a whole number from 0 to 2^53."""
     if not text.isdecimal() or int(text) > 2**53:
         raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^53, not `{text}`")
     return int(text)
@@ -52,7 +53,7 @@ def parse_natural(text: str) -> int:
 def print_diagnostics(
     diagnostics: Sequence[Diagnostic], source: ProgramSource | None, options: argparse.Namespace
 ) -> None:
-    """Print diagnostics to stderr, in the order of the text."""
+    """Print diagnostics to stderr, in the order of their positions in the program."""
     from ..compiler.sources import collect_texts
 
     sorted_diagnostics = sorted(
@@ -86,7 +87,11 @@ def print_diagnostics(
 
 
 def run_guarded(program: str, main: object, argv: list[str]) -> int:
-    """Run a command; report an internal error as a line and a folder to reproduce it."""
+    """Run a command and return its exit status.
+
+    An internal error is reported in one line, with a folder of files that reproduce the error. The exit status is then
+    2.
+    """
     assert callable(main)
     try:
         code = main(argv)

@@ -1,8 +1,8 @@
-"""msrl-compile: flags in, exit code out.
+"""The command msrl-compile.
 
-Invariant: the result goes to stdout, diagnostics go to stderr. The exit status is 0 for success, 1 for a fault in the
-input, 2 for bad usage or an internal error (one line with the folder that reproduces it; MSRL_DEBUG=1 shows the
-traceback).
+Invariant: the result goes to stdout, and diagnostics go to stderr. The exit status is 0 for success, 1 for a fault in
+the input, and 2 for bad usage or an internal error. An internal error is reported in one line, with the folder that
+reproduces it; MSRL_DEBUG=1 shows the traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PICTURES = ("dot", "html")
 
 
 def compile_main(argv: Sequence[str] | None = None) -> int:
-    """`msrl-compile`."""
+    """Run `msrl-compile` and return the exit status."""
     return run_guarded("msrl-compile", _compile, list(sys.argv[1:] if argv is None else argv))
 
 
@@ -181,7 +181,7 @@ def _compile(argv: Sequence[str]) -> int:
 
     source = None
     try:
-        # stdin is named as editors name it.
+        # Editors use the name `<stdin>`.
         source = (
             read_source("<stdin>", decode(sys.stdin.buffer.read(), "<stdin>"))
             if options.file == "-"
@@ -224,7 +224,7 @@ def _compile(argv: Sequence[str]) -> int:
 
 
 def _find_page(name: str) -> str:
-    """Return the page of a code, or the entry of the reference, or ""."""
+    """Return the page of a code, or a name's entry in the reference; "" if none."""
     if name in codes.known():
         return codes.page(name)
     from .. import reference
@@ -250,7 +250,7 @@ def _simulation_text(result: Compilation, options: argparse.Namespace) -> str:
 
 
 def _result_text(result: Compilation, options: argparse.Namespace) -> str:
-    """Return the text of the requested stage."""
+    """Return the text of the stage and format that the flags request."""
     from ..compiler.pipeline import no_deploy
 
     stage = options.emit or ("plan" if result.plan is not None or options.diff else "graph")
@@ -308,7 +308,7 @@ def _result_text(result: Compilation, options: argparse.Namespace) -> str:
 
 
 def _flag_against_diff(options: argparse.Namespace) -> str:
-    """Return a flag that cannot be combined with `--diff`, or ""."""
+    """Return a given flag that cannot be combined with `--diff`, or ""."""
     flags = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
     flags[f"--emit {options.emit}"] = options.emit not in (None, "plan")
     flags[f"--format {options.format}"] = options.format in PICTURES
@@ -330,7 +330,7 @@ def _diff_text(plan: Plan, options: argparse.Namespace) -> str:
 
 
 def _picture_text(result: Compilation, stage: str, form: str) -> str:
-    """Return a stage as Graphviz text or as a page."""
+    """Return a stage as Graphviz text or as an HTML page."""
     graph = result.graph
     plan = result.placed if stage == "placed" else result.plan
     assert graph is not None
@@ -355,7 +355,7 @@ def _picture_text(result: Compilation, stage: str, form: str) -> str:
 
 
 def _screen_size(options: argparse.Namespace) -> tuple[int, bool]:
-    """Return the width of text, and whether it has colour."""
+    """Return the width of text in columns, and whether the text has color."""
     from ..emit.text_page import WIDTH
 
     to_terminal = options.output is None and sys.stdout.isatty()

@@ -1,8 +1,11 @@
-"""msrl-fmt: programs in their canonical layout.
+"""The command msrl-fmt, which formats programs.
 
 Invariant: a file is replaced completely or not at all, and only by a layout that `dsl.format` has checked. A file with
-a mistake stays unchanged. The exit status is 0 for success, 1 for a fault in a file or a file that `--check` or
-`--diff` would have changed, 2 for bad usage or a file that cannot be written.
+a mistake is not changed. The exit status is one of three:
+
+- 0: success.
+- 1: a fault in a file, or a file that `--check` or `--diff` would have changed.
+- 2: bad usage, or a file that cannot be written.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ STDIN = "<stdin>"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`msrl-fmt`."""
+    """Run `msrl-fmt` and return the exit status."""
     return run_guarded("msrl-fmt", _fmt, list(sys.argv[1:] if argv is None else argv))
 
 
@@ -81,7 +84,7 @@ def _fmt(argv: Sequence[str]) -> int:
 
 
 def _read(file: str) -> str:
-    """Return the text with its original line ends and byte order mark."""
+    """Return the text of a file with its original line ends and byte order mark."""
     try:
         return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode()
     except UnicodeDecodeError:
@@ -93,9 +96,9 @@ def _read(file: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file atomically and keep its mode; a link stays a link.
+    """Replace the content of a file atomically; the file's mode does not change.
 
-    Raises OSError if it cannot be written.
+    If the path is a link, the file that it links to is replaced. Raises OSError if the file cannot be written.
     """
     path = path.resolve()
     # Replacing a file does not check its own permission, so open it for writing first.
@@ -116,7 +119,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _diff_text(old: str, new: str, name: str) -> str:
-    """Return a unified diff, empty if the texts are equal."""
+    """Return a unified diff of two texts; "" if the texts are equal."""
     # Split only at LF, as the files' lines end.
     before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (old, new))
     lines = difflib.unified_diff(before, after, name, name)

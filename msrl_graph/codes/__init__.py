@@ -1,10 +1,10 @@
 """The codes of diagnostics, each with a page `CODE.md` in this folder.
 
-`msrl-compile --explain CODE` shows the page. `python -m msrl_graph.codes` prints the catalogue,
+`msrl-compile --explain CODE` shows the page of a code. `python -m msrl_graph.codes` prints the catalogue of all codes,
 docs/reference/codes.md.
 
-Invariant: the pages are the only list of codes, and only the first paragraph of a page defines its code. Pages are read
-on demand.
+Invariant: the pages are the only list of codes. Only the first paragraph of a page defines its code. Pages are read on
+demand.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def page(code: str) -> str:
 
 
 def meaning(code: str) -> str:
-    """Return what a code means, on one line: the first paragraph of its page."""
+    """Return the first paragraph of a code's page, on one line: what the code means."""
     return " ".join(page(code).split("\n\n")[1].split())
 
 
 def shown(text: str, width: int, colour: bool) -> str:
     """Return a page for the terminal, with links as plain words.
 
-    With `colour` it is rendered in at most `width` columns.
+    With `colour`, the page is rendered in at most `width` columns.
     """
     text = _LINK.sub(r"\1", text)
     if not colour:

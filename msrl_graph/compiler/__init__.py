@@ -1,1 +1,1 @@
-"""Compilation from text to a plan."""
+"""Compilation of a program from text to a plan."""

@@ -1,8 +1,9 @@
 """Loading of plans from files and scripts.
 
-Invariant: a loaded plan has the format of this version and passes the verifier; anything else is a Fault, bad-plan. A
-plan that is loaded to be run could come from the compiler: its graph and its deploy come from a program that passes all
-checks, and its other parts are what the passes compute from these and from its placements.
+Invariant: a loaded plan has the format of this version and passes the verifier. Any other plan raises a Fault with the
+code `bad-plan`. A plan that is loaded to be run could come from the compiler. Its graph and its deploy come from a
+program that passes all checks. Its other parts are what the passes compute from the graph, the deploy and the
+placements.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ UNLIKE = {"span", "stated", "pools", "together"}
 def load(data: bytes, name: str, run: bool = False) -> Plan:
     """Load a plan from a JSON text.
 
-    `name` is used in messages. With `run`, the plan must be fit to run. Raises Fault.
+    `name` is the name of the plan in messages. With `run`, the plan must be a plan that the compiler could have made.
+    Raises Fault.
     """
     import msgspec
 
@@ -69,9 +71,9 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
 
 
 def _find_difference(plan: Plan, data: bytes) -> str:
-    """Describe what the compiler would not have written; "" if there is nothing.
+    """Describe a difference from what the compiler would write; "" if there is none.
 
-    Raises Fault, and anything that checks and passes raise for plans that no compiler makes.
+    Raises Fault. If no compiler makes such a plan, checks and passes may also raise any other exception.
     """
     return next(
         chain(
@@ -85,9 +87,9 @@ def _find_difference(plan: Plan, data: bytes) -> str:
 
 
 def _compare_fields(stated: Any, known: Any, where: str) -> Iterator[str]:
-    """Report unknown and missing fields.
+    """Report unknown and missing fields of a JSON text.
 
-    Decoding would ignore the former and fill the latter with defaults.
+    Decoding alone would ignore unknown fields and fill missing fields with defaults.
     """
     if isinstance(stated, dict) and isinstance(known, dict):
         yield from (f"{where} has no field `{key}`" for key in stated.keys() - known.keys())
@@ -138,7 +140,7 @@ def _check_program(plan: Plan) -> Iterator[str]:
 
 
 def _lower_again(plan: Plan) -> LoweredProgram:
-    """Lower the program of a plan again. Raises Fault."""
+    """Restore the program of a plan, and lower the program again. Raises Fault."""
     if odd := next((name for name in _list_names(plan) if not NAME.fullmatch(name)), ""):
         raise Fault(Diagnostic("bad-plan", f"`{odd}` is not a name"))
     context = LoweringContext(
@@ -151,9 +153,9 @@ def _lower_again(plan: Plan) -> LoweredProgram:
 
 
 def _list_names(plan: Plan) -> Iterator[str]:
-    """Yield the names that a program defines.
+    """Yield the names that the program of a plan defines.
 
-    The grammar would stop at the first character that no name may have.
+    Each name must be checked as a whole, because the grammar would stop at the first character that no name may have.
     """
     graph = plan.graph
     deploy = plan.deploy
@@ -186,7 +188,7 @@ def _check_placements(plan: Plan) -> Iterator[str]:
 def _check_model(model: Model) -> Iterator[str]:
     """Report a model that differs from the config.json of its folder.
 
-    If the tensors differ, the run reports it.
+    If the tensors of the folder differ, nothing is reported, because the run reports that difference.
     """
     if is_url(model.path) or (model.path and not is_folder(Path(model.path))):
         return
@@ -200,7 +202,10 @@ def _check_model(model: Model) -> Iterator[str]:
 
 
 def _check_derived(plan: Plan) -> Iterator[str]:
-    """Report parts that differ from what the passes compute from the others."""
+    """Report parts of a plan that differ from what the passes compute.
+
+    The passes compute these parts from the graph, the deploy and the placements.
+    """
     empty: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in DERIVED}
     again = PASSES.after("place").apply(replace(plan, **empty))
     for part in DERIVED:
@@ -210,7 +215,7 @@ def _check_derived(plan: Plan) -> Iterator[str]:
 def plain(part: Any, without: Collection[str] = UNLIKE) -> Any:
     """Convert a part of a plan to dicts, lists and values.
 
-    The fields `without`, in which two parts may differ, are left out.
+    The fields in `without` are left out. By default, these are fields that may differ between two equal plans.
     """
     if is_dataclass(part):
         return {
@@ -222,7 +227,7 @@ def plain(part: Any, without: Collection[str] = UNLIKE) -> Any:
 
 
 def _list_differences(stated: Any, computed: Any, where: str) -> Iterator[str]:
-    """Report where a part of a plan differs from the compiler's."""
+    """Report where a part of a plan differs from the part that the compiler computes."""
     if isinstance(stated, dict) and isinstance(computed, dict) and stated.keys() == computed.keys():
         for key in stated:
             yield from _list_differences(stated[key], computed[key], f"{where}.{key}")

@@ -1,6 +1,6 @@
-"""Options of `compile` and `check` for callers in Python.
+"""Validation of the options of `compile` and `check` for callers in Python.
 
-Invariant: the result has only types that the pipeline accepts; anything else is a Fault.
+Invariant: the result has only types that the pipeline accepts. Any other type raises a Fault.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..diagnostics import Diagnostic, Fault, kind_of
 def validate_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Validate the options. Raises Fault.
 
-    Options that are None are left out, and `sets` are converted to text.
+    Options that are None are left out. The names and values in `sets` are converted to text.
     """
     validated = {name: value for name, value in options.items() if value is not None}
     for name in validated.keys() & {"text", "deploy", "model"}:
@@ -36,7 +36,7 @@ def _name(name: object) -> str:
 
 
 def _text(name: object, value: object) -> str:
-    """Write a value as in a program file."""
+    """Format a value as in a program file."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):

@@ -1,8 +1,8 @@
 """The compiler's pipeline from text to plan, in order.
 
-Invariant: the result is a complete plan, or a Fault with the reason. The plan is verified between two passes. Each of
-the stages `ast`, `graph`, `placed` and `plan` can be the last, so that showing a stage and running it use the same
-computation.
+Invariant: the result is a complete plan, or a Fault with the reason. The plan is verified after each pass. Each of the
+stages `ast`, `graph`, `placed` and `plan` can be the last stage. Therefore showing a stage and running the program use
+the same computation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ STAGES = ("ast", "graph", "placed", "plan")
 def _check_placement(plan: Plan) -> list[Diagnostic]:
     """Check the placement of nodes: layouts, sharing, staleness, followers.
 
-    A statement with a mistake of its own is not also compared with other statements.
+    If the check of layouts finds a mistake in a statement, the other checks report nothing about the statement. If no
+    check finds anything, the lints run.
     """
     diagnostics = layout.check(plan, ENGINES)
     diagnostics += [
@@ -80,12 +81,15 @@ def _is_rejected(plan: Plan) -> bool:
 
 
 def _check_capacity(plan: Plan) -> list[Diagnostic]:
-    """Report waits that never end, or else phases that do not fit into memory."""
+    """Report waits that never end. If there are none, report phases that do not fit."""
     return liveness.check(plan) or memory.check(plan, partial(ADVICE.find_nearest, plan))
 
 
 def pipeline(budget: float | None = None) -> Passes:
-    """Return all passes; after `budget` seconds the search takes the best plan so far."""
+    """Return all passes.
+
+    After `budget` seconds, the search uses the best plan that it has found.
+    """
     return passes(Search(ENGINES, _is_rejected, budget), ENGINES)
 
 
@@ -102,14 +106,14 @@ LAST = {"placed": "reshard", "plan": "environment"}
 
 
 class BrokenPass(RuntimeError):
-    """A pass broke its promise, which is a bug of the compiler."""
+    """An error in the plan that a pass returns, which is a bug of the compiler."""
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """The results of the stages up to the requested one.
+    """The results of the stages up to the requested stage.
 
-    `placed` and `plan` are also None if the program has no deploy.
+    The results of later stages are None. `placed` and `plan` are also None if the program has no deploy.
     """
 
     source: ProgramSource
@@ -135,10 +139,14 @@ def compile(
 ) -> Plan:
     """Compile a program to a plan.
 
-    `source` is a path, the NAME of an algorithm of the package, or a program built in Python. `text` replaces the
-    content of the file. `deploy` chooses among the deploys of a file. `model` names a model for a program without a
-    deploy. `sets` are values of params; a str is written as in the file. After `budget` seconds the search for layouts
-    takes the best so far. Raises Fault; warnings are ProgramWarnings.
+    - `source` is a path, the NAME of an algorithm of the package, or a program built in Python.
+    - `text` replaces the content of the file.
+    - `deploy` is the name of a deploy, if the file has several.
+    - `model` names a model for a program without a deploy.
+    - `sets` are values of params by name. A str is a value as it is written in a program file.
+    - `budget` is a limit in seconds. When it is spent, the search for layouts uses the best plan that it has found.
+
+    Raises Fault. Warnings are ProgramWarnings.
     """
     result = _compile(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
@@ -154,7 +162,7 @@ def check(
 ) -> Graph:
     """Return the graph of a program after all checks that need no plan.
 
-    The arguments, the Fault and the warnings are those of `compile`.
+    The arguments, the Fault and the warnings are the same as those of `compile`.
     """
     graph = _compile(source, text, sets=sets, until="graph").graph
     assert graph is not None
@@ -164,7 +172,7 @@ def check(
 def _compile(program: str | Path | Program | ast.File, text: str | None, **options: Any) -> Compilation:
     """Compile a program; warnings go to `warnings.warn`.
 
-    An uncaught Fault shows the source at its mistakes.
+    If the caller does not catch a Fault, Python prints the fault's text, which shows the source at the mistakes.
     """
     source = None
     try:
@@ -197,7 +205,7 @@ def no_deploy() -> Fault:
 def _without_gc() -> Iterator[None]:
     """Disable the garbage collector of reference cycles.
 
-    A compilation creates no cycles, and the collector would traverse its growing objects again and again.
+    A compilation creates no reference cycles, and the collector would traverse the growing objects again and again.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -221,7 +229,8 @@ def translate(
 ) -> Compilation:
     """Run the pipeline up to the stage `until`. Raises Fault.
 
-    `after(pass, seconds, plan)` is called after each pass. After `budget` seconds the search takes the best so far.
+    `after(pass, seconds, plan)` is called after each pass. After `budget` seconds, the search uses the best plan that
+    it has found.
     """
     tree = source.tree or parse(source.text, source.name)
     if until == "ast":
@@ -286,7 +295,7 @@ def _run_passes(
 def with_hosts(plan: Plan, nodes: int) -> Plan | None:
     """Plan the same program for `nodes` hosts.
 
-    Return None if it does not fit or its deploy states more hosts.
+    Return None if the plan does not fit, if the deploy states more hosts, or if a run would reject the plan.
     """
     try:
         planned = _run_passes(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
@@ -304,7 +313,7 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
 def search_unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
     """Search for layouts although the program states all of them.
 
-    Return None if the program leaves a layout open.
+    Return the record of the search, or None if the program leaves a layout open.
     """
     if any(has_open_layout(plan, owner) for owner in owners(plan, Division(plan.pools))):
         return None
@@ -315,7 +324,7 @@ def search_unstated(plan: Plan, budget: float | None = None) -> SearchRecord | N
 def context(
     source: ProgramSource, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
 ) -> LoweringContext:
-    """Return what lowering needs from the rest of the package."""
+    """Return the context that lowering needs: library, engines, models and options."""
     return LoweringContext(
         load=importer(source.folder),
         library=algorithms.library(),

@@ -1,8 +1,6 @@
 """Additional help for programs built in Python.
 
-There a corrected statement may not replace the wrong one.
-
-Invariant: messages are only extended.
+In a notebook, a corrected statement may not replace the wrong statement. Invariant: messages are only extended.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from ..dsl.derive import node_name
 
 
 def add_undo_help(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
-    """Add to a message how to undo an attribute that a change of a node added.
+    """Add to a message how to undo an attribute that a statement added to a node.
 
-    Changes add up. In a notebook the wrong attribute remains when the corrected cell is executed.
+    Statements that change a node add up. In a notebook, the wrong attribute remains when the user executes the
+    corrected cell.
     """
     name = dict(_list_changes(tree)).get(diagnostic.span)
     if diagnostic.code != "unknown-attribute" or name is None:
@@ -28,7 +27,7 @@ def add_undo_help(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
 
 
 def _list_changes(tree: ast.File) -> Iterator[tuple[Span, str]]:
-    """Yield the span and the name of each attribute in a change of a node."""
+    """Yield the span and name of each attribute in the statements that change a node."""
     for item in tree.items:
         for statement in item.body if isinstance(item, ast.AlgorithmDecl) else ():
             if isinstance(statement, ast.NodeDecl) and statement.reads is None:

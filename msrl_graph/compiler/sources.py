@@ -1,6 +1,6 @@
 """Sources of programs: files, algorithms of the package, Python, imports.
 
-Invariant: a source has one name, which spans use, and one folder, which the paths in it are relative to.
+Invariant: a source has one name, which spans use, and one folder. Paths in the source are relative to that folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class ProgramSource:
     """The text of a program.
 
-    Paths in it are relative to `folder`. If a Python file built the program, `text` is that file and `tree` the
-    program. `deploy` is the deploy to use unless the caller chooses another.
+    Paths in the program are relative to `folder`. If a Python file built the program, `text` is the text of that file
+    and `tree` is the program. `deploy` is the name of the deploy to use, unless the caller chooses another deploy.
     """
 
     name: str
@@ -42,7 +42,8 @@ class ProgramSource:
 def read_source(source: str | Path | Program | ast.File, text: str | None = None) -> ProgramSource:
     """Read the source of a program.
 
-    It is a path, the name of an algorithm of the package, or a program built in Python.
+    `source` is a path, the name of an algorithm of the package, or a program built in Python. `text` replaces the
+    content of the file.
     """
     if not isinstance(source, str | Path):
         tree, meant = (source, None) if isinstance(source, ast.File) else _unpack_built(source)
@@ -65,9 +66,9 @@ def read_source(source: str | Path | Program | ast.File, text: str | None = None
 
 
 def _unpack_built(source: object) -> tuple[ast.File, str | None]:
-    """Return the tree, and the name of the deploy that was built.
+    """Return the syntax tree of a program, and the name of the deploy that was built.
 
-    A deploy that extends another one is in the same file as that one.
+    The name is necessary because a deploy that extends another deploy is in the same tree as the other deploy.
     """
     from ..builder import Deploy, Program
 
@@ -79,7 +80,7 @@ def _unpack_built(source: object) -> tuple[ast.File, str | None]:
 def importer(folder: Path) -> Callable[[str, bool, Span], ast.File]:
     """Return a function that parses each imported file once.
 
-    Paths are relative to `folder`.
+    Paths are relative to the importing file, or to `folder` if the importing program is not a file.
     """
     return partial(_import_file, folder, {})
 
@@ -87,7 +88,7 @@ def importer(folder: Path) -> Callable[[str, bool, Span], ast.File]:
 def _import_file(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool, span: Span) -> ast.File:
     """Parse an imported file or an algorithm of the package.
 
-    A file is relative to the file that imports it. `read` caches the trees.
+    The path of a file is relative to the file that imports it. `read` caches the syntax trees by path.
     """
     importing_folder = Path(span.file).parent if is_file(Path(span.file)) else folder
     path = importing_folder / target if of_file else algorithms.FOLDER / f"{target}.rlg"
@@ -106,7 +107,7 @@ def _import_file(folder: Path, read: dict[Path, ast.File], target: str, of_file:
 def collect_texts(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
     """Return the texts that diagnostics point into, by the file names of their spans.
 
-    These are the source, files that it imports, and flags of the command line.
+    The texts are the source, the files that it imports, and flags of the command line.
     """
     contents = {} if source is None else {source.name: source.text}
     for name in {

@@ -1,7 +1,8 @@
 """Conversion of a plan's graph and deploy back to a program.
 
-Invariant: for every plan that the compiler makes, lowering `restated(plan)` gives the same graph and deploy. So the
-checks of programs can check a plan from a file. `place` and `apart`, which only a search reads, are left out.
+Invariant: for every plan that the compiler makes, lowering `restore_program(plan)` gives the same graph and deploy.
+Therefore the checks of programs can also check a plan from a file. The statements `place` and `apart`, which only a
+search reads, are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ..sharding.layout import Layout
 def restore_program(plan: Plan) -> ast.File:
     """Return the program of a plan.
 
-    Its models have the names that the workers use. Its cluster has no attributes of the plan's cluster.
+    The models have the names that the workers use. The cluster has only a name and a device, not the other attributes
+    of the plan's cluster.
     """
     graph = plan.graph
     deploy = plan.deploy
@@ -132,7 +134,7 @@ def _engine(node: str, engine: EngineChoice) -> ast.EngineDecl:
 
 
 def _list_stated(declared: type[DeclaredAttributes], values: Any) -> Iterator[tuple[str, Expr]]:
-    """Yield required attributes and those that differ from their defaults."""
+    """Yield the attributes that are required or differ from their defaults."""
     for key, attribute in declared.declared().items():
         if (value := getattr(values, key)) != attribute.default or attribute.must:
             yield key, _value(attribute.kind, value)
@@ -157,7 +159,7 @@ def _value(kind: ValueKind, value: Any) -> Expr:
 
 
 def expression(expr: Expr) -> ast.Expr:
-    """Return the syntax of an evaluated expression."""
+    """Return the syntax tree of an evaluated expression."""
     if expr.kind in ("word", "column", "state"):
         return ast.NameExpr(str(expr.value), NOWHERE)
     if expr.kind == "list":
@@ -185,7 +187,7 @@ def _call(expr: Expr) -> ast.Expr:
 
 
 def literal(value: Any, unit: str = "") -> ast.Expr:
-    """Return the syntax of a number, a text or a truth value."""
+    """Return the syntax tree of a number, a text or a truth value."""
     if isinstance(value, bool):
         return ast.Literal_("bool", value, NOWHERE)
     if isinstance(value, str):

@@ -1,7 +1,7 @@
 """Features that this version can plan but not run.
 
-Invariant: a run rejects each of them with an error that names it, before it starts anything. A plan has a note of them.
-None is ignored.
+Invariant: a run rejects each of these features before it starts anything, with an error that names the feature. A plan
+has a note that lists these features. None of these features is ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_untested(plan: Plan) -> list[Diagnostic]:
 
 
 def notes(plan: Plan) -> tuple[PlanNote, ...]:
-    """Return the plan's notes on what a run would reject or warn of."""
+    """Return the plan's notes on features that a run rejects or warns about."""
     refused = list(dict.fromkeys(refusal.brief for refusal in _list_refusals(plan)))
     more = f", and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     plan_notes = (
@@ -58,7 +58,8 @@ def notes(plan: Plan) -> tuple[PlanNote, ...]:
 class _Refusal(NamedTuple):
     """A feature that a run rejects.
 
-    `what` is the subject of a sentence, `brief` an item of a list.
+    `what` is the feature as the subject of a sentence. `brief` is the feature as an item of a list. `how` follows
+    "cannot be" in the sentence, for example "run on".
     """
 
     what: str
@@ -76,9 +77,9 @@ def _supports(spec: EngineSpec, key: str) -> bool:
 def _list_planned_only(
     spec: EngineSpec, placement: Placement, model: Model, where: Where
 ) -> Iterator[tuple[str, Span, str]]:
-    """Yield the features of a placement that its engine can only plan.
+    """Yield the features of a placement that its engine can plan but not run.
 
-    Each has a description, a span and help.
+    Each feature is a tuple of a description, a span and a help text.
     """
     layout = placement.layout
     family = model.family

@@ -1,1 +1,1 @@
-"""Seconds and bytes of a plan, as closed formulas of its sizes."""
+"""Seconds and bytes of a plan, computed with closed formulas from its sizes."""

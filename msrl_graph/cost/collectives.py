@@ -1,8 +1,9 @@
-"""collectives: seconds of the communication that sharding a node requires.
+"""Seconds of the communication that sharding a node requires.
 
-It covers sums over tp, rings over cp, all-to-alls over ep, gathers of sharded weights, and the exchange of gradients.
-Invariant: bytes are those that one device receives, with all devices of a group active at once. A group that spans
-several hosts uses the links between them, even if part of it is on one host. Nothing here overlaps with anything.
+The communication is: all-reduces over tp, rings or all-to-alls over cp, all-to-alls over ep, gathers of sharded
+weights, and the exchange of gradients. Invariant: bytes are the bytes that one device receives while all devices of its
+process group communicate. A process group that spans several hosts uses the links between hosts, even for its ranks on
+the same host. The seconds assume that communication overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
 def total(*parts: Figure) -> Figure:
-    """Return the sum of figures, with the bases of those that are not zero.
+    """Return the sum of figures, with the joined bases of the nonzero figures.
 
-    Here and wherever a plan's seconds are added up, the sum is an `fsum`: `sum` rounds differently from Python 3.12 on,
-    and a plan must be the same in all versions.
+    The sum is computed with `math.fsum`, here and wherever a plan's seconds are added up. The built-in `sum` rounds
+    differently from Python 3.12 on, and a plan must be the same in all Python versions.
     """
     nonzero = [part for part in parts if part.value] or list(parts[:1])
     return Figure(
@@ -39,7 +40,10 @@ def total(*parts: Figure) -> Figure:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of a node: its model, layout, weight type, devices and cluster."""
+    """The costs of a node's collectives.
+
+    The costs depend on the node's model, layout, weight type and devices, and on the cluster.
+    """
 
     cluster: ClusterSpec
     placement: Placement
@@ -48,7 +52,7 @@ class Collectives:
     dtype: str
 
     def stride(self, axis: Axis) -> int:
-        """Return the devices from one rank of an axis to the next."""
+        """Return the distance in devices between neighboring ranks of an axis."""
         layout = self.placement.layout
         before: dict[Axis, int] = {
             "tp": layout.inner,
@@ -62,7 +66,7 @@ class Collectives:
         return before[axis]
 
     def is_on_one_host(self, axis: Axis) -> bool:
-        """Return whether each group of an axis is on one host."""
+        """Return whether each process group of an axis is on one host."""
         placement = self.placement
         per_host = self.cluster.devices_per_node
         layout = placement.layout
@@ -76,7 +80,8 @@ class Collectives:
     def seconds(self, kind: str, axis: Axis, received: float, count: float = 1) -> Figure:
         """Return the seconds of `count` collectives along an axis.
 
-        A device receives `received` bytes in all of them together.
+        `kind` is the name of the collective, such as `all_gather`. `received` is the number of bytes that one device
+        receives in all `count` collectives together.
         """
         if (kind, axis) not in self._links:
             self._links[kind, axis] = self._measure_link(kind, axis)
@@ -85,11 +90,14 @@ class Collectives:
 
     @cached_property
     def _links(self) -> dict[tuple[str, Axis], tuple[float, float, Figure]]:
-        """The links that were worked out, by kind and axis; they do not depend on bytes."""
+        """The results of `_measure_link`, cached by collective and axis."""
         return {}
 
     def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
-        """Return the latency in seconds, bytes/s, and a figure with their source."""
+        """Return the latency (s) and bandwidth (bytes/s) of a collective, and a figure.
+
+        The figure has the value 0. It states the source and the basis of the latency and the bandwidth.
+        """
         known = self.cluster.device.collective(kind)
         near = self.is_on_one_host(axis)
         if not near:
@@ -110,15 +118,19 @@ class Collectives:
 
     @cached_property
     def device_parameters(self) -> tuple[float, float]:
-        """The parameters on a device of the busiest stage: dense ones, and experts."""
+        """The dense and the expert parameters per device of the largest pipeline stage."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
-        """Return the seconds of tensor parallelism.
+        """Return the seconds of tensor-parallel communication in a pass.
 
-        `tokens` are those of a context-parallel rank. It consists of all-reduces of the hidden states, after the
-        embedding and in each layer of a stage, and of gathering the logits, or sums over their shards.
+        `tokens` and `scored` are the numbers of tokens and of scored positions of one context-parallel rank. `backward`
+        adds the backward pass, `drawn` adds the broadcast of sampled tokens.
+
+        The ranks all-reduce the hidden states after the embedding and in each layer of a pipeline stage, and gather the
+        logits. If the engine shards sequences, the ranks gather and scatter the hidden states instead, and reduce only
+        sums over the shards of the logits.
         """
         layout = self.placement.layout
         model = self.model
@@ -135,8 +147,8 @@ class Collectives:
             parts = [
                 self.seconds("all_gather", "tp", gathers * per_reduction, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * per_reduction, scatters),
-                # The logits stay sharded (vocab_parallel.py): reduced are their maximum, their normalizer, the
-                # token's logit, and for an update the entropy.
+                # The logits stay sharded (vocab_parallel.py). The ranks reduce the logits' maximum, their normalizer,
+                # the token's logit, and for an update the entropy.
                 self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:
@@ -148,9 +160,10 @@ class Collectives:
         return total(*parts)
 
     def copies(self) -> Figure:
-        """Return the seconds to sum gradients of norms over tp in a step.
+        """Return the seconds to all-reduce the gradients of copied weights over tp.
 
-        Only engines that shard the norms' input need it.
+        Copied weights are weights, such as norms, of which each tensor-parallel rank has a copy. Their gradients are
+        reduced once per optimizer step, and only in engines that shard sequences over tp.
         """
         layout = self.placement.layout
         model = self.model
@@ -160,9 +173,10 @@ class Collectives:
         return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
 
     def stages(self, tokens: float, backward: bool) -> Figure:
-        """Return the seconds to send hidden states between stages, and gradients back.
+        """Return the seconds of the messages between pipeline stages.
 
-        Each message comes after one with its size.
+        Hidden states are sent forward and, with `backward`, their gradients are sent back. Before each message, the
+        sender sends the size of the message.
         """
         if self.placement.layout.pp == 1 or not self._eager:
             return Figure(0.0, "derived", "no separate messages between stages")
@@ -170,10 +184,11 @@ class Collectives:
         return self.seconds("send", "pp", ways * tokens * self.model.hidden * self._item, 2 * ways)
 
     def context(self, tokens: float, passes: int) -> Figure:
-        """Return the seconds of context parallelism for the tokens of a group.
+        """Return the seconds of context-parallel communication.
 
-        Keys and values travel around the ring of cp (arXiv:2310.01889), or heads are exchanged before and after
-        attention (Ulysses, arXiv:2309.14509). Each of the `passes` does so; a backward pass counts as two.
+        `tokens` is the number of tokens of a data-parallel group. With a ring, keys and values travel around the ranks
+        of cp (arXiv:2310.01889). Without a ring, heads are exchanged before and after attention (Ulysses,
+        arXiv:2309.14509). Each of the `passes` communicates this way; a backward pass counts as two passes.
         """
         layout = self.placement.layout
         model = self.model
@@ -191,8 +206,9 @@ class Collectives:
     def experts(self, tokens: float, passes: int) -> Figure:
         """Return the seconds to send tokens to their experts and back.
 
-        The tokens are those of a context-parallel rank. In every layer with experts, each rank sends its own over ep,
-        and what arrives to all ranks of etp.
+        `tokens` is the number of tokens of one context-parallel rank. In every layer with experts, each rank sends its
+        own tokens over ep. The tokens that arrive at a rank are then gathered by all ranks of etp. `passes` is the
+        number of passes with this communication.
         """
         layout = self.placement.layout
         expert_sizes = self.model.experts
@@ -211,10 +227,11 @@ class Collectives:
         return total(*parts)
 
     def gathers(self, update: bool) -> Figure:
-        """Return the seconds to gather sharded weights.
+        """Return the seconds to gather weights that are sharded over dp.
 
-        Every layer, and the weights around the layers, are gathered for a forward pass; at ZeRO 3 again for the
-        backward pass, whose gradients are reduce-scattered.
+        The weights of every layer, and the weights outside the layers, are gathered for a forward pass. At ZeRO 3, an
+        update gathers the weights again for the backward pass. An update also reduce-scatters the gradients. Packing
+        and unpacking the data are included.
         """
         layout = self.placement.layout
         if not self.spec.divides_weights(layout):
@@ -234,8 +251,9 @@ class Collectives:
     def exchange(self) -> Figure:
         """Return the seconds to sum the gradients over all replicas.
 
-        With a sharded optimizer this includes gathering the weights. Gradients are reduce-scattered, except in eager
-        engines, which have the whole sum everywhere.
+        Without a sharded optimizer, the gradients are all-reduced. With a sharded optimizer (ZeRO 1), the gradients are
+        reduce-scattered, and the updated weights are gathered. Eager engines all-reduce the gradients in both cases, so
+        every rank has the whole sum.
         """
         layout = self.placement.layout
         zero1 = self.placement.layout.zero == 1

@@ -1,8 +1,8 @@
-"""Memory of an infer or an update on an engine without an account of its own.
+"""Memory of an infer or an update on an engine without its own memory formula.
 
-The tensors that a layer's backward pass needs are counted as in arXiv:2205.05198; attention scores are never stored.
-Invariant: a moment is one pipeline stage at its fullest. Weights and gradients are those of the busiest of all stages:
-the first and last stage hold the embedding and the head, which are of equal size.
+The tensors that a layer's backward pass needs are counted as in arXiv:2205.05198. Attention scores are never stored.
+Invariant: a moment is the peak memory of one pipeline stage. The weights and gradients of a moment are those of the
+largest stage: the first and the last stage hold the embedding and the head, which have the same size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from ..sharding.layout import Side, count_busiest_elements
 
 
 def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
-    """Return the moments of an infer or an update, one per stage, in bytes."""
+    """Return the bytes of an infer or an update, by pipeline stage and item.
+
+    Each pipeline stage is one moment: a dictionary from items, such as "activations", to bytes.
+    """
     items = {"gathered weights": _gathered_bytes(work), "gradients": gradients(work, spec) if verb == "update" else 0}
     layout = work.layout
     by_stage = {}
@@ -35,16 +38,20 @@ def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
 
 
 def gradients(work: Workload, spec: EngineSpec) -> int:
-    """Return the bytes of float32 gradients; sharded over dp from ZeRO 2 on."""
+    """Return the bytes of float32 gradients on the busiest rank.
+
+    From ZeRO 2 on, gradients are sharded over dp.
+    """
     return GRADIENT * count_busiest_elements(
         work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout))
     )
 
 
 def _gathered_bytes(work: Workload) -> int:
-    """Return the bytes of gathered weights during computation.
+    """Return the bytes of the weights that a device gathers during computation.
 
-    Weights sharded over dp gather two layers at ZeRO 3 (one in use, one in flight), and all layers below ZeRO 3.
+    Only weights that are sharded over dp are gathered. At ZeRO 3 a device holds two gathered layers: one in use, one in
+    flight. Below ZeRO 3 a device holds all layers.
     """
     if not work.divided:
         return 0
@@ -61,9 +68,10 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
     """Return the elements per token that a layer keeps for its backward pass.
 
     - A dense layer keeps 4 h + (2 a d + 2 k d + 4 f) / tp, with the hidden size h, a heads and k key-value heads of
-      size d, and the intermediate size f. The first part is divided by tp too where sequences are sharded.
+      size d, and the intermediate size f. If the engine shards sequences, the 4 h are also divided by tp.
     - Latent attention keeps its latents and the expanded heads (arXiv:2405.04434).
-    - Experts receive `active` copies of a token, spread evenly over ep; each keeps its input, its output and 4 f.
+    - A layer with experts sends each token to `active` experts, spread evenly over ep. Each of these copies of a token
+      keeps its input, its output and 4 f.
     """
     tp = work.layout.tp
     replicated = 4 * model.hidden
@@ -86,10 +94,11 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
 
 
 def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
-    """Return the bytes of activations of all micro-batches in flight in a stage.
+    """Return the bytes of a stage's activations, for all micro-batches in flight.
 
-    `sizes` are the elements of its layers without and with experts. Full recomputation keeps each layer's input, and
-    one layer completely; inference keeps one layer.
+    `sizes` are the elements per token of a layer without and of a layer with experts. Full recomputation keeps each
+    layer's input, and all activations of one layer. Offloading keeps two layers on the device. Inference keeps one
+    layer.
     """
     model = work.model
     layout = work.layout
@@ -112,9 +121,10 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
 
 
 def stored(work: Workload, spec: EngineSpec) -> int:
-    """Return the activation bytes that the fullest stage keeps between its passes.
+    """Return the activation bytes that a stage stores between its passes.
 
-    They are those of all micro-batches in flight, between forward and backward pass.
+    The bytes are those of the pipeline stage that stores most. They include all micro-batches that are between their
+    forward and their backward pass.
     """
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     once = replace(work, activations_away=False)
@@ -125,7 +135,7 @@ def stored(work: Workload, spec: EngineSpec) -> int:
 def _logits_bytes(verb: str, work: Workload) -> int:
     """Return the bytes of a micro-batch's logits.
 
-    They exist in the weights' type and in float32; in an update their float32 gradient is added.
+    The logits exist in the weights' type and in float32. An update adds their float32 gradient.
     """
     per_logit = BYTES[work.dtype] + (8 if verb == "update" else 4)
     scored = -(-work.rows * work.response // work.layout.cp)

@@ -1,4 +1,7 @@
-"""The cost of workers whose weights follow a trained one, after an iteration."""
+"""Seconds to update the weights of workers that follow a trained worker.
+
+Invariant: the seconds are a mean per iteration, and are counted at the first update of the trained worker.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from .time import Costs
 
 
 def follower_seconds(update: Costs) -> Figure:
-    """Return the mean seconds per iteration of all workers that follow an update's.
+    """Return the mean seconds per iteration to update the followers of a worker.
 
-    Their weights are written, and the update's are read; for a moving average their own are read too. If weights are in
-    host memory, their own node counts the copies (`Costs.fetch`).
+    Followers are the workers whose weights follow the worker of `update`. For each follower, the update's weights are
+    read and the follower's weights are written. For a moving average, the follower's weights are also read. If the
+    follower's weights are in host memory, the follower's node counts the copies between host and device
+    (`Costs.fetch`). The result is 0 if `update` is not the first update of its worker.
     """
     plan = update.plan
     worker = update.graph_node.worker

@@ -1,8 +1,9 @@
 """The process groups of a device, and the buffers of its collectives library.
 
-Invariant: only groups that send tensors between devices count, since a library makes its buffers when it first sends
-some: groups of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/optimizer/shards.py), and of the
-edges over which weights move (runtime/weights). A group of one rank does not count.
+Invariant: only process groups that send tensors between devices count, because a library allocates buffers when a group
+first sends a tensor. Such groups are created by layouts (runtime/rank/engines.py), by engines, by optimizers
+(backends/optimizer/shards.py), and by the edges over which weights move (runtime/weights). A process group of one rank
+does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MESH = ("pp", "dp", "cp", "tp")
 
 
 def count_groups(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
-    """Return the number of groups of several ranks that a rank of a pool is in."""
+    """Return how many process groups of two or more ranks a rank of a pool is in."""
     total = 0
     counted = set[tuple[object, ...]]()
 
@@ -39,28 +40,34 @@ def count_groups(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> in
 
 
 def buffer_bytes(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
-    """Return the bytes of the buffers on a device."""
+    """Return the bytes of the collectives library's buffers on a device of a pool."""
     group_bytes = plan.cluster.device.kind.group_bytes
     return group_bytes * count_groups(plan, engines, pool) if group_bytes else 0
 
 
 def _mesh_key(placement: Placement) -> tuple[int, ...]:
-    """Return a key that is equal for placements of one mesh."""
+    """Return a key that is equal for placements with the same device mesh."""
     return (placement.first, placement.layout.inner, *(getattr(placement.layout, axis) for axis in MESH))
 
 
 def _count_copy_groups(spec: EngineSpec, layout: Layout) -> int:
-    """Return the groups in which an optimizer step sums gradients of the same weights."""
+    """Return the number of process groups that sum gradients of copied weights.
+
+    An optimizer step uses one group for the copies of dense weights, and one group for the copies of experts.
+    """
     divided = spec.divides_weights(layout)
     dense = layout.cp > 1 or (layout.dp > 1 and not divided)
     return dense + (layout.ep > 1 and layout.edp > 1 and not divided)
 
 
 def _count_edge_groups(plan: Plan, reshard: Reshard, pool: str) -> int:
-    """Return the groups of a resharding edge that a rank of a pool is in.
+    """Return how many process groups of a resharding edge a rank of a pool is in.
 
-    There is a group of the ranks that gather or receive the same weights, one of the ranks that prove what they sent,
-    and between pools one of all ranks, in which each sends to one other.
+    A resharding edge has these groups:
+    - Within a pool: one group for each route over which ranks gather weights.
+    - Between two pools: one group of all ranks, in which each rank sends to one other rank. The generation's pool has
+      one more group, of the ranks that receive the same weights.
+    - In the update's pool: one group of the ranks that prove what they sent.
     """
     source = plan.placement(reshard.src)
     target = plan.placement(reshard.dst)

@@ -1,7 +1,7 @@
 """Bytes that a node holds on one device, for place, reshard, memory and estimate.
 
-Invariant: figures are those of the busiest device, at the columns' bounds, and exclude what an allocator adds (RESERVE
-covers that). The functions need a plan with placements, and the engines' specs.
+Invariant: figures are those of the busiest device, at the columns' bounds. They exclude the overhead of the memory
+allocator, which `RESERVE` covers. All functions need a plan with placements, and the engines' specs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEPT = ", kept"  # ending of items that a generation keeps for the next iteratio
 
 
 def capacity(cluster: ClusterSpec) -> Figure:
-    """Return the bytes of one device; ranks of a CPU cluster share host memory."""
+    """Return the bytes of one device; CPU ranks share the memory of their host."""
     memory = cluster.device.memory
     if not cluster.device.kind.shares_host_memory:
         return memory
@@ -47,7 +47,7 @@ def capacity(cluster: ClusterSpec) -> Figure:
 
 
 def gigabytes(number: float) -> str:
-    """Format bytes for a sentence: 8.19 GB."""
+    """Format a number of bytes for a message, for example `8.19 GB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -55,7 +55,7 @@ def gigabytes(number: float) -> str:
 
 
 def with_options(placement: Placement, options: Mapping[str, Value]) -> Placement:
-    """Return the placement with more options of its engine."""
+    """Return the placement with options added to its engine."""
     return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
 
 
@@ -64,12 +64,12 @@ def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
 
 
 def dtype(plan: Plan, node: str) -> str:
-    """Return the type of a node's weights: the engine's option, else the model's."""
+    """Return the type of a node's weights: the engine's `dtype`, else the model's."""
     return str(plan.placement(node).engine.options.get("dtype") or plan.model(node).dtype)
 
 
 def update_of(plan: Plan, worker: str) -> Node | None:
-    """Return a worker's first update, which has the optimizer of all its updates."""
+    """Return a worker's first update, or None; all its updates share an optimizer."""
     return next((node for node in plan.graph.sharing(worker)[:1] if node.verb == "update"), None)
 
 
@@ -84,7 +84,7 @@ def side(plan: Plan, engines: Engines, node: str) -> Side:
 
 
 def weights(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of a node's weights at rest."""
+    """Return the bytes of a node's weights on a device, before any gathering."""
     return count_busiest_elements(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
@@ -93,15 +93,16 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of optimizer states, and of float32 masters of other weights.
+    """Return the bytes of an update's optimizer states on one device.
 
-    They are sharded over dp and cp from ZeRO 1 on (arXiv:1910.02054), those of experts over their copies.
+    Float32 masters of other weight types are included. From ZeRO 1 on (arXiv:1910.02054), states are sharded over dp,
+    and at ZeRO 1 also over cp. States of experts are sharded over the copies of the expert.
     """
     return _state_bytes(plan, engines, node, lambda rule: rule.state_bytes(dtype(plan, node) != "f32"))
 
 
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Return the busiest rank's bytes of an update's state, `bytes_of` per element."""
+    """Return the busiest rank's optimizer-state bytes: `bytes_of(rule)` per element."""
     layout = plan.placement(node).layout
     update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
@@ -114,14 +115,14 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Return the most tokens of a row: each sequence's context and scored tokens."""
+    """Return the bound of a row's tokens: context and scored tokens of each sequence."""
     graph = plan.graph
     row = sequences(plan.graph, plan.graph.node(node))
     return row.count * sum(bound(graph, name) for name in row.context) + sum(bound(graph, name) for name in row.scored)
 
 
 def written_tokens(plan: Plan, node: str) -> int:
-    """Return the most tokens that a generation adds to a row."""
+    """Return the bound of the tokens that a generation adds to a row."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
     most = sum(bound(graph, name) for name in sequences(graph, graph_node).scored)
@@ -129,29 +130,29 @@ def written_tokens(plan: Plan, node: str) -> int:
 
 
 def row_count(plan: Plan, node: str) -> int:
-    """Return a node's rows in an iteration; for a generation, the responses it writes."""
+    """Return a node's rows in an iteration (of a generation: the responses it writes)."""
     return plan.graph.rows[plan.graph.row_level(plan.graph.node(node))]
 
 
 def group_rows(plan: Plan, node: str) -> int:
-    """Return a data-parallel group's rows; for a generation, its prompts."""
+    """Return a data-parallel group's rows in an iteration (of a generation: prompts)."""
     rows = plan.graph.rows[plan.graph.level(plan.graph.node(node))]
     return -(-rows // plan.placement(node).layout.dp)
 
 
 def samples(plan: Plan, node: str) -> int:
-    """Return the sequences that a generation makes of a row that it reads."""
+    """Return the number of responses that a generation samples for each row it reads."""
     return GenerateAttributes.of(plan.graph.node(node)).samples
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """Return the most sequences of a row at once; an evaluation may sample more."""
+    """Return the most responses per row, in training or in any evaluation."""
     graph_node = plan.graph.node(node)
     return max(samples(plan, node), *(e.draw(plan.graph, graph_node).samples for e in plan.deploy.evaluations), 1)
 
 
 def fan(plan: Plan, node: str) -> int:
-    """Return the sequences of an infer or update that begin with the same context."""
+    """Return how many sequences of an infer or update share the same context."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
     row = sequences(graph, graph_node)
@@ -160,15 +161,15 @@ def fan(plan: Plan, node: str) -> int:
 
 
 def micro_batch(plan: Plan, node: str) -> int:
-    """Return the rows that a group computes at once; for a generation, its prompts."""
+    """Return the rows of a micro-batch (of a generation: the prompts in flight)."""
     stated = plan.placement(node).engine.options.get("micro_batch")
     return stated if isinstance(stated, int) and stated > 0 else 1
 
 
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
-    """Return what a node computes at once, at the columns' bounds.
+    """Return the workload of one micro-batch of a node, at the columns' bounds.
 
-    Rows of similar length keep their order, so that responses to one prompt stay together.
+    Rows of similar length keep their order. Therefore the responses to one prompt stay together.
     """
     placement = plan.placement(node)
     graph_node = plan.graph.node(node)
@@ -229,13 +230,13 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
 
 
 def _differentiates_entropy(term: str) -> bool:
-    """Return whether a loss term receives the entropy; a term of a file may."""
+    """Return whether a loss term uses the entropy; True for a user's own term."""
     known = algorithms.library().get(("loss", term))
     return known is None or "entropy" in known[0].fills
 
 
 def looks_ahead(plan: Plan, node: str) -> bool:
-    """Return whether an update's loss needs a first pass over all of its mini-batch."""
+    """Return whether an update's loss first needs a pass over its whole mini-batch."""
     graph_node = plan.graph.node(node)
     step = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node))
     layout = plan.placement(node).layout
@@ -243,9 +244,9 @@ def looks_ahead(plan: Plan, node: str) -> bool:
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
-    """Return a node's fullest moment, without what is resident.
+    """Return the name and the items of a node's moment of peak memory.
 
-    The engine's own account is used if it has one, else general formulas.
+    Resident items are not included. The engine's own memory formula is used if it has one, else a general formula.
     """
     own = spec(plan, engines, node)
     verb = plan.graph.node(node).verb
@@ -266,19 +267,19 @@ def _moments(verb: str, own_work: Workload, own: EngineSpec) -> Moments:
 
 
 def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
-    """Return the fullest of some moments: its name and its items."""
+    """Return the name and the nonzero items of the moment with the most bytes."""
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     return name, {item: size for item, size in moments[name].items() if size}
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
-    """Return the tokens of a probe's prompt: a block and more, within the bounds."""
+    """Return the prompt tokens for comparing trainer and generator, within the bounds."""
     bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
-    """Return what the trainer holds for a probe, without what is resident."""
+    """Return the bytes by item that comparing with the generator needs on a trainer."""
     probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
@@ -287,29 +288,29 @@ def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, i
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Return the scored tokens of a row, at least one per sequence."""
+    """Return the bound of a row's scored tokens, or its number of sequences if 0."""
     row = sequences(plan.graph, plan.graph.node(node))
     return sum(bound(plan.graph, name) for name in row.scored) or row.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:
-    """Return the bytes of keys and values of one sequence at its bound, on one device."""
+    """Return the bytes per device of the longest sequence's keys and values."""
     token_elements = kv_elements(plan.model(node), plan.placement(node).layout)
     return row_tokens(plan, node) * token_elements * BYTES[dtype(plan, node)]
 
 
 def offloads(plan: Plan, node: str, kind: str) -> bool:
-    """Return whether a node's `weights` or `optimizer` (`kind`) are in host memory."""
+    """Return whether a node's `weights` or `optimizer` states (`kind`) are offloaded."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
     return trained == (kind == "optimizer") and stated_away(plan.placement(node), kind)
 
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
-    """Return, by item, what a device holds while the node `busy` computes ("": none).
+    """Return the bytes by item that a device holds while the node `busy` computes.
 
-    Items are weights, optimizer states, and what other generations keep for the next iteration, without the memory of
-    computing itself. Offloaded items are in host memory, except the weights of the busy node. Optimizer states that an
-    update copies in exist during its step only: `fullest` has them.
+    Items are weights, optimizer states, and what other generations keep for the next iteration. Memory of the
+    computation is not included. Offloaded items are in host memory, except the weights of `busy` ("" if no node
+    computes). Optimizer states that are copied to the device during an optimizer step are counted by `fullest` instead.
     """
     items: dict[str, int] = {}
     for item, size, node, kind in _items_at_rest(plan, engines, pool):
@@ -329,7 +330,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
 
 
 def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the float32 copies of moving averages of other weight types, by item."""
+    """Return the bytes of moving averages in float32 for other weight types, by item."""
     copies = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
@@ -341,13 +342,13 @@ def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def offloaded_items(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return what each device of a pool keeps room for in host memory, by item."""
+    """Return the bytes of host memory for one device's offloaded items, by item."""
     at_rest = _items_at_rest(plan, engines, pool)
     return {f"offloaded {item}": size for item, size, node, kind in at_rest if offloads(plan, node, kind)}
 
 
 def activations_away(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the most bytes of an update's activations in host memory, per device."""
+    """Return the most bytes per device of an update's activations in host memory."""
     own_work = work(plan, engines, node)
     own = spec(plan, engines, node)
     if plan.graph.node(node).verb != "update" or not own_work.activations_away:
@@ -356,7 +357,7 @@ def activations_away(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
-    """Yield a pool's weights and optimizer states: item, bytes, node, and which it is."""
+    """Yield (item, bytes, node, kind) for a pool's weights and optimizer states."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
@@ -373,7 +374,7 @@ def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[st
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the float32 masters of bf16 weights, a part of the states, by item."""
+    """Return the bytes of float32 masters by item; `optimizer` includes these bytes."""
     sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -385,7 +386,7 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
-    """Return the weights of a worker without update: one copy per layout and type."""
+    """Return the items of a worker without an update: one item per layout and type."""
     fed = {edge.dst for edge in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.nodes_of(worker.name):
@@ -395,7 +396,7 @@ def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
 
 
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
-    """Return what a device holds while `node` generates, without the KV cache."""
+    """Return the bytes by item while `node` generates, without the KV cache."""
     items = resident(plan, engines, plan.placement(node).pool, node)
     edge = next((candidate for candidate in plan.graph.reshards() if candidate.dst == node), None)
     if edge is not None:
@@ -406,14 +407,14 @@ def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
 
 
 def kv_room(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes left for the KV cache in the engine's `memory`, or negative."""
+    """Return the bytes left for the KV cache; negative if nothing is left."""
     part = plan.placement(node).engine.options.get("memory")
     part = part if isinstance(part, (int, float)) and part > 0 else EngineOptions.memory
     return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
 
 
 def waves(plan: Plan, node: str) -> tuple[int, int]:
-    """Return the prompts that a group generates from at once, and how many times."""
+    """Return how many prompts a group generates from in one wave, and how many waves."""
     rows = group_rows(plan, node)
     at_once = min(rows, micro_batch(plan, node))
     return at_once, -(-rows // at_once)

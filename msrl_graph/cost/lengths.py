@@ -1,6 +1,7 @@
-"""lengths: what costs need to know of rows that are computed together, as sums.
+"""Sums of token counts over the rows that are computed together.
 
-Invariant: numbers may be fractions: they may be a mean, or a share of similar rows.
+The cost formulas need only these sums. Invariant: the numbers may be fractions, because they may be a mean or a share
+of similar rows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from dataclasses import dataclass, replace
 class Rows:
     """Token counts of the prompts (one per row) and responses of some rows.
 
-    `squares` are the squared lengths of whole rows, for attention. A token that another row also has, after the same
-    beginning, is computed once: `alike_prompt` and `alike_response` are the numbers of such tokens, and `twins` the
-    rows that equal another one.
+    - `count` is the number of rows. `prompt` and `response` are sums of tokens over all rows.
+    - `squares` is the sum of the squared lengths of whole rows, which attention needs. `longest` is the length of the
+      longest row.
+    - Tokens that several rows have after the same beginning are computed once. `alike_prompt` and `alike_response` are
+      the numbers of tokens that are saved this way.
+    - `twins` is the number of rows that equal another row.
     """
 
     count: float
@@ -34,15 +38,18 @@ class Rows:
 
     @property
     def fed(self) -> float:
-        """The tokens that are computed if each is computed once.
+        """The tokens that are computed if equal beginnings of rows are computed once.
 
-        The last token of a row is not: it predicts nothing.
+        The last token of a row is not computed, because it predicts nothing.
         """
         return max(self.tokens - self.alike_prompt - self.alike_response - (self.count - self.twins), 0.0)
 
     @classmethod
     def equal_rows(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
-        """Return `count` rows of one length, `samples` of each prompt."""
+        """Return `count` rows of equal length, with `samples` rows per prompt.
+
+        `prompt` and `response` are the numbers of tokens of one row.
+        """
         return cls(
             count,
             count * prompt,
@@ -54,7 +61,7 @@ class Rows:
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
-        """Return the sums of rows with (prompt, response) tokens."""
+        """Return the sums over rows that are given as (prompt, response) token counts."""
         pairs = list(lengths)
         prompt, response = (sum(pair[i] for pair in pairs) for i in (0, 1))
         return cls(
@@ -66,7 +73,10 @@ class Rows:
         )
 
     def take_share(self, share: float) -> Rows:
-        """Return a share of these rows, by whole prompts; the rows are like the rest."""
+        """Return the sums over a share of these rows, such as 0.5.
+
+        The share consists of whole prompts. Its rows are assumed to be like the other rows.
+        """
         sums = (
             self.count,
             self.prompt,
@@ -80,10 +90,11 @@ class Rows:
         return Rows(count, prompt, response, squares, self.longest, *alike)
 
     def sample(self, share: float, samples: float) -> Rows:
-        """Return a random share of these rows, which have `samples` rows per prompt.
+        """Return the sums over a random share of these rows.
 
-        Most prompts keep some of their rows. The number of different responses to a prompt, and of their tokens, is
-        assumed to grow as a power of the number of responses.
+        The rows have `samples` rows per prompt. Most prompts keep some of their rows. The number of different responses
+        to a prompt, and the number of their different tokens, are assumed to grow as a power of the number of
+        responses.
         """
         if samples <= 1 or not self.count:
             return self.take_share(share)

@@ -1,6 +1,7 @@
-"""What offloading leaves on a device for a while, and what it adds to the time.
+"""Device memory and added seconds of offloading.
 
-Invariant: an optimizer's parts are cut as in backends/optimizer/steps.py; any engine that steps by it holds the same.
+Invariant: optimizer states are cut into the same parts as in backends/optimizer/steps.py. Therefore every engine whose
+optimizer step uses that module needs the same memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from ..sharding.layout import Side, box_at, count_busiest_elements, elements
 
 
 def step_moments(work: Workload, gradients: int) -> Moments:
-    """Return the moments of an optimizer step with offloaded states, by rule.
+    """Return the bytes of an optimizer step with offloaded states, by rule and item.
 
-    `gradients` are at rest on the device. Of the states in host memory, one part is on the device and the next one in
+    A rule is an update rule of the optimizer. `gradients` is the number of bytes of gradients, which remain on the
+    device. The optimizer states are in host memory, cut into parts. One part is on the device while the next part is in
     flight.
     """
     assert work.optimizer is not None
@@ -57,9 +59,10 @@ def step_moments(work: Workload, gradients: int) -> Moments:
 
 
 def uncovered_seconds(copies: Figure, device: Device, computing: float) -> Figure:
-    """Return what copies add to `computing` seconds.
+    """Return the seconds that copies add to `computing` seconds of computation.
 
-    Where the device runs asynchronously to Python, copies overlap with its operators.
+    If the device runs asynchronously to Python, the copies overlap with its operators. Then only the seconds of the
+    copies beyond `computing` are returned.
     """
     hidden = computing if device.kind.runs_ahead else 0.0
     return replace(copies, value=max(0.0, copies.value - hidden))

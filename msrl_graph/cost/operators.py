@@ -1,6 +1,6 @@
-"""The work of a forward pass's operators.
+"""The work of the operators of a forward pass.
 
-Invariant: constants are numbers of operators or accesses, the same for all models.
+Invariant: the constants are numbers of operators or of memory accesses, and are the same for all models.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ DRAWING = 15
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """The work of a forward pass on all devices of a group.
+    """The work of a forward pass on all devices of a data-parallel group.
 
-    `tokens` are in the layers, `scored` positions in the head, `sequences` in attention with `pairs` of query and key
-    each; `moved` are bytes besides weights.
+    - `tokens`: the number of tokens that pass through the layers.
+    - `scored`: the number of positions at which the head computes logits.
+    - `sequences`: the number of sequences in attention. Each has `pairs` pairs of a query and a key.
+    - `moved`: the bytes of memory accesses, without the weights.
     """
 
     tokens: float

@@ -1,11 +1,11 @@
-"""costs: seconds of what a node does, piece by piece, for rows of given lengths.
+"""Seconds of the operations of a node, for rows of given lengths.
 
-Invariant: nothing is composed here and no order assumed. estimate.py adds the pieces up at the columns' bounds, a
-simulation at its own lengths. Seconds are those of one data-parallel group, whose devices all work on the same rows;
-they never decrease with more rows or tokens.
+Invariant: each method returns the seconds of one operation and assumes no order of operations. estimate.py adds up the
+seconds at the columns' bounds, a simulation at its own lengths. Seconds are those of one data-parallel group, whose
+devices all work on the same rows. Seconds never decrease with more rows or tokens.
 
-A pass is the sum over its operators: products by the rate at their size, attention, memory accesses, and the least time
-of an operator. On a device that runs asynchronously to Python only the longer of the two counts.
+The operators of a pass are matrix products (at the rate for their size), attention and memory accesses. On a device
+that runs asynchronously to Python, only the longer of two times counts: launching the operators, or running them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a node; what does not depend on rows is computed once."""
+    """The seconds of a node's operations; values that rows do not change are cached."""
 
     plan: Plan
     engines: holdings.Engines
@@ -53,7 +53,7 @@ class Costs:
 
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """What counts operators; None if the engine or a compiler fuses kernels."""
+        """The function that counts operators, or None if kernels are fused."""
         fused = is_compiled(self.plan.placement(self.node))
         return None if fused else self.spec.eager(self.device.kind.where)
 
@@ -71,7 +71,7 @@ class Costs:
 
     @cached_property
     def group(self) -> int:
-        """The devices of a data-parallel group, which work on the same rows."""
+        """The number of devices of a data-parallel group, which share the same rows."""
         return self.layout.devices // self.layout.dp
 
     @cached_property
@@ -84,14 +84,14 @@ class Costs:
 
     @cached_property
     def _parameters(self) -> tuple[float, float]:
-        """The parameters that every token passes: in the layers, and in the head."""
+        """The numbers of parameters that a token uses: in the layers, and in the head."""
         model = self.model
         embedding, head_size = (entries * model.hidden for entries in (model.vocabulary, model.outputs))
         return model.active_parameters - embedding - head_size * (not model.tied), head_size
 
     @cached_property
     def _slowest_stage_factor(self) -> float:
-        """The time of the stage with the most layers, relative to the mean stage."""
+        """The time of the pipeline stage with the most layers, relative to the mean stage."""
         return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
 
     @cached_property
@@ -119,14 +119,14 @@ class Costs:
 
     @cached_property
     def _cache_bytes(self) -> float:
-        """The bytes of keys and values per token, on one device."""
+        """The KV-cache bytes per token on one device."""
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
-        """Return the sequences of consecutive rows at their bounds.
+        """Return the token counts of `count` consecutive rows at the columns' bounds.
 
-        Sequences of one prompt share its tokens; a prompt that the cut splits counts once per part. An update's
-        mini-batch has its share of each prompt's rows.
+        Sequences of one prompt share its tokens. A prompt whose rows are cut into two parts counts in both parts. The
+        mini-batch of an update has the same share of each prompt's rows.
         """
         sequences, tokens, scored, fan = self._row_sizes
         count = float(count * sequences)
@@ -139,7 +139,7 @@ class Costs:
 
     @cached_property
     def _row_sizes(self) -> tuple[int, int, int, float]:
-        """Sequences, tokens and scored tokens of a row; sequences of equal beginning."""
+        """A row's sequences, tokens and scored tokens, and the sequences per context."""
         plan = self.plan
         node = self.node
         count = sequences(plan.graph, self.graph_node).count
@@ -151,7 +151,7 @@ class Costs:
         )
 
     def prefill(self, lengths: Sequence[float]) -> Figure:
-        """Return the forward pass over prompts of these lengths, once for all samples."""
+        """Return the seconds to prefill prompts of these lengths, once for all samples."""
         count = len(lengths)
         tokens = sum(lengths)
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING)
@@ -160,10 +160,10 @@ class Costs:
         return total(*parts, self.collectives.experts(tokens, 1))
 
     def decode_step(self, sequences: float, cached: float, diverged: float = 0.0, prompt: float = 0.0) -> Figure:
-        """Return one more token for each sequence; `cached` is the sum of their contexts.
+        """Return the seconds to generate one more token for each sequence.
 
-        `diverged` sequences equalled another one for `prompt` tokens so far: they recompute the tokens after the last
-        full block.
+        `cached` is the sum of the sequences' context lengths. `diverged` sequences equaled another sequence for
+        `prompt` tokens and differ from now on. They recompute the tokens after the last full cache block.
         """
         passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
         tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
@@ -178,7 +178,7 @@ class Costs:
         return total(*parts, self.collectives.experts(tokens, 1))
 
     def allocate_cache(self, sequences: float) -> Figure:
-        """Return the allocation and zeroing of a cache for this number of sequences."""
+        """Return the seconds to allocate and zero a KV cache for `sequences` sequences."""
         block = self.spec.block if self._eager else 0
         link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
@@ -187,9 +187,9 @@ class Costs:
         )
 
     def micro_batch(self, rows: Rows) -> Figure:
-        """Return one micro-batch: the forward pass, and in an update the backward pass.
+        """Return the seconds of a micro-batch: forward, and in an update also backward.
 
-        Full recomputation adds a second forward pass; a loss of the whole mini-batch adds one before all.
+        Full recomputation adds a forward pass, and so does a loss that first needs a pass over the whole mini-batch.
         """
         update = self.graph_node.verb == "update"
         tokens = rows.tokens
@@ -241,7 +241,7 @@ class Costs:
         )
 
     def optimizer_step(self) -> Figure:
-        """Return the norm of the gradients and the optimizer's step on a device."""
+        """Return the seconds of the gradient norm and the optimizer step on a device."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self._eager is not None:
@@ -258,7 +258,7 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the copy of offloaded weights in; back out if they follow and changed."""
+        """Return the seconds to copy offloaded weights in, and out again if they follow."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
@@ -268,7 +268,7 @@ class Costs:
         return self._host_copy(size, "weights in from host memory, weights that follow in and back")
 
     def _offloaded_activations(self, tokens: float, computing: float) -> Figure:
-        """Return the copies of these tokens' activations during `computing` seconds."""
+        """Return the seconds that offloading activations adds to `computing` seconds."""
         if not (most := holdings.activations_away(self.plan, self.engines, self.node)):
             return Figure(0.0, "derived", "activations are not offloaded")
         bound = self.rows(holdings.micro_batch(self.plan, self.node))
@@ -282,7 +282,7 @@ class Costs:
         return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
     def exchange(self) -> Figure:
-        """Return the gradient exchange of a step; none if each micro-batch does it."""
+        """Return the seconds of a step's gradient exchange; 0 if micro-batches include it."""
         if self.graph_node.verb != "update" or self.spec.divides_weights(self.layout):
             return Figure(
                 0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
@@ -344,10 +344,10 @@ class Costs:
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
     def _backward_reads(self, tokens: float, moved: float) -> Figure:
-        """Return the memory traffic of what a CPU's backward pass needs.
+        """Return the seconds to write and read what a CPU's backward pass needs.
 
-        It leaves the caches, unlike the results of a forward pass alone. A third of what an operator moves is its
-        result; products have their own.
+        These tensors leave the caches; the results of a forward pass alone do not. A third of the bytes that an
+        operator moves is its result. The results of matrix products are counted separately.
         """
         device = self.device
         model = self.model
@@ -363,7 +363,7 @@ class Costs:
         return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
-        """Return a head's FLOP for a query and a key; latents: arXiv:2405.04434, 2.1.2."""
+        """Return a head's FLOP per query and key (latents: arXiv:2405.04434, sec. 2.1.2)."""
         if latent := self.model.latent:
             return 2 * (
                 2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value
@@ -380,7 +380,7 @@ class Costs:
     def _decode_weight_bytes(self, sequences: float) -> float:
         """Return the bytes of weights that a device reads for one token per sequence.
 
-        Only experts that tokens reach count, if routing is even. A pipeline stage reads its weights once per part.
+        Only experts that receive tokens count, under even routing. A pipeline stage reads its weights pp times.
         """
         dense, routed = self.collectives.device_parameters
         touched = 1.0
@@ -392,8 +392,8 @@ class Costs:
     def _elementwise_bytes(self, tokens: float) -> float:
         """Return the bytes that an eager layer's operators move between its products.
 
-        Norms 14 h, residuals 6 h, rotation of queries and keys 10 elements each, gating 5 f. For a fused engine they
-        are part of the share of peak FLOP/s.
+        Per token: norms 14 h, residuals 6 h, rotation 10 per query and key element, gating 5 f. For a fused engine the
+        result is 0, because the share of peak FLOP/s includes these bytes.
         """
         if self._eager is None:
             return 0.0
@@ -402,12 +402,12 @@ class Costs:
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
-        """Return the bytes of accesses to float32 logits; sampling has all on each device."""
+        """Return the bytes of accesses to float32 logits; in sampling, on every tp rank."""
         copies = self.layout.tp if times == DRAWING else 1
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
     def micro_batches(self) -> int:
-        """Return the micro-batches of one group in a pass over an iteration's rows."""
+        """Return the number of a group's micro-batches in a pass over an iteration's rows."""
         rows = holdings.group_rows(self.plan, self.node)
         step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":
@@ -416,5 +416,5 @@ class Costs:
         return -(-rows // step) * micro_batches(step, holdings.micro_batch(self.plan, self.node), self.layout)
 
     def steps(self) -> int:
-        """Return the optimizer steps of an update in an iteration."""
+        """Return the number of optimizer steps of an update in an iteration."""
         return self._update.steps(holdings.row_count(self.plan, self.node))

@@ -1,7 +1,7 @@
-"""costs: seconds of transfers between the nodes of an iteration, and around them.
+"""Seconds of transfers between the nodes of an iteration, and of other overhead.
 
-These are moving and handing over rows, functions, and resharding. Invariant: as in time.py, nothing is composed here
-and no order assumed.
+Transfers are moving rows, handing over rows, calling functions, and resharding. Invariant: as in time.py, each function
+returns the seconds of one operation. No function adds up operations of an iteration or assumes their order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ PER_TENSOR = 8  # operators of a reshard
 
 
 def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
-    """Return the seconds to move a part of an iteration's rows along a sample edge."""
+    """Return the seconds to move a fraction of an iteration's rows on a sample edge."""
     return replace(edge.seconds, value=edge.seconds.value * part)
 
 
 def handover(plan: Plan) -> Figure:
-    """Return the seconds until a node has the rows of another, without moving them."""
+    """Return the seconds until the next node has a node's rows, through the dock.
+
+    The seconds to move the rows are not included.
+    """
     return plan.cluster.device.overheads.handover
 
 
 def dock_overhead(plan: Plan) -> Figure:
-    """Return the processor seconds of the dock's own processes in an iteration."""
+    """Return the CPU seconds per host of the dock's processes in an iteration."""
     number = 0.0
     for controller in plan.docks.controllers:
         node = plan.graph.node(controller.node)
@@ -44,9 +47,10 @@ def dock_overhead(plan: Plan) -> Figure:
 
 
 def iteration_overhead(plan: Plan) -> Figure:
-    """Return the seconds that an iteration adds to its critical path.
+    """Return the seconds of an iteration that are not on its critical path.
 
-    These are its start and end, and, on ranks that use all cores, the dock's processes.
+    These are the seconds to start and to end the iteration. On a CPU cluster, whose ranks use all cores, the seconds of
+    the dock's processes are added.
     """
     turn = plan.cluster.device.overheads.turn
     if not plan.cluster.device.kind.is_host:
@@ -61,7 +65,10 @@ def function_overhead(plan: Plan, rows: float) -> Figure:
 
 
 def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
-    """Return the seconds that calls of functions take from ranks that use all cores."""
+    """Return the seconds by which calls of Python functions delay the ranks.
+
+    Only the ranks of a CPU cluster are delayed, because they use all cores. On other clusters the result is 0.
+    """
     per_call = plan.cluster.device.overheads.function
     if not plan.cluster.device.kind.is_host:
         return Figure(0.0, "derived", "ranks have devices of their own")
@@ -70,10 +77,11 @@ def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds of a reshard without its swap-in, which overlaps.
+    """Return the seconds of a reshard without its swap-in.
 
-    These are its steps plus the least time of its operators: a tensor is packed into the bucket, taken out of it, and
-    swapped out; a bucket is gathered.
+    The swap-in overlaps with computation. The result is the sum of the reshard's steps and of the minimum times of its
+    operators. Each tensor is packed into the bucket, copied out of the bucket, and swapped out. Each bucket is
+    gathered.
     """
     device = plan.cluster.device
     tensors = sum(map(len, edge.buckets))
@@ -86,9 +94,9 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
 
 
 def publish(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds to copy the weights that others fetch.
+    """Return the seconds to copy the weights that generations fetch.
 
-    The update makes the copy as it begins, with one operator per tensor.
+    The update makes the copy when the update begins, with one operator per tensor. Without such a copy the result is 0.
     """
     if edge.copied is None:
         return Figure(0.0, "derived", "nothing is copied")

@@ -1,1 +1,1 @@
-"""The rows of a program's data files, and the values that their fields may hold."""
+"""The rows of a program's data files, and the values that their fields can have."""

@@ -1,7 +1,7 @@
 r"""Checks that text consists of whole characters.
 
-Invariant: a Python string may hold half of a character (a lone surrogate, such as `json.loads('"\\ud83d"')`), which
-no tokenizer, file or message accepts. All text that enters a run is checked here.
+Invariant: a Python string can contain half of a character (a lone surrogate, such as `json.loads('"\\ud83d"')`), which
+no tokenizer, file or message accepts. All text that enters a run is checked by this module.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def half_character(text: str) -> str:
-    """Describe a text's first half character; "" if there is none.
+    """Describe the first half character of a text; "" if there is none.
 
-    The description is "half a character (U+D83D)".
+    A description is, for example, "half a character (U+D83D)".
     """
     if text.isascii():
         return ""
@@ -27,11 +27,14 @@ def half_character(text: str) -> str:
 def half_character_within(value: Any) -> str:
     """Describe the first half character in a JSON value; "" if there is none.
 
-    Texts and keys are checked.
+    All strings in the value and all keys of its objects are checked.
     """
     return half_character(json.dumps(value, ensure_ascii=False))
 
 
 def escape_half_characters(text: str) -> str:
-    r"""Escape each half character of a text as `\\udXXX`, for messages and logs."""
+    r"""Replace each half character of a text by an escape, for messages and logs.
+
+    The escape has the form `\udXXX`.
+    """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

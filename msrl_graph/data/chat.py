@@ -1,7 +1,7 @@
-"""Messages of a conversation, as data and functions have them.
+"""Messages of a conversation, as they occur in data and in values of functions.
 
-Invariant: this module only decides whether a value is messages. The chat template of the model that reads them
-turns them into text.
+Invariant: this module only decides whether a value is a list of messages. Messages become text by the chat template of
+the model that reads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ Messages = list[dict[str, Any]]
 
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value is a non-empty list of {"role": …, "content": …}."""
+    """Return whether a value is a non-empty list of messages.
+
+    A message is an object with a string `role`, and with `content` or `tool_calls`.
+    """
     return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
 
 
@@ -28,9 +31,9 @@ def _is_message(value: Any) -> bool:
 
 
 def messages(text: str) -> Messages | None:
-    """Parse a text as a JSON list of messages; None for any other text.
+    """Parse a text as a JSON list of messages; return None for any other text.
 
-    JSON with half a character in it gives None too.
+    A text with half a character in a string also gives None.
     """
     if not text.lstrip().startswith("["):
         return None

@@ -1,8 +1,8 @@
-"""The rows of a data file as they are written, checked for the fields in use.
+"""The rows of a data file, checked for the fields that a program reads.
 
-Invariant: compiler and run read files through this module, so both report the same errors. A file is read from its
-start, and only as far as rows are taken. Heavy packages are imported only for files that need them: Parquet files
-and columns of numbers.
+Invariant: the compiler and a run read data files through this module, so both report the same errors. A file is read
+from its start, and only as far as rows are needed. Heavy packages are imported only for the files that need them:
+Parquet files, and files with columns of numbers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ FORMS = 4  # most fields of an object that a message shows how to read
 
 
 def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row of a JSON lines or Parquet file with its number.
+    """Yield each row of a JSON lines or Parquet file, as (number, row).
 
-    The number is the line, in Parquet the row (from 1). A row holds the fields that are read, by the names that the
-    program gives. Raises Fault if the file is missing or empty, or if a row is not an object or lacks a field.
+    The number is that of the line in JSON lines, or that of the row in Parquet. Both begin with 1. A row contains the
+    fields that the program reads, by the names that the program uses for them. Raises Fault if the file is missing or
+    empty, if a row is not an object, or if a row lacks a field.
     """
     empty = True
     with _report_errors(data):
@@ -48,10 +49,10 @@ def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def head(data: DataSource, most: int, graph: Graph) -> int:
-    """Count the rows of a file, up to `most`, and check the first `LOOKED` of them.
+    """Count the rows of a file, up to `most`, and check the first `LOOKED` rows.
 
-    Raises Fault as `rows` and `take_row` do. A JSON lines file that is longer than `CHARACTERS` counts as `most`
-    rows.
+    If a JSON lines file has `CHARACTERS` bytes or more, the result is `most`, because such a file is not read to its
+    end. Raises Fault as `rows` and `take_row` do.
     """
     with _report_errors(data):
         if is_parquet(data):
@@ -75,9 +76,9 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
 
 
 def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
-    """Return the values of a row by column, as `fields.take` converts them.
+    """Return the values of a row by column, converted by `fields.take`.
 
-    Raises Fault if one does not fit.
+    Raises Fault if a value does not fit the type of its column.
     """
     values = {}
     for column, name in data.fields.items():
@@ -90,7 +91,10 @@ def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph
 
 
 def _suggest_read(value: Any, column: Column, name: str) -> str:
-    """Suggest what to read instead of an object or list that does not fit its column."""
+    """Return help for a value, an object or a list, that does not fit its column.
+
+    The help suggests a nested field to read, or a column of type `json`.
+    """
     json_hint = "a column of type `json` takes any object or list as it is, for functions"
     if column.element == "json":
         return ""
@@ -112,9 +116,9 @@ def _fits(value: Any, column: Column) -> bool:
 
 
 def few_rows_warning(data: DataSource, has: str, prompts: int) -> Diagnostic:
-    """Warn that a file has fewer rows than an iteration takes prompts.
+    """Return the warning that a file has fewer rows than an iteration has prompts.
 
-    `has` describes the rows that it has.
+    `has` describes the number of rows in the file.
     """
     message = f"{data.path} has {has}, and an iteration begins with {prompts:,} prompts"
     help = "add rows, or take fewer prompts: now some rows occur several times in an iteration, in separate groups"
@@ -135,7 +139,7 @@ def bad_row(data: DataSource, number: int, problem: str, help: str = "") -> Faul
 
 @contextmanager
 def _report_errors(data: DataSource) -> Iterator[None]:
-    """Turn errors of the file into a Fault at its line in the program."""
+    """Convert errors of the file into a Fault at the line that names the file."""
     try:
         # Opening a pipe would wait for a writer, and a pipe can be read only once.
         if not stat.S_ISREG(Path(data.path).stat().st_mode):
@@ -154,9 +158,9 @@ def _no_rows_fault(data: DataSource) -> Fault:
 
 
 def _lines(data: DataSource, most: int = -1) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers.
+    """Yield the lines of a file that are not blank, with their numbers.
 
-    If `most` is not negative, only lines that end within the first `most` characters.
+    If `most` is not negative, only the lines that end within the first `most` characters are yielded.
     """
     # Not splitlines: a JSON string may hold U+2028 and similar characters.
     with Path(data.path).open(encoding="utf-8") as file:
@@ -188,7 +192,10 @@ def _object(data: DataSource, number: int, line: str) -> dict[str, Any]:
 
 @contextmanager
 def _open_parquet(data: DataSource) -> Iterator[ParquetFile]:
-    """Open a Parquet file and check that it has the fields."""
+    """Open a Parquet file, and check that it has each field of the program once.
+
+    Raises Fault if the file is not a Parquet file, or if a field is missing or repeated.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -209,9 +216,10 @@ def _open_parquet(data: DataSource) -> Iterator[ParquetFile]:
 
 
 def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a Parquet file; messages without the fields that are null.
+    """Yield the rows of a Parquet file, as (number, row).
 
-    Arrow gives every struct of a column all fields of the column.
+    All structs of a Parquet column have all fields of the column, with null for a field that was not written. So fields
+    that are null are removed from messages.
     """
     # One batch at a time, and only the fields that are read: a file may be larger than memory.
     with _open_parquet(data) as file:
@@ -227,21 +235,21 @@ def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, d
 
 
 def _overlaps(field: str, other: str) -> bool:
-    """Return whether one of two fields is the other, or a part of it."""
+    """Return whether two dotted field names are equal, or one contains the other."""
     return f"{field}.".startswith(f"{other}.") or other.startswith(f"{field}.")
 
 
 class _Types(dict[str, Any]):
     """The fields of a Parquet file by name, each with its type as a text.
 
-    A struct is a nested _Types. `several` are the names that occur more than once.
+    The type of a struct is a nested `_Types`. `several` is the names that occur more than once.
     """
 
     several: tuple[str, ...] = ()
 
 
 def _read_types(fields: Any) -> _Types:
-    """Return the fields of a schema or of a type that is a struct."""
+    """Return the types of the fields of a schema, or of the fields of a struct type."""
     import pyarrow as pa
 
     types = _Types()
@@ -257,16 +265,16 @@ def _read_types(fields: Any) -> _Types:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove the fields that are null from a value, at any depth."""
+    """Return a value without the fields that are null, at any depth."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that are read, or of a schema their types.
+    """Return the fields of a row that the program reads, or their types from a schema.
 
-    Raises Fault for missing fields, each at the place where the program names it.
+    Raises Fault with a diagnostic for each missing field, at the position where the program names the field.
     """
     values: dict[str, Any] = {}
     lacking = []
@@ -283,7 +291,7 @@ def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict
 def _missing_field(
     data: DataSource, place: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent
 ) -> Diagnostic:
-    """Report a field that a column reads and a row does not have."""
+    """Return the diagnostic of a field that a column reads, but a row does not have."""
     stated = data.stated.get(column)
     if not isinstance(absent.found, Mapping):
         kind = absent.found if isinstance(row, _Types) else fields.type_name(type(absent.found))
@@ -306,17 +314,18 @@ def _missing_field(
 
 
 def _list_fields(present: Mapping[str, Any], name: str) -> str:
-    """List the fields of an object `name`, or of a row (""), for a message."""
+    """List the fields of the object `name` for a message; "" is the row itself."""
     first = ", ".join(f"`{key}`" for key in islice(present, NAMED)) or "none"
     subject = f"the fields of `{name}`" if name else "its fields"
     return f"{subject} are {first}" + (f" and {len(present) - NAMED:,} more" if len(present) > NAMED else "")
 
 
 def _find_close_field(name: str, column: str, candidates: Mapping[str, bool]) -> str:
-    """Return the field that is likely meant, or "".
+    """Return the field that the user likely means instead of `name`, or "".
 
-    `there` maps dotted names to whether they are objects. A field matches if its name is close to the missing one
-    or to the column. Of nested fields the last part counts too. An object matches only by its full name.
+    `name` is the missing field, and `column` is the column that reads the field. `candidates` maps dotted field names
+    to whether the field is an object. A field matches if its name is close to the missing name or to the name of the
+    column. The last part of a nested field's name is also compared. An object matches only by its full name.
     """
     written = {candidate: candidate for candidate, is_object in candidates.items() if not is_object}
     for field in list(written):

@@ -1,8 +1,8 @@
-"""The values that a field of a data file can hold, by the type of its column.
+"""The values that a field of a data file can have, by the type of its column.
 
-Invariant: a value is taken as it is, or refused with a message of what it is and what belongs there. Nothing is
-rounded, cut or guessed. NumPy is imported for columns of numbers only, since the compiler also reads the first rows
-of a file.
+Invariant: a value is accepted as it is, or rejected with a message that says what it is and what is expected. No value
+is rounded, truncated or guessed. NumPy is imported only for columns of numbers, since the compiler also reads the first
+rows of a file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NumberField:
-    """The numbers of an element type.
+    """The numbers that a column of an element type accepts.
 
-    `dtype` is NumPy's, `types` are the Python types that a file may have, `one` and `several` describe them in
-    messages.
+    - `dtype`: the NumPy dtype of the column.
+    - `types`: the Python types that a value in a file can have.
+    - `one`, `several`: the description of one value and of several values, for messages.
     """
 
     dtype: str
@@ -48,7 +49,10 @@ NUMBERS = {
 
 
 class Misfit(ValueError):
-    """A field holds `found`, although `wanted`."""
+    """An error for a field whose value does not fit its column.
+
+    `found` describes the value. `wanted` says what is expected, as a clause such as "text belongs".
+    """
 
     def __init__(self, found: str, wanted: str) -> None:
         super().__init__(f"{found}, where {wanted}")
@@ -57,10 +61,14 @@ class Misfit(ValueError):
 
 
 def take(value: Any, column: Column) -> str | Messages | Array:
-    """Convert a field's value for a column. Raises Misfit.
+    """Convert the value of a field for a column. Raises Misfit.
 
-    The result is text (JSON for `json`, and for messages in a `text` column), messages for tokens, or the numbers
-    of a row, flat, in the dtype of the column's element.
+    The result depends on the column:
+
+    - `json`: JSON text.
+    - `text`: text. Messages become JSON text.
+    - Tokens (see `holds_tokens`): text, messages, or a flat array of token ids.
+    - Other numbers: a flat array of the numbers of the row, in the dtype of the column's element.
     """
     if column.element == "json":
         return as_json(value)
@@ -83,9 +91,9 @@ def take(value: Any, column: Column) -> str | Messages | Array:
 
 
 def holds_tokens(column: Column) -> bool:
-    """Return whether a column may be written as text.
+    """Return whether a column holds tokens, so that a file can have text for it.
 
-    It may if it holds tokens, any number per row.
+    Such a column has one dimension of integers, with a varying number per row.
     """
     return column.element in ("i32", "i64") and len(column.dims) == 1 and column.dims[0].ragged
 
@@ -100,12 +108,12 @@ def _take_text(value: Any, wanted: str) -> str:
 
 
 def type_name(kind: type) -> str:
-    """Return the name of a JSON value's type."""
+    """Return the name of the type of a JSON value: `null`, or the name in Python."""
     return "null" if kind is type(None) else kind.__name__
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as JSON. Raises Misfit for a value that JSON does not know."""
+    """Encode a value as JSON. Raises Misfit for a value that JSON cannot represent."""
     try:
         return _take_text(json.dumps(value, ensure_ascii=False, allow_nan=False), "JSON belongs")
     except (TypeError, ValueError) as error:
@@ -117,7 +125,10 @@ def as_json(value: Any) -> str:
 
 
 def _drop_nulls(value: Messages) -> Messages:
-    """Drop the null keys of messages, because a chat template takes null for a value."""
+    """Return messages without keys that are null.
+
+    A chat template would use null as a value of the key.
+    """
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 

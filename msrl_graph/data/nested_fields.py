@@ -1,7 +1,7 @@
-"""Fields of a row by name: its own fields, and with dots those of nested objects.
+"""Fields of a row by name; a name with dots is a field of a nested object.
 
-Invariant: names are split here only. The whole name has priority: `a.b` is a part of `a` only if the row itself has
-no field `a.b`.
+Invariant: only this module splits names at dots. The whole name has priority: `a.b` is the field `b` of the object `a`
+only if the row itself has no field `a.b`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 
 class Absent(LookupError):
-    """A row has no field of a name.
+    """An error for a row that does not have a field of a name.
 
-    `inside` names the innermost field on the path that the row has ("" is the row), `part` is the rest of the name.
-    `found` is the value of `inside`, which lacks that part or is not an object.
+    - `inside`: the innermost field on the path that the row has; "" is the row itself.
+    - `part`: the rest of the name.
+    - `found`: the value of `inside`, which is not an object or has no field `part`.
     """
 
     def __init__(self, inside: str, part: str, found: Any) -> None:
@@ -25,7 +26,10 @@ class Absent(LookupError):
 
 
 def find(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field. Raises Absent."""
+    """Return the value of the field `name` of a row.
+
+    Raises Absent if the row does not have the field.
+    """
     inside = ""
     part = name
     item: Any = row
@@ -44,7 +48,7 @@ def find(row: Mapping[str, Any], name: str) -> Any:
 def names(row: Mapping[str, Any]) -> dict[str, bool]:
     """List the fields of a row and of all nested objects, by dotted name.
 
-    Each comes with whether it is an object.
+    The value for each name is whether the field is a non-empty object.
     """
     listed: dict[str, bool] = {}
     open_objects: list[tuple[str, Mapping[str, Any]]] = [("", row)]
@@ -59,5 +63,5 @@ def names(row: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _dotted_prefixes(name: str) -> Iterator[str]:
-    """Return the prefixes of a name that end before a dot, the longest first."""
+    """Yield the prefixes of a name that end before a dot, the longest first."""
     return (name[:end] for end in range(len(name) - 1, 0, -1) if name[end] == ".")

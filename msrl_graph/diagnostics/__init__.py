@@ -1,8 +1,8 @@
 """Diagnostics: the compiler's messages to its user.
 
-Invariant: a user's mistake is a `Diagnostic` with a code of the package `codes`, never an exception's text. `Fault`
-carries one or more of them to the command line. A message is lower case, without a final full stop, in the user's
-words; the fix is in `help`.
+Invariant: a user's mistake is reported as a `Diagnostic` whose code is documented in the package `codes`, never as the
+text of an exception. A `Fault` carries one or more diagnostics to the command line. A message is in lower case, without
+a final period, and in the user's words. What the user can do is in `help`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal, ParamSpec, TypeVar
 from .. import codes
 from .terminal_text import SIGNS, make_printable
 
-# Faults of the machines, not of the program: the exit status is 3.
+# Codes of faults of the machines, not of the program: for these, the exit status is 3.
 MACHINE_FAULTS = frozenset({"no-resources", "host-differs", "port-taken"})
 # Longest excerpt of a line, in characters.
 LONGEST = 240
@@ -30,9 +30,9 @@ Severity = Literal["error", "warning", "hint"]
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A range of source text: 1-based lines and columns, the end exclusive.
+    """A range of source text: lines and columns from 1, with an exclusive end.
 
-    A column is a character, including a tab or a wide one.
+    A column is one character, including a tab or a wide character.
     """
 
     file: str
@@ -43,12 +43,12 @@ class Span:
 
     @property
     def place(self) -> str:
-        """The position, for running text."""
+        """The line and file of the span, for use in a sentence."""
         name = PurePath(self.file).name
         return f"line {self.line} of {name}" if name else f"line {self.line}"
 
     def extend_to(self, other: Span) -> Span:
-        """Return the span from the start of this one to the end of `other`."""
+        """Return the span from the start of this span to the end of `other`."""
         return Span(self.file, self.line, self.column, other.end_line, other.end_column)
 
 
@@ -72,9 +72,10 @@ class Diagnostic:
 
 
 class Fault(Exception):
-    """The end of a compilation or the rejection of a run, with its diagnostics.
+    """The exception that ends a compilation or rejects a run, with its diagnostics.
 
-    Its str is `text`, the rendered diagnostics, if they were rendered.
+    `str(fault)` is `text`, the rendered diagnostics, if `text` was set. Otherwise it is the code and message of each
+    diagnostic.
     """
 
     text = ""
@@ -91,9 +92,9 @@ class Fault(Exception):
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a Python API function: the traceback of its Fault ends at the call.
+    """Decorate a function of the Python API to shorten the traceback of a Fault.
 
-    With MSRL_DEBUG=1 the traceback also shows where the Fault was raised.
+    The traceback ends at the user's call. With MSRL_DEBUG=1 the traceback also shows where the Fault was raised.
     """
 
     @wraps(function)
@@ -110,22 +111,22 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class ProgramWarning(UserWarning):
-    """A warning about a program that compiles, for Python callers.
+    """A warning about a program that compiles, for callers from Python.
 
-    Its text is the rendered diagnostic.
+    The text of the warning is the rendered diagnostic.
     """
 
 
 def kind_of(value: object) -> str:
-    """Return what a Python value is, in words: `None`, `an int`."""
+    """Return what a Python value is, in words, such as `None` or `an int`."""
     kind = type(value).__name__
     return "None" if value is None else f"{'an' if kind[:1].lower() in tuple('aeiou') else 'a'} {kind}"
 
 
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
-    """Return a help line with the known name that is nearest to `name`.
+    """Return help with the known name that is most similar to `name`.
 
-    If none is near and there are few, the line lists all of them.
+    If no known name is similar, the help lists all known names, or is "" if there are more than 12.
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -141,9 +142,10 @@ def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
 
 
 def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "full") -> str:
-    """Return the text of a diagnostic.
+    """Return a diagnostic as text.
 
-    `sources` maps a file's name to its text, for the underlined line.
+    `sources` maps the name of a file to its text, from which the underlined line is taken. `style` is `full`, or
+    `concise` for one line.
     """
     title = f"{diagnostic.severity}[{diagnostic.code}]: {diagnostic.message}"
     span = diagnostic.span
@@ -178,14 +180,14 @@ def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text, cached for all its diagnostics."""
+    """Return the lines of a text; cached for all diagnostics of the text."""
     return text.split("\n")
 
 
 def _cut_line(line: str, start: int, end: int) -> tuple[str, int, int]:
-    """Return the shown part of a line, and the position of `start` to `end` in it.
+    """Return the part of a line to show, and the positions of `start` and `end` in it.
 
-    A long line is cut to the part near `start`.
+    A line longer than `LONGEST` is cut to the part near `start`.
     """
     if len(line) <= LONGEST:
         return line, start, end
@@ -197,9 +199,10 @@ def _cut_line(line: str, start: int, end: int) -> tuple[str, int, int]:
 
 
 def _padding(text: str, sign: str = " ") -> str:
-    """Return a string as wide as the text.
+    """Return a string of `sign` that is as wide as the text on a terminal.
 
-    Tabs stay, so that an underline matches in any terminal. Wide characters take two columns, combining ones none.
+    Tabs are kept, so that an underline is aligned in any terminal. A wide character gives two signs, and a combining
+    character gives none.
     """
     if text.isascii():
         return sign * len(text) if "\t" not in text else "\t".join(sign * len(part) for part in text.split("\t"))
@@ -209,9 +212,10 @@ def _padding(text: str, sign: str = " ") -> str:
 
 
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:
-    """Return a JSON list of {code, severity, message, span, help, related}.
+    """Return diagnostics as a JSON list.
 
-    Positions are 1-based, ends exclusive.
+    Each item has the fields code, severity, message, span, help and related. Lines and columns begin with 1, and the
+    ends are exclusive.
     """
 
     def place(span: Span) -> dict[str, object] | None:

@@ -1,8 +1,8 @@
-"""Foreign text made safe for a terminal.
+"""Text from outside the package, made safe for a terminal.
 
-Names, paths and messages may contain characters that move the cursor or reverse text.
+Names, paths and messages can contain characters that move the cursor or reverse text.
 
-Invariant: the result has no character that a terminal acts on, except tabs and line ends.
+Invariant: the result has no character that a terminal interprets, except tabs and line ends.
 """
 
 # Each control character is shown as a visible character, one column wide.
@@ -14,5 +14,5 @@ _KEPT = {code: sign for code, sign in SIGNS.items() if code != 10}
 
 
 def make_printable(text: str) -> str:
-    """Return text of one or more lines, safe to show."""
+    """Return a text of one or more lines with control characters made visible."""
     return text if text.isascii() and text.isprintable() else text.translate(_KEPT)

@@ -1,7 +1,7 @@
-"""Lower an `algorithm` to a Graph.
+"""Lowering of an `algorithm` from the syntax tree to a Graph.
 
-Invariant: every name is resolved and every param is substituted. Each mistake goes to `problems` once, and lowering
-continues with the rest. The Graph is complete only if no mistake was reported.
+Invariant: every name is resolved and every param is replaced by its value. Each mistake is added to `problems` once,
+and lowering continues with the next statement. The Graph is complete only if no mistake was reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_ROWS = 10**9
 
 @dataclass(frozen=True)
 class Lowering:
-    """A graph, the names of its declared nodes, and the user functions it calls."""
+    """A graph, the names of its declared nodes, and the user functions that it calls."""
 
     graph: Graph
     nodes: Collection[str]
@@ -43,7 +43,10 @@ class Lowering:
 def lower_algorithm(
     algorithm: ast.AlgorithmDecl, overrides: Sequence[Override], library: Library, folder: Folder, problems: Problems
 ) -> Lowering:
-    """Lower a derived algorithm (derive.py) with its params overridden."""
+    """Lower an algorithm whose `extends` is already resolved (derive.py).
+
+    `overrides` replace the defaults of params.
+    """
     return _Algorithm(algorithm, library, folder, problems).lower(overrides)
 
 
@@ -213,9 +216,9 @@ class _Algorithm(Declarations):
         )
 
     def _find_likely_names(self) -> None:
-        """Collect the names that edges may use for nodes with a misspelt worker or verb.
+        """Collect the names that edges may use for a node with a misspelt worker or verb.
 
-        The mistake is then reported once, at the node.
+        Edges with such a name report no mistake, because the mistake is already reported at the node.
         """
         for name, node in self.nodes.items():
             kind = self.workers[node.worker].kind if node.worker in self.workers else ""
@@ -229,9 +232,9 @@ class _Algorithm(Declarations):
     def _split_names(
         self, names: Sequence[ast.Name], node: str, verb: str, stateful: bool = False
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Split names into columns and states, and report all others.
+        """Split the names that a node reads or writes into columns and states.
 
-        stateful: whether the node may read (or write) states here.
+        Reports every name that is neither. `stateful`: whether the node may read (or write) states.
         """
         columns = dict[str, None]()
         states = dict[str, None]()
@@ -269,7 +272,7 @@ class _Algorithm(Declarations):
         return tuple(columns), tuple(states)
 
     def _check_attributes(self, node: ast.NodeDecl, statement: str) -> None:
-        """Report attributes that a node is missing or must not have."""
+        """Report missing attributes of a node, and attributes that the node must not have."""
         stated = {attr.key.text for attr in node.attrs}
         if statement == "function" and not stated & {"call", "keep", "select", "refill"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
@@ -315,7 +318,7 @@ class _Algorithm(Declarations):
                 self.problems.report("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
     def _check_partner(self, node: ast.NodeDecl, stated: Collection[str]) -> None:
-        """Report attributes that need an environment or agent, and a node with both."""
+        """Report a missing environment or agent, and a node that has both."""
         if {"environment", "agent"} <= {*stated}:
             message = f"`{node_name(node)}` has an environment and an agent"
             help = "leave one out: an environment answers the policy, an agent asks it"
@@ -398,7 +401,7 @@ class _Algorithm(Declarations):
 
 
 def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str]) -> Fault:
-    """Create the error for a reference that names no node."""
+    """Create the error for a name that an edge or a deploy uses, but no node has."""
     if ref.text in workers:
         own = ", ".join(f"`{node}`" for node in sorted(nodes) if node.startswith(ref.text + "."))
         return mistake(

@@ -1,8 +1,7 @@
-"""The syntax tree of an `.rlg` file.
+"""The syntax tree of an `.rlg` file: one class for each rule of the grammar.
 
-There is one class for each rule of the grammar; names and numbers are as written.
-
-Invariant: nothing is resolved or evaluated here; every part has its span.
+Invariant: names and numbers are as written. No name is resolved and no expression is evaluated. Every element of the
+tree has its span in the text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Ref:
-    """`worker`, `worker.verb`, a label, or `source`."""
+    """A reference to a node or worker: `worker`, `worker.verb`, a label, or `source`."""
 
     text: str
     span: Span
@@ -32,7 +31,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Literal_:
-    """A literal; `unit` is the unit of a quantity as written."""
+    """A literal value. `unit` is the unit of a quantity, as written."""
 
     kind: Literal["int", "float", "string", "bool", "quantity"]
     value: int | float | str | bool
@@ -42,7 +41,7 @@ class Literal_:
 
 @dataclass(frozen=True)
 class NameExpr:
-    """A bare word, or `worker.verb`."""
+    """An expression that is a single word, or `worker.verb`."""
 
     text: str
     span: Span
@@ -50,7 +49,7 @@ class NameExpr:
 
 @dataclass(frozen=True)
 class Call:
-    """A call; with `quoted`, of a user function: `"file.py:function"(…)`."""
+    """A call. If `quoted`, it calls a user function: `"file.py:function"(…)`."""
 
     name: Name
     args: tuple[Arg, ...]
@@ -160,9 +159,9 @@ class SourceDecl:
 class NodeDecl:
     """A node statement.
 
-    - reads: None for a patch (a node statement without parentheses)
-    - head: span of the statement without its attributes
-    - patched: keys of the attributes that patches stated
+    - `reads`: None for a patch (a node statement without parentheses).
+    - `head`: the span of the statement without its attributes.
+    - `patched`: the keys of the attributes that patches have set.
     """
 
     label: Name | None
@@ -177,15 +176,15 @@ class NodeDecl:
 
     @property
     def title(self) -> Span:
-        """Span of the label or worker and the verb."""
+        """The span of the label or the worker, up to the verb."""
         return (self.label or self.worker).span.extend_to(self.verb.span)
 
 
 @dataclass(frozen=True)
 class EdgeDecl:
-    """A chain of edges.
+    """A chain of edges, such as `A -> B, C -> D`.
 
-    `groups` are the comma lists between the arrows (two for a resharding edge).
+    `groups` are the lists of nodes between the arrows. A resharding edge has two lists.
     """
 
     kind: Literal["sample", "reshard"]
@@ -196,7 +195,10 @@ class EdgeDecl:
 
 @dataclass(frozen=True)
 class DropDecl:
-    """`drop` in an algorithm; an attribute is `actor.update.mini_batch`."""
+    """A `drop` statement of an algorithm.
+
+    A dropped attribute is written as `actor.update.mini_batch`.
+    """
 
     target: Ref | EdgeDecl
     span: Span
@@ -207,7 +209,7 @@ AlgorithmStatement = ParamDecl | ColumnsDecl | StateDecl | WorkerDecl | SourceDe
 
 @dataclass(frozen=True)
 class ImportDecl:
-    """`import NAME` (an algorithm of the package) or `import "file.rlg"`."""
+    """`import NAME` for an algorithm of the package, or `import "file.rlg"`."""
 
     target: str
     is_file: bool
@@ -269,7 +271,7 @@ class EngineDecl:
 
 @dataclass(frozen=True)
 class Range:
-    """`first..last`, both included."""
+    """`first..last`. The range includes both numbers."""
 
     first: int
     last: int
@@ -293,7 +295,7 @@ class ApartDecl:
 
 @dataclass(frozen=True)
 class OptionsDecl:
-    """`dock { … }`, `reshard { … }`, `run { … }`."""
+    """A statement `dock { … }`, `reshard { … }` or `run { … }`."""
 
     kind: Literal["dock", "reshard", "run"]
     attrs: tuple[Attr, ...]
@@ -309,10 +311,10 @@ class EvaluateDecl:
 
 @dataclass(frozen=True)
 class UndoDecl:
-    """`drop` in a deploy, of statements of the deploy that it extends.
+    """A `drop` statement of a deploy, which removes statements of the extended deploy.
 
-    - kind: the statement's word, or `edge`
-    - names: what the dropped statements apply to
+    - `kind`: the keyword of the removed statements, or `edge`.
+    - `names`: the nodes or names that the removed statements apply to.
     """
 
     kind: str
@@ -340,7 +342,7 @@ DeployStatement = (
 class DeployDecl:
     """A deploy.
 
-    A deploy that `extends` another has its own name as `alias`, no `algorithm`, and an optional `cluster`
+    If the deploy `extends` another deploy, `alias` is its own name, `algorithm` is None, and `cluster` is optional
     (variants.py).
     """
 
@@ -359,7 +361,7 @@ class DeployDecl:
 
     @property
     def head(self) -> Span:
-        """Span of the names before the braces."""
+        """The span of the names before the braces."""
         first, last = (self.alias, self.extends) if self.extends else (self.algorithm, self.alias or self.cluster)
         assert first is not None and last is not None
         return first.span.extend_to(last.span)
@@ -376,7 +378,7 @@ class File:
 
 
 def map_spans(part: T, place: Callable[[Span], Span]) -> T:
-    """Return a copy of a part with every span mapped by `place`."""
+    """Return a copy of a tree with every span replaced by `place(span)`."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, Span):
@@ -395,7 +397,7 @@ _WORDLESS = frozenset({Span, Name, Ref, Literal_, str, bool, int, float, type(No
 
 
 def words(part: Any) -> Iterator[str]:
-    """Yield the bare words of the expressions in a part, in order."""
+    """Yield the text of each NameExpr in a tree, in the order of the text."""
     unvisited = [part]  # iterative: a large program has a million parts
     while unvisited:
         value = unvisited.pop()
@@ -408,10 +410,10 @@ def words(part: Any) -> Iterator[str]:
 
 
 def same_tree(first: File, second: File) -> bool:
-    """Return whether two trees are equal apart from their spans."""
+    """Return whether two trees are equal, ignoring their spans."""
     return map_spans(first.items, lambda _: NOWHERE) == map_spans(second.items, lambda _: NOWHERE)
 
 
 def word(part: object) -> str:
-    """Return the kind of a part: `Node` for a NodeDecl, `Call` for a Call."""
+    """Return the kind of a tree element: `Node` for a NodeDecl, `Call` for a Call."""
     return type(part).__name__.removesuffix("Decl")

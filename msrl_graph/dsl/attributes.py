@@ -1,8 +1,8 @@
-"""Reading of a statement's attributes.
+"""Conversion of a statement's attributes from the syntax tree to values.
 
-Expressions of the syntax tree become values of the kinds that the statement declares (ir/attributes.py).
+Each value is converted to the kind that the statement declares for the attribute (ir/attributes.py).
 
-Invariant: an undeclared attribute is rejected as unknown; none is ignored.
+Invariant: no attribute is ignored. An attribute that the statement does not declare is rejected as unknown.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from .expressions import Names, Problems, evaluate, mistake
 
 
 class FormReader(Protocol):
-    """A reader of a form that needs more than the text.
+    """A reader for a kind of attribute whose value depends on the node.
 
-    `read` returns the value or raises a Fault.
+    `read` returns the attribute's value, or raises a Fault.
     """
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr: ...
 
 
 def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """Read an attribute's value as a kind, or raise a Fault."""
+    """Convert the expression of an attribute to a value of a kind, or raise a Fault.
+
+    `key` is the name of the attribute, for error messages.
+    """
     match kind:
         case NumericKind():
             return fit(kind, f"`{key}`", evaluate(expr, names), origin(expr, names))
@@ -70,7 +73,10 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
 
 
 def fit(kind: NumericKind, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-    """Return the value as a number of this kind, or raise a Fault about `subject`."""
+    """Return the value as a number of this kind, or raise a Fault.
+
+    `subject` names the value in the error message. `related` are notes for the message.
+    """
     if value.kind == "quantity":
         raise mistake("bad-unit", f"{subject} takes a plain number, and this has a unit", value.span, related=related)
     number = value.value
@@ -141,7 +147,7 @@ def _read_draws(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr
 
 
 def _read_draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """Read a `draw` call: a generation and its settings as keyword arguments."""
+    """Read one `draw` call: a generation, and its settings as keyword arguments."""
     if not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != "draw":
         raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
     first, rest = (expr.args[0], expr.args[1:]) if expr.args else (None, ())
@@ -173,9 +179,10 @@ def read_attributes(
     problems: Problems,
     form_readers: Mapping[FormKind, FormReader] = MappingProxyType({}),
 ) -> dict[str, Expr]:
-    """Read the attributes of a statement; mistakes go to `problems`.
+    """Read the attributes of a statement; report mistakes to `problems`.
 
-    forms: readers of the forms that need the node.
+    - `kinds`: the kind of each attribute that the statement declares.
+    - `form_readers`: the readers for attributes whose value depends on the node.
     """
     values: dict[str, Expr] = {}
     seen: dict[str, Span] = {}
@@ -205,7 +212,10 @@ def read_attributes(
 
 
 def origin(expr: ast.Expr, names: Names) -> tuple[tuple[Span, str], ...]:
-    """Return where a param's value comes from, as a note for a diagnostic."""
+    """Return a note with the place where a param gets its value.
+
+    Returns no note if the expression is not a param.
+    """
     value = names.params.get(expr.text) if isinstance(expr, ast.NameExpr) else None
     return ((value.span, f"`{value}` comes from here"),) if value is not None and value.span.line else ()
 

@@ -1,6 +1,6 @@
-"""Binding and checking of the arguments of calls.
+"""Lowering of calls: each argument is bound to a parameter and checked.
 
-Invariant: a lowered call has a key for each argument: the name of an option or of a parameter.
+Invariant: a lowered call has a key for each argument. The key is the name of a parameter or of an option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import ast, foreign_names
 from .attributes import FormReader, fit, origin, read_as, show_value
 from .expressions import Names, Problems, evaluate, mistake
 
-Folder = Callable[[Span], Path]  # returns the folder of the file that a span is in
+Folder = Callable[[Span], Path]  # returns the folder of the file that contains a span
 Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
 # Expected values of each plain option type, for messages.
 TYPES = {
@@ -30,12 +30,18 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Below:
-    """A call option that takes a number in [0, 1); with `pair`, a list of two."""
+    """The type of an option that takes a number in [0, 1).
+
+    With `pair`, the option takes a list of two such numbers.
+    """
 
     pair: bool = False
 
     def fit(self, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-        """Return the value, or raise a Fault with `subject` in its message."""
+        """Return the value, or raise a Fault if the value does not have this type.
+
+        `subject` names the value in the error message.
+        """
         numbers = value.args if self.pair and value.kind == "list" else (value,)
         right = [
             number
@@ -73,11 +79,13 @@ BOUNDED |= {"Below": Below(), "Betas": Below(pair=True)}
 class CallingNode:
     """A node that calls functions.
 
-    - reads: the columns and states that the node reads; `states` are the states among them
-    - extra_columns: further columns, bound only by a parameter of the same name or an argument that names them
-    - folder: the folder of the node's program
-    - kinds: readers of options that take more than a plain value, by their kind
-    - used: collects the signatures of user functions
+    - `reads`: the columns and states that the node reads. `states` are the states among these.
+    - `columns`: all columns and states that the algorithm declares.
+    - `extra_columns`: columns that the calls can use although the node does not read them. A parameter binds one of
+      these columns only if it has the column's name, or if an argument names the column.
+    - `folder`: returns the folder of the file that a span is in.
+    - `kinds`: readers for option types that are not plain values, by type name.
+    - `used`: collects the signatures of the user functions that the node calls.
     """
 
     node: str
@@ -92,14 +100,14 @@ class CallingNode:
     used: dict[tuple[CallKind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def needs_mini_batch(self, loss: Expr) -> bool:
-        """Return whether a term of a loss needs all rows of the mini-batch at once.
+        """Return whether a loss has a term that needs all rows of the mini-batch at once.
 
-        Unknown terms are reported elsewhere.
+        Unknown terms are skipped, because they are reported elsewhere.
         """
         return any(signature.scope == "mini_batch" for _, signature in self._terms(loss))
 
     def scores(self, loss: Expr) -> tuple[str, ...]:
-        """Return the columns of the node whose row scores the loss terms take."""
+        """Return the columns that the loss binds to parameters annotated `Scores`."""
         scored = {
             call.columns().get(parameter, parameter)
             for call, signature in self._terms(loss)
@@ -113,7 +121,7 @@ class CallingNode:
             yield from ((call, library[key][0]) for library in (self.library, self.used) if key in library)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
-        """Lower a call with a key for each argument; report each wrong argument."""
+        """Lower a call: give each argument a key, and report each wrong argument."""
         args: list[Expr] = []
         keys: list[str] = []
         numbers: list[Expr] = []  # arguments of the option that takes all of them
@@ -155,10 +163,12 @@ class CallingNode:
         return call
 
     def bind_remaining(self, call: Expr, signature: Signature) -> Expr:
-        """Bind a parameter without an argument where only one column or state is left.
+        """Bind a parameter without an argument if only one column or state is left.
 
-        A function of one column takes the one column that the node reads, whatever its name. A single parameter without
-        a column takes the one state that no other parameter takes.
+        - If the function has one required parameter and the node reads one column, the parameter binds this column,
+          whatever the column's name is.
+        - If one required parameter has no column, and one state is bound to no parameter, the parameter binds this
+          state.
         """
         named = [
             parameter
@@ -185,7 +195,11 @@ class CallingNode:
         )
 
     def check_rest(self, call: Expr, signature: Signature) -> None:
-        """Check that a function of all remaining columns has columns and their numbers."""
+        """Check the call of a function that takes all remaining columns.
+
+        There must be at least one remaining column. A list option, such as weights, must have one number per remaining
+        column.
+        """
         if not signature.rest:
             return
         binds = [call.columns().get(parameter, parameter) for parameter in signature.columns]
@@ -211,8 +225,9 @@ class CallingNode:
     ) -> None:
         """Report columns that the node reads but its function has no parameter for.
 
-        only: the columns to check (default: all). If a patch set the function, the error is reported at the function,
-        not at the columns that the node already read.
+        `only` limits the check to some columns (default: all). Usually the error is reported at each column. If a
+        patch set the function, the error is reported at the function, because the node read these columns before the
+        patch.
         """
         takes = {*call.columns().values(), *(column for column in signature.columns if column not in call.keys)}
         takes |= {*self.reads} - {*self.states} if signature.rest else set()
@@ -248,7 +263,7 @@ class CallingNode:
         self.problems.diagnostics += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
     def _taking_help(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
-        """Return help for a function without a parameter for a column that the node reads."""
+        """Return help for a function that has no parameter for a column of the node."""
         call = next((attr.value for attr in node.attrs if attr.key.text == key), None)
         per = any(attr.key.text == "per" for attr in node.attrs)
         if isinstance(call, ast.Literal_) and (
@@ -356,14 +371,17 @@ class CallingNode:
 
 
 def _node_head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
-    """Return the statement of a node without its attributes, with other columns read."""
+    """Return the text of a node statement that reads `reads`, without attributes."""
     label = f"{node.label.text}: " if node.label else ""
     writes = f" -> {', '.join(name.text for name in node.writes)}" if node.writes else ""
     return f"node {label}{node.worker.text}.{node.verb.text}({', '.join(reads)}){writes}"
 
 
 def _check_type(kind: Plain, value: Expr, subject: str, related: tuple[tuple[Span, str], ...]) -> Expr:
-    """Return the value if it has the option's type; 2.0 counts as an int."""
+    """Return the value if it has the option's type, or raise a Fault.
+
+    A whole number that is written as a float, such as 2.0, counts as an int.
+    """
     if kind in BOUNDED:
         bounds = BOUNDED[kind]
         return (

@@ -1,6 +1,6 @@
-"""Lower a `cluster` to a ClusterSpec.
+"""Lowering of a `cluster` from the syntax tree to a ClusterSpec.
 
-Invariant: a figure in the file replaces the preset's or the measured one.
+Invariant: a figure that the file states replaces the figure of the preset, or the measured figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ OTHER_DEVICE_HELP = (
 
 
 def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec | None:
-    """Lower a cluster; figures that the file states override the device's."""
+    """Lower a cluster; return None after a mistake.
+
+    Figures that the file states replace the figures of the device preset.
+    """
     attributes = read_attributes(cluster.attrs, "cluster", ClusterOptions.kinds(), Names({}), problems)
     if "device" not in attributes:
         if not any(attr.key.text in ("device", "devices") for attr in cluster.attrs):  # else reported as misspelt

@@ -1,7 +1,7 @@
-"""The names, params, columns and states that an algorithm declares.
+"""Lowering of the params, columns and states that an algorithm declares.
 
-Invariant: params, columns, states, workers and labels share one name space. A declaration with a mistake is kept, so
-that its readers are not reported as well.
+Invariant: params, columns, states, workers and labels share one namespace. If a declaration has a mistake, its name
+stays declared, so that statements that use the name report no further mistake.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ UNKNOWN = "?"  # element of a column whose type is wrong; checks skip it
 
 
 class Declarations:
-    """The declarations of one algorithm; `names` is available once the params are."""
+    """The declarations of one algorithm.
+
+    `names` is available after the params are evaluated.
+    """
 
     def __init__(self, algorithm: ast.AlgorithmDecl, problems: Problems) -> None:
         self.algorithm = algorithm
@@ -44,12 +47,12 @@ class Declarations:
 
     @cached_property
     def names(self) -> Names:
-        """The names for expressions; available once the params are known."""
+        """The names that an expression can use; available after the params are evaluated."""
         return Names(self.params, self._other_names)
 
     @cached_property
     def _value_names(self) -> frozenset[str]:
-        """The names that a call can take: columns and states."""
+        """The names that a call can take as arguments: columns and states."""
         return frozenset((*self.columns, *self.states))
 
     # Names
@@ -81,7 +84,7 @@ class Declarations:
             self.declared[name.text] = (kind, name.span)
 
     def _owns_name(self, name: ast.Name, kind: str) -> bool:
-        """Return whether this is the declaration that owns the name."""
+        """Return whether this declaration is the first one of the name, with this kind."""
         return self.declared.get(name.text) == (kind, name.span)
 
     # Params and columns
@@ -179,7 +182,7 @@ class Declarations:
             return
         element = kind.element.text
         known = [known_element for known_element in ELEMENTS if known_element not in ("text", "json")]
-        # A state with a mistake is kept, so that its readers are not reported as well.
+        # A state with a mistake stays declared, so that nodes that read it report no further mistake.
         self.states[name.text] = State(name.text, UNKNOWN, Expr("number", 0), span=name.span)
         if element not in known:
             raise mistake(

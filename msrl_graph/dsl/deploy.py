@@ -1,7 +1,7 @@
-"""Lower a `deploy` to a Deployment.
+"""Lowering of a `deploy` from the syntax tree to a Deployment.
 
-Invariant: every statement of a deploy is either in the result or reported. Only params, models and data change what the
-algorithm computes.
+Invariant: every statement of a deploy is either in the result or reported. Only params, models and data change what
+the algorithm computes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ LoadModel = Callable[[str, Path, str | None, Span], Model]
 
 
 def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[ClusterSpec, Deployment]:
-    """Create the deploy of a program without one when the command line names a model.
+    """Create a deploy for a program that has none, with the command line's model.
 
-    It uses the current machine and that model for every worker.
+    The deploy uses the current machine, and the model `target` for every worker.
     """
     cluster = ClusterSpec("here", calibration.preset_of_this_machine("here", 1)[0], 1, 1, NETWORK)
     model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
@@ -63,9 +63,10 @@ def lower_deploy(
     cluster: ClusterSpec | None,
     problems: Problems,
 ) -> tuple[Deployment, Graph]:
-    """Lower a deploy; return it and the graph with its sample edge attributes.
+    """Lower a deploy; return the Deployment and the changed graph.
 
-    `nodes` are the nodes that the algorithm declares, including those left out of the graph because of mistakes.
+    The graph has the attributes that the deploy states for sample edges. `nodes` are the nodes that the algorithm
+    declares, including nodes that are missing from the graph because of mistakes.
     """
     lowered, graph = _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
     parting = [statement for statement in deploy.body if isinstance(statement, ast.PlaceDecl | ast.ApartDecl)]
@@ -136,9 +137,9 @@ class _Deploy:
         return lowered, self.graph
 
     def _warn_of_idle_updates(self) -> None:
-        """Warn of updates that begin after the run ends.
+        """Warn of updates whose first iteration is after the end of the run.
 
-        A run of one iteration is the default and only for planning, so it gets no warning.
+        A run of one iteration gets no warning: one iteration is the default, and is only for planning.
         """
         for node in self.graph.verb("update"):
             after = UpdateAttributes.of(node).after
@@ -229,7 +230,10 @@ class _Deploy:
             self.problems.report("missing-file", f"`{target}` is not on this machine", span, help, "warning")
 
     def _resolve_nodes(self, refs: tuple[ast.Ref, ...], kind: str) -> list[str]:
-        """Return the names of the nodes with weights that a layout or an engine is for."""
+        """Return the names of the nodes that a `layout` or `engine` statement applies to.
+
+        Reports nodes without weights.
+        """
         names = []
         for ref in refs:
             with self.problems.catching():
@@ -288,9 +292,10 @@ class _Deploy:
         self.chosen |= dict.fromkeys(nodes, choice)
 
     def _check_offload(self, nodes: Sequence[str], stated: Expr) -> None:
-        """Check that the nodes have what `offload` moves.
+        """Check that `offload` applies to each node.
 
-        `optimizer` needs a worker with an optimizer, `weights` needs weights that are not trained.
+        `offload = optimizer` needs a worker with an optimizer. `offload = weights` needs a worker whose weights are
+        not trained.
         """
         for node in nodes:
             trained = any(update.worker == self.graph.node(node).worker for update in self.graph.verb("update"))

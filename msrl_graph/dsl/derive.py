@@ -1,8 +1,8 @@
-"""Derivation: `extends`, patches and `drop` resolved to a complete algorithm.
+"""Derivation of algorithms: `extends`, patches and `drop` are resolved.
 
 Invariant: the result has no base, patch or drop, and lowers as if it had been written in full. Statements keep their
-spans, so that mistakes are reported where they were written. A name that an algorithm itself declares twice stays there
-twice, for lowering to report.
+spans, so that mistakes are reported at the original text. If an algorithm itself declares a name twice, the result
+declares the name twice, and lowering reports the duplicate.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def derive(
     broken: bool = False,
     dropped: dict[str, Dropped] | None = None,
 ) -> ast.AlgorithmDecl | None:
-    """Return the algorithm written in full; None where its base is not available.
+    """Return the algorithm written in full, or None if a base is not available.
 
-    - known: the algorithms of the file and its imports, by name
-    - broken: whether an import failed
-    - dropped: receives the names that are dropped and stay dropped
+    - `known`: the algorithms of the file and its imports, by name.
+    - `broken`: whether an import failed.
+    - `dropped`: receives the names that are dropped and not declared again.
     """
     line = collect_lineage(algorithm, known, "algorithm", problems, broken)
     if line is None:
@@ -57,9 +57,10 @@ def derive(
 def collect_lineage(
     part: T, known: Mapping[str, T], kind: str, problems: Problems, broken: bool, others: str = ""
 ) -> list[T] | None:
-    """Return a part and all that it extends; None where a base is missing.
+    """Return an algorithm or deploy with all its bases, each followed by its own base.
 
-    `others` is the help for a base that is not in `known`.
+    Returns None if a base is missing or if the bases form a cycle. `broken`: whether an import failed; a missing base
+    is then not reported. `others` is the help text for a base that is not in `known`.
     """
     line: list[T] = [part]
     seen = {id(part)}
@@ -87,9 +88,9 @@ def collect_lineage(
 
 
 def _inherited_attributes(old: ast.NodeDecl, new: ast.NodeDecl) -> list[ast.Attr]:
-    """Return the attributes that a restated node keeps from the old one.
+    """Return the attributes that a restated node inherits from the old statement.
 
-    A node that changes its worker, its verb or its kind of call keeps none.
+    A node with another worker, verb or kind of call inherits no attributes.
     """
     stated, had = ({attr.key.text for attr in node.attrs} for node in (new, old))
     other = any(stated & names and had & names and not stated & had & names for names in EXCLUSIVE_ATTRIBUTES)
@@ -103,7 +104,10 @@ def _is_patch(statement: ast.AlgorithmStatement) -> bool:
 
 
 class _Written:
-    """The statements so far; `own` are the keys of the current algorithm."""
+    """The statements of an algorithm written in full, collected from base to derived.
+
+    `own` are the keys that the current algorithm of the chain has declared.
+    """
 
     def __init__(self) -> None:
         self.declared: dict[Key, ast.AlgorithmStatement] = {}
@@ -151,7 +155,7 @@ class _Written:
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
-        """Remove restated attributes from the dropped names."""
+        """Remove attributes that a node states again from the dropped names."""
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 
@@ -171,7 +175,7 @@ class _Written:
             )
         new = {attr.key.text: attr for attr in node.attrs}
         attrs = [new.pop(attr.key.text, attr) for attr in old.attrs]
-        # An attribute stated twice in one patch is reported as in any statement.
+        # An attribute that one patch states twice stays twice, so that lowering reports the duplicate.
         again = [attr for attr in node.attrs if attr not in attrs and attr.key.text not in new]
         self._restate_attributes(key[1], node.attrs)
         patched = (*old.patched, *(attr.key.text for attr in node.attrs))
@@ -264,7 +268,7 @@ def node_name(node: ast.NodeDecl) -> str:
 
 
 def split_edge(edge: ast.EdgeDecl) -> list[ast.EdgeDecl]:
-    """Split an edge into one edge for each pair of nodes."""
+    """Split a chain of edges into one edge statement for each pair of nodes."""
     return [
         ast.EdgeDecl(edge.kind, ((src,), (dst,)), edge.attrs, src.span.extend_to(dst.span))
         for sources, targets in pairwise(edge.groups)

@@ -1,6 +1,6 @@
-"""Notes for diagnostics about names that a derived algorithm drops.
+"""Notes in diagnostics about names that a derived algorithm drops.
 
-Invariant: a diagnostic only gains notes and help; its message and span stay.
+Invariant: a diagnostic gains only notes and help. Its message and its span do not change.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from ..diagnostics import Diagnostic, Span
 
 @dataclass(frozen=True)
 class Dropped:
-    """The place where a name is dropped.
+    """The place of a `drop` statement, and what it drops.
 
-    - writer: the dropped node that wrote it, for a column that is still declared
-    - attribute: node and key, for an attribute
+    - `span`: the name in the `drop` statement.
+    - `writer`: the dropped node that wrote a column, if the column itself is still declared.
+    - `attribute`: the node and the key of a dropped attribute.
     """
 
     span: Span
@@ -25,7 +26,7 @@ class Dropped:
     attribute: tuple[str, str] | None = None
 
     def is_missed(self, name: str, diagnostic: Diagnostic) -> bool:
-        """Return whether a diagnostic is about the name dropped here."""
+        """Return whether a diagnostic is probably caused by this drop of `name`."""
         if diagnostic.span == self.span:
             return False
         if self.attribute is not None:
@@ -36,7 +37,7 @@ class Dropped:
 
 
 def add_drop_notes(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
-    """Add a note to a diagnostic for each name in it that is dropped."""
+    """Add a note to a diagnostic for each dropped name that may have caused it."""
     for name, gone in dropped.items():
         if not gone.is_missed(name, diagnostic):
             continue

@@ -1,6 +1,6 @@
-"""Readers of `environment`, `agent` and `tool_calls`.
+"""Readers of the attributes `environment`, `agent` and `tool_calls`.
 
-Invariant: as in node_calls.py, the user's file is parsed, never executed.
+Invariant: a user's file is parsed, never executed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .user_functions import file_call, find_in_file
 
 @dataclass(frozen=True)
 class EnvironmentReader:
-    """`environment = "file.py:Class"`."""
+    """A reader of `environment = "file.py:Class"`."""
 
     caller: CallingNode
 
@@ -61,7 +61,7 @@ class EnvironmentReader:
 
 @dataclass(frozen=True)
 class AgentReader:
-    """`agent = "file.py:function"`."""
+    """A reader of `agent = "file.py:function"`."""
 
     caller: CallingNode
 
@@ -96,7 +96,7 @@ class AgentReader:
 
 @dataclass(frozen=True)
 class ToolCallsReader:
-    """`hermes`, `mistral`, `llama3` or `"file.py:function"`."""
+    """A reader of `tool_calls`: `hermes`, `mistral`, `llama3` or `"file.py:function"`."""
 
     caller: CallingNode
     WORDS: ClassVar = WordsKind(("hermes", "mistral", "llama3"))

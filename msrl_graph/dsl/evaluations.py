@@ -1,6 +1,6 @@
-"""Lower `evaluate` of a deploy to an Evaluation.
+"""Lowering of an `evaluate` statement of a deploy to an Evaluation.
 
-Invariant: an evaluation's name is unique, and it reports only columns whose mean a run computes.
+Invariant: the name of an evaluation is unique. An evaluation reports only columns whose mean a run computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ ReadAttributes = Callable[[tuple[ast.Attr, ...], str, Mapping[str, ValueKind]], 
 
 
 def lower_evaluation(statement: ast.EvaluateDecl, graph: Graph, read: ReadAttributes, problems: Problems) -> Evaluation:
-    """Check a statement against the graph; its data is looked up after all statements."""
+    """Lower an `evaluate` statement, and check it against the graph.
+
+    The caller looks up the evaluation's data after it has lowered all statements.
+    """
     name = statement.name.text
     if name == "train":
         # The plan's streams and a run's records use the purpose as name: `train` or an evaluation.
@@ -56,7 +59,7 @@ def lower_evaluation(statement: ast.EvaluateDecl, graph: Graph, read: ReadAttrib
 
 
 def rename_help(statement: ast.EvaluateDecl) -> str:
-    """Return help for an evaluation whose name is already in use."""
+    """Return help for an evaluation whose name another evaluation already has."""
     name = statement.name.text
     data = statement.name.text
     for attribute in statement.attrs:
@@ -66,7 +69,7 @@ def rename_help(statement: ast.EvaluateDecl) -> str:
 
 
 def data_help(evaluation: Evaluation, known: Collection[str]) -> str:
-    """Return help for an evaluation of data that the deploy does not name."""
+    """Return help for an evaluation whose data the deploy does not declare."""
     others = [name for name in known if name != "source"]
     help = nearest(evaluation.data, others) or f'add `data {evaluation.data} = "file.jsonl"`'
     if others and not evaluation.name and not help.startswith("did you mean"):
@@ -75,12 +78,12 @@ def data_help(evaluation: Evaluation, known: Collection[str]) -> str:
 
 
 def _named_columns(value: Expr) -> dict[str, Expr]:
-    """Return the columns that an attribute names, each with its expression."""
+    """Return the columns that an attribute names, with the expression of each name."""
     return {str(word.value): word for word in (value.args if value.kind == "list" else (value,))}
 
 
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
-    """Check that `draws` names generations of this evaluation, each once."""
+    """Check that `draws` names only generations of this evaluation, each only once."""
     generations = [node.name for node in graph.verb("generate")]
     needed = nodes_upstream(graph, evaluation.columns)
     seen = set[str]()
@@ -114,7 +117,7 @@ def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph:
 
 
 def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
-    """Return how many values of a column an evaluation has per prompt."""
+    """Return the number of values of a column that an evaluation has per prompt."""
     by_level = {graph.row_level(node): evaluation.draw(graph, node).samples for node in graph.verb("generate")}
     values = 1
     level = graph.column(column).level
@@ -126,7 +129,10 @@ def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
 
 
 def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph, problems: Problems) -> None:
-    """Check that the column of answers has one for each value of the reported columns."""
+    """Check that the column of `vote` has one answer per value of a reported column.
+
+    `counted` is whether the evaluation has `at`.
+    """
     column = str(value.value)
     written = graph.writers
     if column not in written:
@@ -194,7 +200,10 @@ def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
 
 
 def _tell_unwritten(column: str, span: Span, graph: Graph, problems: Problems) -> None:
-    """Report a column that no node writes, and the node that probably should."""
+    """Report a column that no node writes.
+
+    If a node has a `call` and writes nothing, the report names this node as the probable writer.
+    """
     help = nearest(column, graph.writers)
     related: tuple[tuple[Span, str], ...] = ()
     idle = find_idle_writer(graph, column)
@@ -209,9 +218,9 @@ def _tell_unwritten(column: str, span: Span, graph: Graph, problems: Problems) -
 
 
 def _explain_unreportable(graph: Graph, column: str) -> str:
-    """Return why no evaluation can report a column, or "".
+    """Return why no evaluation can report a column, or "" if an evaluation can.
 
-    "" also if the column's type is already reported as wrong.
+    Returns "" also if the column's type is wrong, because the wrong type is already reported.
     """
     kind = graph.column(column)
     if kind.element not in ELEMENTS or is_reported(graph, column):

@@ -1,7 +1,8 @@
-"""Evaluation of expressions: params substituted, arithmetic done, units kept.
+"""Evaluation of constant expressions, with params and units.
 
-Invariant: `evaluate` returns an Expr without params (number, bool, string, quantity or list of them) with finite
-numbers, or raises a Fault. A Fault without diagnostics means that the mistake was already reported at its origin.
+Invariant: `evaluate` returns an Expr without params, or raises a Fault. The Expr is a number, bool, string or
+quantity, or a list of these, and its numbers are finite. A Fault without diagnostics means that the mistake is already
+reported at its origin.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Problems:
         self.diagnostics.append(Diagnostic(code, message, span, help, severity))
 
     def catching(self) -> Self:
-        """Return a context manager that collects Faults, so that the next statement runs."""
+        """Return a context manager that collects a Fault and continues after its block."""
         return self
 
     def __enter__(self) -> None:
@@ -81,10 +82,10 @@ def mistake(code: str, message: str, span: Span, help: str = "", related: tuple[
 
 @dataclass(frozen=True)
 class Names:
-    """The meanings of bare words.
+    """The meanings of the names that an expression can use.
 
-    - params: values of params; None if the param's mistake is already reported
-    - others: other names, with their kind
+    - `params`: the value of each param. None if the param has a mistake, which is already reported.
+    - `others`: the other declared names, each with its kind.
     """
 
     params: Mapping[str, Expr | None]
@@ -102,7 +103,7 @@ class Names:
 
 
 def evaluate(expr: ast.Expr, names: Names) -> Expr:
-    """Evaluate a constant expression."""
+    """Evaluate a constant expression, or raise a Fault."""
     match expr:
         case ast.Literal_():
             return literal(expr)
@@ -152,7 +153,7 @@ def negate(value: Expr, span: Span) -> Expr:
 
 
 def fold(op: str, left: Expr, right: Expr, span: Span) -> Expr:
-    """Evaluate `left op right`, both constant."""
+    """Evaluate `left op right`, where both operands are constant."""
     left_number = number_of(left)
     right_number = number_of(right)
     unit = _result_unit(op, left, right, span)
@@ -170,7 +171,7 @@ def fold(op: str, left: Expr, right: Expr, span: Span) -> Expr:
 
 
 def number_of(value: Expr) -> float:
-    """Return the number of a number or quantity."""
+    """Return the number of a value, or raise a Fault if the value has no number."""
     if value.kind in ("number", "quantity") and isinstance(value.value, int | float):
         return value.value
     raise mistake("bad-value", f"arithmetic is for numbers, not for `{value}`", value.span)
@@ -194,7 +195,7 @@ def _result_unit(op: str, left: Expr, right: Expr, span: Span) -> str:
 
 
 def _parse_unit(text: str) -> tuple[float, str]:
-    """Return a unit's size in its base unit, and the base unit."""
+    """Return the size of a unit in its base unit, and the base unit."""
     if text in SECONDS:
         return SECONDS[text], "s"
     amount, rate = (text[:-2], "/s") if text.endswith("/s") else (text, "")

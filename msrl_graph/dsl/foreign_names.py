@@ -1,6 +1,6 @@
 """Help for names that users know from other systems.
 
-Invariant: each entry is a complete help line, correct wherever its word is in a statement of its kind.
+Invariant: each help text is a complete line, and is correct wherever its word occurs in a statement of its kind.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ _IN_FILE = re.compile(r"([A-Za-z_][\w/]*)(?:\.py)?[.:]([A-Za-z_]\w*)(?:\(\))?")
 def attribute(statement: str, key: str, known: Collection[str]) -> str:
     """Return help for an attribute that the statement does not have.
 
-    The help is the name here for a word of another system, the statement that has the attribute, or the nearest name in
-    `known`.
+    The help is one of these:
+
+    - this language's name for a word of another system
+    - the statement that has the attribute
+    - the nearest name in `known`
     """
     meant = _MEANT.get(statement, {}).get(key, "")
     owners = _owners(statement, key)
@@ -94,9 +97,9 @@ def attribute(statement: str, key: str, known: Collection[str]) -> str:
 
 
 def _owners(statement: str, key: str) -> str:
-    """Return the other statements that have an attribute, in words.
+    """Return the other statements that have an attribute, as text.
 
-    Returns "" if no statement or more than three statements have it.
+    Returns "" if no statement or more than three statements have the attribute.
     """
     owners = [
         f"a {name}" if name.endswith(" edge") else f"`{name}`"
@@ -139,9 +142,9 @@ def option(key: str, known: Collection[str]) -> str:
 
 
 def data_file(target: str, folder: bool) -> str:
-    """Return how to convert a file of another kind, or a folder, to a data file.
+    """Return how to convert a file of another format to a data file.
 
-    Returns "" for an unknown kind.
+    If `target` is a folder, returns how to name one file in the folder. Returns "" for an unknown format.
     """
     if folder:
         return f"it is a folder: name one file in it, `{target.rstrip('/')}/NAME.parquet`"
@@ -160,12 +163,15 @@ def data_file(target: str, folder: bool) -> str:
 
 
 def groups(word: str, above: str) -> str:
-    """Return help for a `per` that names groups; `above` is the column it means."""
+    """Return help for a `per` that names groups, such as `per = group`.
+
+    `above` is the column that the program should name instead.
+    """
     return f"the rows of one `{above}` are `per = {above}`" if above and word in _GROUPS else ""
 
 
 def called(text: str, functions: Mapping[str, object] | Collection[str]) -> str:
-    """Return help for a name in place of a call or `"file.py:function"`."""
+    """Return help for a name where a call or `"file.py:function"` is expected."""
     name = text.removesuffix("()")
     if name in functions:
         return f"write `{name}()`"
@@ -175,7 +181,7 @@ def called(text: str, functions: Mapping[str, object] | Collection[str]) -> str:
     return f'write `"{match[1]}.py:{match[2]}"`' if match else ""
 
 
-# Names that other systems use for parameters of reward functions, by the column here. TRL passes lists.
+# Names that other systems use for parameters of reward functions, by this language's column. TRL passes lists.
 _PARAMETERS = {
     "response": ("solution_str", "completions", "completion", "response_str", "output", "generation"),
     "answer": ("ground_truth", "solution", "target", "label", "gold"),
@@ -185,12 +191,13 @@ _LISTS = ("completions", "prompts")
 
 
 def binding(call: str, signature: Signature, free: Collection[str], reads: Collection[str], per: bool) -> str:
-    """Return help for a function with parameters named as in other systems.
+    """Return help for a function whose parameters have the names of another system.
 
-    The help is the call that names their columns.
+    The help is the call that binds these parameters to columns. Returns "" if no parameter has such a name.
 
-    - free: the parameters that no argument of the call binds
-    - per: whether the function gets several rows
+    - `free`: the parameters that no argument of the call binds.
+    - `reads`: the columns and states that the node reads.
+    - `per`: whether the function gets several rows per call.
     """
     binds: dict[str, str] = {}
     for column, words in _PARAMETERS.items():

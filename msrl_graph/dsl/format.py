@@ -1,24 +1,27 @@
-"""The canonical layout of a program's text.
+"""The formatter of programs, and the rules of the canonical layout.
 
 Invariant: the layout depends only on the program's tokens, its comments and the author's blank lines, so formatting is
-idempotent. The tree and all comments, in order, stay the same; both are checked before the text is returned.
+idempotent. The tree and all comments, in order, do not change. The formatter checks both before it returns the text.
 
-- Indentation is two spaces. Each statement, column or attribute has its own line. No line of code that can be broken is
-  longer than `WIDTH`. At most one blank line is kept where the author had one or more between statements, columns,
-  attributes or comments; none is kept at the ends of a block.
-- Attributes are on their statement's line, with commas, if all of it fits and no comment or blank line is among them;
-  else one per line, without commas. Columns are one per line unless there is only one, without commas except one that
-  is needed. An algorithm or a deploy is always open.
-- A run is a group of consecutive lines without a blank line or comment between them. In a run of params, sets,
-  attributes, engines, or models and data, the `=` are aligned; in a run of columns, states or workers, the `:`. The `{`
-  of attributes on the same line are aligned in these runs and in layouts and nodes without parentheses. A comma is
-  followed by a space. A binary operator, `->`, `=>`, `=` and `:` have a space on each side.
-- A statement that is too long continues on lines indented four more spaces. It is broken before an arrow, after a comma
-  or before an operator: at the loosest of these, and of equals at the last that fits.
-- A comment is two spaces after the code, aligned with those on adjacent lines, or on lines of its own. A comment in the
-  middle of a statement moves above it. Trailing white space of a comment is removed; else comments, strings and numbers
-  are unchanged.
-- Every line ends with LF, including the last; a byte order mark is removed.
+- Indentation is two spaces. Each statement, column or attribute has its own line. No line of code is longer than
+  `WIDTH` if it can be broken. One blank line is kept where the author had one or more between statements, columns,
+  attributes or comments. Blank lines at the start or end of a block are removed.
+- Attributes are on the line of their statement, separated by commas, if the line is short enough and no comment or
+  blank line is among them. Otherwise each attribute has its own line, without commas. Each column has its own line if
+  there are several columns, without a comma unless the grammar needs one. The braces of an algorithm or a deploy are
+  always on lines of their own.
+- A run is a group of consecutive lines without a blank line or comment between them. The `=` are aligned in a run of
+  params, sets, attributes, engines, or models and data. The `:` are aligned in a run of columns, states or workers.
+  The `{` of attributes on the same line are aligned in these runs, and in runs of layouts and of nodes without
+  parentheses.
+- A comma is followed by a space. A binary operator, `->`, `=>`, `=` and `:` have a space on each side.
+- A statement that is too long continues on lines that are indented by four more spaces. A line is broken before an
+  arrow, after a comma or before an operator. Of these positions, the one that binds loosest is used; of several that
+  bind equally, the last one that fits.
+- A comment is two spaces after the code, aligned with comments on adjacent lines, or on lines of its own. A comment in
+  the middle of a statement moves above the statement. White space at the end of a comment is removed. Otherwise
+  comments, strings and numbers do not change.
+- Every line ends with LF, including the last line. A byte order mark is removed.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ GAP = re.compile(r"#[^\n]*|\n")
 # A comment, or a string, which cannot contain one.
 COMMENT = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"')
 BLANK = " \t\f\v\r"
-# Statements that align with others like them: their group, and the aligned token besides `{`.
+# By rule: the group of rules that are aligned together, and the token that is aligned in addition to `{`.
 ALIGNED = {
     "param": ("param", "EQUAL"),
     "set": ("set", "EQUAL"),
@@ -66,7 +69,7 @@ CLOSING = ("RPAR", "RSQB")
 def format(text: str, file: str) -> str:
     """Return the program in its canonical layout.
 
-    `file` is the name that diagnostics show. Raises a Fault where `parse` does.
+    `file` is the file name for diagnostics. Raises the same Faults as `parse`.
     """
     text = text.removeprefix("\ufeff")
     tree = parse(text, file)
@@ -84,16 +87,16 @@ def _find_comments(text: str) -> list[str]:
 class _Comment:
     text: str
     blank: bool
-    """Whether a blank line is above."""
+    """Whether a blank line is above the comment."""
     behind: bool
-    """Whether code is before it on its line."""
+    """Whether code is before the comment on the same line."""
 
 
 @dataclass
 class _Piece:
-    """A token with the spaces before it.
+    """A token, and the number of spaces before it.
 
-    `tears` ranks a line break before it: smaller is better, None for never.
+    `tears` is the rank of a line break before the token: smaller ranks are preferred, and None forbids a break.
     """
 
     text: str
@@ -104,28 +107,28 @@ class _Piece:
 
 @dataclass
 class _Part:
-    """Code that has or could have its own lines: item, statement, column or attribute."""
+    """An element that can have lines of its own: item, statement, column or attribute."""
 
     rule: str
     head: list[_Piece]
     above: list[_Comment]
     blank: bool
-    """Whether a blank line is above the code, below the comments."""
+    """Whether a blank line is between the comments above and the code."""
     block: _Block | None
     comment: str = ""
 
     @property
     def separate(self) -> bool:
-        """Whether it does not directly follow the previous part."""
+        """Whether a blank line or a comment is between this part and the previous part."""
         return self.blank or bool(self.above)
 
 
 @dataclass
 class _Block:
-    """The contents of a pair of braces or of the file."""
+    """The contents of a pair of braces, or of the whole file."""
 
     open: bool
-    """Whether its parts are on lines of their own."""
+    """Whether each part of the block is on a line of its own."""
     parts: list[_Part] = field(default_factory=list)
     comment: str = ""
     """The comment after the opening brace."""
@@ -133,7 +136,7 @@ class _Block:
     """The comments before the closing brace."""
 
     def closed(self) -> str:
-        """Return the block on one line."""
+        """Return the block, with its braces, as text on one line."""
         inner = ", ".join(_join_pieces(part.head) for part in self.parts)
         return f"{{ {inner} }}" if inner else "{ }"
 
@@ -142,7 +145,7 @@ class _Block:
 
 
 class _Reader:
-    """A reader that assigns each comment and blank line to a part."""
+    """A reader that builds parts from the tree, with their comments and blank lines."""
 
     def __init__(self, text: str, file: str) -> None:
         self.tree = parse_tokens(text, file)
@@ -159,15 +162,15 @@ class _Reader:
         return self.block(self.tree.children, "start", self.end)
 
     def block(self, children: Iterable[Any], rule: str, end: int) -> _Block:
-        """Read the block of a statement; the closing brace begins at `end`."""
+        """Read the contents of a statement's braces; the closing brace begins at `end`."""
         block = _Block(rule in ("algorithm", "deploy", "variant", "start"))
         comments = list[_Comment]()
         blank = False
 
         def arrive(position: int) -> None:
-            """Collect the comments before the token at a position.
+            """Collect the comments and the blank line before the token at a position.
 
-            Commas are dropped, the comments around them are kept.
+            Commas are dropped, but the comments around them are kept.
             """
             nonlocal blank
             more, last = self.gaps[position]
@@ -178,7 +181,10 @@ class _Reader:
             blank |= last
 
         def settle() -> None:
-            """Finish the previous part: assign its comment, drop a leading blank line."""
+            """Assign a comment on the same line to the previous part.
+
+            Also drops a blank line at the start of the block.
+            """
             nonlocal blank
             last: _Part | _Block = block.parts[-1] if block.parts else block
             if comments and comments[0].behind:
@@ -197,7 +203,7 @@ class _Reader:
             arrive(first.start_pos)
             settle()
             if rule == "columns" and block.parts and first == "per":
-                # Without the comma it would belong to the previous type.
+                # Without the comma, the column `per` would belong to the type of the previous column.
                 block.parts[-1].head.append(_Piece(",", "COMMA", 0, None))
             block.parts.append(self.part(child, comments, blank))
             comments = []
@@ -242,7 +248,7 @@ def _iter_tokens(children: Iterable[Any]) -> Iterator[Any]:
 
 
 def _split_braces(tree: Any) -> tuple[list[Any], list[Any]]:
-    """Split a statement into the part before its braces, and the braces."""
+    """Split a statement into the children before its braces, and the braces."""
     children = [part for part in tree.children if part is not None]
     for i, child in enumerate(children):
         if isinstance(child, Token) and child.type == "LBRACE":
@@ -322,7 +328,7 @@ def _group_runs(parts: list[_Part]) -> list[list[_Part]]:
 
 
 def _align_run(run: list[_Part]) -> None:
-    """Align the run's `=` or `:`."""
+    """Align the `=` or the `:` of the parts of a run."""
     kind = ALIGNED.get(run[0].rule, ("", ""))[1]
     signs = [
         (part.head[index], _join_pieces(part.head[:index]))
@@ -337,9 +343,9 @@ def _align_run(run: list[_Part]) -> None:
 
 
 def _open_blocks(run: list[_Part], indent: int) -> int:
-    """Open the blocks that do not fit on their lines.
+    """Open the blocks that do not fit on the line of their statement.
 
-    Returns the width of the code before the `{` of the others.
+    Returns the width of the code before the `{` of the blocks that fit.
     """
     blocks = [
         (part.block, len(_join_pieces(part.head)), len(part.block.closed()))
@@ -361,9 +367,9 @@ def _join_pieces(pieces: list[_Piece]) -> str:
 
 
 def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
-    """Wrap code into lines that fit after `indent` columns.
+    """Break code into lines that fit after `indent` columns.
 
-    The last line has room for `tail` more columns. FURTHER indents all lines but the first.
+    The last line has room for `tail` more columns. Every line but the first begins with FURTHER.
     """
     lines = list[str]()
     lead = ""
@@ -377,7 +383,7 @@ def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
 def _find_break(pieces: list[_Piece], room: int, tail: int) -> int | None:
     """Return the index of the piece that begins the next line.
 
-    None if there is room for all, or nowhere to break.
+    Returns None if all pieces fit on one line, or if the line cannot be broken.
     """
     column = -pieces[0].spaces
     best = None
@@ -393,7 +399,7 @@ def _find_break(pieces: list[_Piece], room: int, tail: int) -> int | None:
 
 
 def _join_lines(lines: Iterable[tuple[str, str]]) -> str:
-    """Join lines to text; align comments on consecutive lines."""
+    """Join lines of code and comment to text; align comments on consecutive lines."""
     text = list[str]()
     for commented, group in groupby(lines, lambda line: bool(line[1])):
         codes = list(group)

@@ -1,7 +1,8 @@
-"""Highlighter: a Pygments lexer for `.rlg` texts in pages, editors and terminals.
+"""A Pygments lexer that highlights `.rlg` code in pages, editors and terminals.
 
-Invariant: words and symbols come from the grammar, so that a new one is highlighted without a change here. Pygments
-finds this module by the entry point in pyproject.toml; nothing in the package imports it.
+Pygments finds this module by the entry point in pyproject.toml; nothing in the package imports it.
+
+Invariant: words and symbols come from the grammar, so that a new word is highlighted without a change in this file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LITERALS = {
     "FALSE": Keyword.Constant,
 }
 PUNCTUATION = frozenset("{}[](),.:")
-# Keywords that are not reserved are names next to a symbol, as in `nodes = 4` and `actor.run`; only a brace may follow.
+# A keyword that is not reserved is a name if a symbol other than a brace is next to it: `nodes = 4`, `actor.run`.
 NOT_AFTER_SYMBOL = r"(?<![.,(=:>])(?<![,=:>] )"
 NOT_BEFORE_SYMBOL = r"""(?![ \t]*[^\s\w"{}#])"""
 NOT_AFTER_DOT = r"(?<!\.)"
@@ -35,7 +36,7 @@ BEFORE_ARGUMENTS = r"(?=\()"
 
 
 def lexer_rules(grammar: str) -> list[tuple[str, Any]]:
-    """Return patterns and token types of a lark grammar, in the order to try."""
+    """Return the patterns and token types of a lark grammar, in the order of matching."""
     lark = Lark(grammar, parser=None, lexer="basic")
     name = next(terminal.pattern.to_regexp() for terminal in lark.terminals if terminal.name == "NAME")
     rules = [
@@ -58,13 +59,13 @@ def lexer_rules(grammar: str) -> list[tuple[str, Any]]:
 
 
 def _rank(terminal: TerminalDef) -> tuple[int, int, int, str]:
-    """Return the place of a terminal in the order of lark's own lexer."""
+    """Return a sort key that puts terminals in the order of lark's own lexer."""
     pattern = terminal.pattern
     return -terminal.priority, -pattern.max_width, -len(pattern.value), terminal.name
 
 
 class RlgLexer(RegexLexer):  # type: ignore[misc]
-    """Lexer of `.rlg` files; text that is not valid gets tokens too."""
+    """A lexer of `.rlg` files. Text that is not valid is also split into tokens."""
 
     name = "msrl_graph"
     aliases = ("rlg",)

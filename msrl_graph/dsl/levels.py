@@ -1,8 +1,8 @@
-"""Levels: the rows in which each column has a value.
+"""Levels: the depth in the tree of rows at which each column has its values.
 
-Invariant: the source's rows are level 0. Each generation adds a level under the level that it reads, with `samples`
-rows for each row. All other nodes stay on the deepest level that they read, except for columns whose type has `per`.
-Levels form a tree; checks/levels.py reports nodes that read from two branches.
+Invariant: the source's rows are level 0. Each generation adds a level below the level that it reads, with `samples`
+rows for each row of that level. All other nodes write columns of the deepest level that they read, unless the type of
+the column has `per`. Levels form a tree. checks/levels.py reports nodes that read from two branches of this tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from ..ir.graph import Column, Node
 
 @dataclass
 class Levels:
-    """The rows and the parent (`under`) of each level, and the level of each column."""
+    """The levels of an algorithm.
+
+    - `rows`: the number of rows of each level.
+    - `by_column`: the level of each column.
+    - `under`: the parent of each level, -1 for level 0.
+    - `depths`: the depth of each level in the tree of levels.
+    """
 
     rows: list[int]
     by_column: dict[str, int] = field(default_factory=dict)
@@ -24,7 +30,10 @@ class Levels:
     depths: list[int] = field(default_factory=lambda: [0])
 
     def add(self, node: Node, columns: Mapping[str, Column]) -> None:
-        """Add a node; all nodes that write its columns must be added before."""
+        """Add the level of a generation, and the level of each column that a node writes.
+
+        The nodes that write the columns that this node reads must be added first.
+        """
         level = max(
             (self.by_column.get(read_column, 0) for read_column in node.reads),
             key=lambda candidate: self.depths[candidate],
@@ -43,11 +52,14 @@ class Levels:
 
 
 def compute_levels(count: int, nodes: Iterable[Node], columns: Mapping[str, Column]) -> Levels:
-    """Compute the levels of nodes in dependency order, for a source of `count` rows."""
+    """Compute the level of each column, for a source of `count` rows.
+
+    `nodes` must be in dependency order.
+    """
     row_levels = Levels([count])
     for node in nodes:
         row_levels.add(node, columns)
-    # A column written before its `per` rows exist is an error; keep the declared level for its report.
+    # A column that is written before the rows of its `per` exist is an error. The report uses the declared level.
     row_levels.by_column |= {
         column: row_levels.by_column[columns[column].per]
         for column in row_levels.by_column

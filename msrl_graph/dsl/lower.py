@@ -1,7 +1,7 @@
-"""Lowering of a syntax tree: the graph of one algorithm and its deployment.
+"""Lowering of a syntax tree to the graph of one algorithm and its deployment.
 
-Invariant: the result is complete, or a Fault holds every mistake of the file and no mistake that only follows from
-another.
+Invariant: the result is complete, or a Fault has every mistake of the file, and no mistake that only follows from
+another mistake.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """Loaders, package names and command-line options for lowering."""
+    """The loaders, the package's functions and the command-line options for lowering."""
 
     load: Callable[[str, bool, Span], ast.File]  # takes an import's target, whether it is a file, and its span
     library: Library
@@ -47,7 +47,11 @@ class LoweringContext:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A lowered program; `library` has the package's and the called user functions."""
+    """A lowered program.
+
+    `library` has the package's functions and the user functions that the program calls. `dropped` are the names that
+    the algorithm drops.
+    """
 
     graph: Graph
     cluster: ClusterSpec | None
@@ -58,7 +62,7 @@ class LoweredProgram:
 
 
 class LoweringFault(Fault):
-    """A Fault with the partial graph, for the checks that can still use it."""
+    """A Fault that has the partial graph, for the checks that can still use the graph."""
 
     def __init__(
         self,
@@ -74,7 +78,10 @@ class LoweringFault(Fault):
 
 
 class ParsedProgram(NamedTuple):
-    """Algorithms, clusters and deploys by name, and whether an import failed."""
+    """The algorithms, clusters and deploys of a file and its imports, by name.
+
+    `broken` is whether an import failed.
+    """
 
     algorithms: dict[str, ast.AlgorithmDecl]
     clusters: dict[str, ast.ClusterDecl]
@@ -83,9 +90,9 @@ class ParsedProgram(NamedTuple):
 
 
 def lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
-    """Lower the chosen deploy and its algorithm, or the last algorithm of the file.
+    """Lower the chosen deploy and its algorithm.
 
-    Raises a Fault with all mistakes.
+    If there is no deploy, lowers the last algorithm of the file. Raises a Fault with all mistakes.
     """
     try:
         return _lower(file, context)
@@ -181,9 +188,9 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
 
 
 def _move_to_set(diagnostic: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
-    """Move a diagnostic about a param's value to the `set` that gives the value.
+    """Move a diagnostic about a param's value to the `set` that sets the value.
 
-    A note says where the value is used.
+    A note then says where the value is used.
     """
     override_spans = {override.value.span for override in overrides}
     for place, (span, _) in enumerate(diagnostic.related):
@@ -194,7 +201,7 @@ def _move_to_set(diagnostic: Diagnostic, overrides: Sequence[Override]) -> Diagn
 
 
 def _gather_items(file: ast.File, context: LoweringContext, problems: Problems) -> ParsedProgram:
-    """Collect the items of the file and its imports; each file is read once."""
+    """Collect the items of the file and its imports. Each file is read once."""
     algorithms: dict[str, ast.AlgorithmDecl] = {}
     clusters: dict[str, ast.ClusterDecl] = {}
     deploys: dict[str, ast.DeployDecl] = {}
@@ -248,7 +255,10 @@ def _gather_items(file: ast.File, context: LoweringContext, problems: Problems) 
 
 
 def _choose_deploy(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
-    """Return the requested deploy, or the only one."""
+    """Return the deploy that the command line names, or the only deploy of the file.
+
+    Returns None if the file has no deploy. Raises a Fault if there are several and none is named.
+    """
     deploys: dict[str, ast.DeployDecl] = {}
     for item in file.items:
         if isinstance(item, ast.DeployDecl):
@@ -286,6 +296,6 @@ def _look_up(name: ast.Name, known: Mapping[str, T], kind: str, broken: bool, pr
 
 
 def _sort_errors(errors: list[Diagnostic], path: str) -> list[Diagnostic]:
-    """Sort errors by position, the program's own file first, without duplicates."""
+    """Sort errors by position, with the program's own file first; drop duplicates."""
     unique = list(dict.fromkeys(errors))
     return sorted(unique, key=lambda diagnostic: (diagnostic.span.file != path, diagnostic.span))

@@ -1,8 +1,9 @@
-"""Readers of attributes that state what a node computes.
+"""Readers of the attributes that state what a node computes.
 
-These are functions, filters, environments, agents, losses and optimizers, of the package or of a user's file.
+The attributes are functions, filters, environments, agents, losses and optimizers. Each is a function of the package
+or a function or class of a user's file.
 
-Invariant: a user's file is parsed, never executed; a call of its function is named `path/to/file.py:name`.
+Invariant: a user's file is parsed, never executed. The name of a call of its function is `path/to/file.py:name`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ PLACES: dict[CallKind, str] = {
 
 @dataclass(frozen=True)
 class FunctionCallReader:
-    """`call = NAME(…)` or `"file.py:function"`."""
+    """A reader of `call = NAME(…)` or `call = "file.py:function"`."""
 
     caller: CallingNode
 
@@ -79,7 +80,7 @@ class FunctionCallReader:
 
 @dataclass(frozen=True)
 class PerReader:
-    """`per`: `row`, `batch` or a column."""
+    """A reader of `per`: `row`, `batch` or a column."""
 
     columns: Collection[str]
     above: str = ""  # a column of the source's rows
@@ -99,7 +100,10 @@ class PerReader:
 
 @dataclass(frozen=True)
 class TemperatureReader:
-    """A reader of a number of 0 or more, or a column or state that the node reads."""
+    """A reader of a temperature.
+
+    The value is a number of 0 or more, or a column or state that the node reads.
+    """
 
     caller: CallingNode
 
@@ -112,7 +116,7 @@ class TemperatureReader:
 
 @dataclass(frozen=True)
 class ReduceReader:
-    """A reader of `tokens`, `sequences` or `constant(n)`."""
+    """A reader of `reduce`: `tokens`, `sequences` or `constant(n)`."""
 
     WORDS: ClassVar = WordsKind(("tokens", "sequences", "constant"))
 
@@ -133,7 +137,7 @@ class ReduceReader:
 
 
 def form_readers(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
-    """Return the readers of forms that need the node.
+    """Return the readers of the attributes whose value depends on the node.
 
     `above` is a column of the source's rows.
     """
@@ -154,7 +158,7 @@ def form_readers(caller: CallingNode, columns: Collection[str] = (), above: str 
 def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Names, awaited: bool = False) -> Expr:
     """Lower the call of a function, loss term or schedule from a user's file.
 
-    awaited: whether it may be `async`.
+    `awaited`: whether the function may be `async`.
     """
     read = partial(read_signatures_as, kind)
     path, name, signatures = find_in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
@@ -165,7 +169,7 @@ def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Na
 
 @dataclass(frozen=True)
 class KeepReader:
-    """A reader of a comparison of a column or state with a number, or of a call."""
+    """A reader of `keep`: a comparison of a column or state with a number, or a call."""
 
     caller: CallingNode
 
@@ -199,7 +203,7 @@ class KeepReader:
 
 @dataclass(frozen=True)
 class LossReader:
-    """A reader of a loss: arithmetic over terms, numbers and states."""
+    """A reader of a loss: arithmetic on loss terms, numbers and states."""
 
     caller: CallingNode
 
@@ -212,7 +216,10 @@ class LossReader:
         return value
 
     def _lower_part(self, expr: ast.Expr, names: Names) -> Expr:
-        """Lower a part: a number, or an Expr of + - * neg over numbers and calls."""
+        """Lower a subexpression of a loss.
+
+        The result is a number, a state, a call, or an Expr of + - * neg over these.
+        """
         if quoted := file_call(expr):
             return _call_in_file(self.caller, quoted, "loss", names)
         if isinstance(expr, ast.Call):
@@ -313,7 +320,8 @@ class OptimizerReader:
 class RateReader:
     """A reader of a learning rate.
 
-    It is a number of 0 or more, a state that the update reads, or the call of a schedule of the package or of a file.
+    The value is a number of 0 or more, a state that the update reads, or the call of a schedule. The schedule is from
+    the package or from a user's file.
     """
 
     caller: CallingNode
@@ -356,7 +364,8 @@ class RateReader:
     def _check_bound(self, call: Expr) -> Expr:
         """Check that each parameter of a schedule is bound.
 
-        A parameter is filled in by the optimizer, an option, or a state that the update reads.
+        A parameter can be bound to a value that the optimizer fills in, or to a state that the update reads.
+        Parameters with a default need no binding.
         """
         caller = self.caller
         name = str(call.value)

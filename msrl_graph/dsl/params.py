@@ -1,7 +1,8 @@
 """The params of an algorithm and their overrides.
 
-Invariant: a param has one value, whatever the order of declarations: the command line's, else the deploy's, else its
-own. A param with a wrong expression has None, so that its uses are not reported as well.
+Invariant: a param has one value, whatever the order of declarations. The value is that of the command line if there is
+one, else that of the deploy, else that of the algorithm. A param with a wrong expression has the value None, so that
+its uses report no further mistake.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from .expressions import Names, Problems, evaluate, mistake
 
 @dataclass(frozen=True)
 class Override:
-    """`set NAME = VALUE` of a deploy or the command line; the last one wins."""
+    """`set NAME = VALUE` of a deploy or the command line.
+
+    Of several overrides of a param, the last one has precedence.
+    """
 
     name: ast.Name
     value: ast.Expr
@@ -30,7 +34,10 @@ def evaluate_params(
     others: Mapping[str, str],
     problems: Problems,
 ) -> dict[str, Expr | None]:
-    """Evaluate the params, in the order of their declaration."""
+    """Evaluate the params; return their values in the order of declaration.
+
+    `others` are the other declared names, each with its kind.
+    """
     overriding: dict[str, ast.Expr] = {}
     for override in overrides:
         if override.name.text in defaults:
@@ -76,7 +83,10 @@ def evaluate_params(
 
 
 def find_unused(algorithm: ast.AlgorithmDecl, overrides: Sequence[Override]) -> list[Diagnostic]:
-    """Warn of params that are set but not used, directly or by another param."""
+    """Return a warning for each param that is set but never used.
+
+    A param counts as used if another used param needs it.
+    """
     params = {
         statement.name.text: statement.value for statement in algorithm.body if isinstance(statement, ast.ParamDecl)
     }

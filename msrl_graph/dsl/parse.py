@@ -1,7 +1,7 @@
 """Parser: text to syntax tree.
 
-Invariant: any text gives a tree or a Fault with one diagnostic, and every part of the tree has the span that it was
-read from.
+Invariant: any text gives a tree or a Fault with one diagnostic. Every element of the tree has the span of the text
+that it was read from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ESCAPES = {'"': '"', "\\": "\\", "n": "\n", "t": "\t"}
 
 
 def parse(text: str, file: str) -> ast.File:
-    """Parse a program; `file` is the name that diagnostics show."""
+    """Parse a program. `file` is the file name for diagnostics."""
     text = text.removeprefix("\ufeff")  # some editors write a byte order mark
     tree = _tree(text, file, "start")
     build = _Builder(file)
@@ -54,38 +54,41 @@ def parse_type(text: str, file: str) -> ast.Type:
 
 
 def parse_edge(text: str, file: str) -> ast.EdgeDecl:
-    """Parse one edge, sample or resharding."""
+    """Parse one sample edge or resharding edge."""
     edge: ast.EdgeDecl = _Builder(file).statement(_tree(text, file, "edge"))
     return edge
 
 
 def parse_undo(text: str, file: str) -> ast.UndoDecl:
-    """Parse what a deploy drops, as `layout actor.update`."""
+    """Parse the target of a deploy's `drop` statement, such as `layout actor.update`."""
     stated = _tree(text, file, "stated")
     builder = _Builder(file)
     return builder.undo(stated, builder.span(stated))
 
 
 def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
-    """Parse `--set NAME=VALUE` of the command line.
+    """Parse the option `--set NAME=VALUE` of the command line.
 
-    Diagnostics show the flag's text as the file name (see `flag_text`).
+    Diagnostics show the text of the option as the file name (see `flag_text`).
     """
     lead = f"{FLAG}{name}="
     file = lead + value
-    # Padded with blanks, so that the value's columns are those within the flag.
+    # Padded with blanks, so that columns in the value are counted from the start of the option.
     return ast.Name(name, Span(file, 1, len(FLAG) + 1, 1, len(lead))), parse_expr(" " * len(lead) + value, file)
 
 
 def flag_text(file: str) -> str | None:
-    """Return the text of a file name that `parse_set` created, else None."""
+    """Return the text of a `--set` option from a file name that `parse_set` created.
+
+    Returns None for any other file name.
+    """
     return file if file.startswith(FLAG) else None
 
 
 def parse_tokens(text: str, file: str) -> Tree[Token]:
-    """Parse a program to the grammar's rules with every token.
+    """Parse a program to a tree of grammar rules that has every token.
 
-    This is for code that works on the layout. It rejects less than `parse`.
+    This tree is for code that works on the layout of the text. Some programs that `parse` rejects are accepted.
     """
     tree: Tree[Token] = _tree(text, file, "start", True)
     return tree
@@ -95,11 +98,12 @@ def parse_tokens(text: str, file: str) -> Tree[Token]:
 def _parser(start: str, tokens: bool = False) -> Lark:
     """Return the parser of a grammar rule, from the user's cache folder if possible.
 
-    The cache saves 40 ms at each start. With `tokens`, trees hold every token, and only tokens have positions.
+    With `tokens`, trees have every token, and only tokens have positions. The cache saves 40 ms at each start. A cache
+    file is rebuilt if it is missing, damaged, of another version or not owned by this user. If the cache cannot be
+    written, the parser is returned without a cache.
 
-    Each rule has its own parser: tables for all rules would take twice as long to load, and few programs need the
-    second. A cache that is missing, damaged, of another version or not owned by this user is rebuilt. A cache that
-    cannot be written is skipped.
+    Each rule has its own parser and cache: tables for all rules would take twice as long to load, and few programs
+    need a second rule.
     """
     grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
     # The versions of Python and lark are in the key because they determine what lark writes.
@@ -130,7 +134,7 @@ def _tree(text: str, file: str, start: str, tokens: bool = False) -> Any:
 
 
 class _Builder:
-    """A converter of lark's tree to the classes of ast.py, one method per rule."""
+    """A converter of lark's tree to the classes of ast.py, with one method per rule."""
 
     def __init__(self, file: str) -> None:
         self.file = file

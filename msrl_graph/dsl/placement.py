@@ -1,7 +1,7 @@
-"""Lower `place` and `apart` to the pools that a deploy states.
+"""Lowering of `place` and `apart` to the pools that a deploy states.
 
-Invariant: no node and no device is in two pools; nodes that share weights are in one pool. The planner decides about
-everything that no statement names, and about the device range of a pool that no `place` fixes.
+Invariant: no node and no device is in two pools. Nodes that share weights are in one pool. The planner places every
+node that no statement names, and chooses the device range of a pool that no `place` fixes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from .expressions import ALREADY_REPORTED, Problems, mistake
 
 @dataclass
 class _Group:
-    """Nodes that stay together; `apart` is the name that gives them their own pool."""
+    """Nodes that must be in one pool.
+
+    `apart` is the name in the `apart` statement that gives the nodes their own pool, or None.
+    """
 
     members: set[str]
     span: Span
     device_span: tuple[int, int, int] | None = (
-        None  # first device, number of devices, and devices of each node (0: consecutive)
+        None  # first device, number of devices, and devices per host (0: consecutive)
     )
     apart: ast.Ref | None = None
 
@@ -37,9 +40,11 @@ def lower_pools(
     cluster: ClusterSpec | None,
     problems: Problems,
 ) -> tuple[tuple[Pool, ...], tuple[tuple[str, ...], ...]]:
-    """Return the pools with a range or an `apart`, and the other groups.
+    """Return the pools, and the groups of nodes that must share a pool.
 
-    Pools are in the order of the text. `nodes` are all nodes that the algorithm declares.
+    A pool is a group of nodes with a device range or an `apart` statement. The pools are in the order of the text. The
+    other groups are nodes that only `place … together` joins; the planner chooses their pools. `nodes` are all nodes
+    that the algorithm declares.
     """
     lowering = _Pools(graph, nodes, cluster, problems)
     # All `place` statements come first, whatever the order of the text: they determine which nodes stay together.
@@ -104,7 +109,7 @@ class _Pools:
         return f"`{min(both)}` is a state of `{worker}`" if worker else "they share the weights of one worker"
 
     def _resolve_members(self, ref: ast.Ref) -> set[str]:
-        """Return a worker's nodes, or a node and those that share its weights."""
+        """Return the nodes of a worker, or a node and the nodes that share its weights."""
         workers = {worker.name: worker for worker in self.graph.workers}
         if ref.text in workers:
             members = [member for member in self.graph.nodes if member.worker == ref.text]
@@ -132,7 +137,10 @@ class _Pools:
         return {member.name for member in members}
 
     def _join_groups(self, members: set[str], span: Span, device_span: tuple[int, int, int] | None) -> _Group:
-        """Add a group, merged with the groups that share a member or the range."""
+        """Add a group of nodes, and merge it with the groups that it overlaps.
+
+        Groups overlap if they have a node in common or have the same device range.
+        """
         old = [
             known
             for known in self.groups
@@ -169,10 +177,10 @@ class _Pools:
         return format_device_range(*device_span, self.cluster.devices_per_node if self.cluster else 1)
 
     def _device_range(self, statement: ast.PlaceDecl) -> tuple[int, int, int]:
-        """Return the first device, the number of devices, and the devices of each node.
+        """Return the first device, the number of devices, and the devices per host.
 
-        Devices are counted through all hosts of the cluster. The last number is 0 unless several nodes contribute only
-        some of their devices.
+        Devices are counted from 0 through all hosts of the cluster. The third number is 0 if the devices are
+        consecutive, and is above 0 only if several hosts contribute some, but not all, of their devices.
         """
         if self.cluster is None:
             raise ALREADY_REPORTED

@@ -1,8 +1,8 @@
 """Diagnostics for text that does not follow the grammar.
 
-Invariant: there is one diagnostic, about the first place that cannot be right, in the user's words: what was found and
-what is expected there. This code runs only after the parser has failed, so it may be slow; it scans the text again with
-a scanner of its own that never fails.
+Invariant: there is one diagnostic, about the first place where the text is wrong. The diagnostic says in the user's
+words what was found and what is expected. This code runs only after the parser has failed, so it may be slow. A
+separate scanner, which never fails, splits the text again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
 
 
 def _scan(text: str, file: str) -> list[_Piece]:
-    """Split the text into pieces, without blanks and comments, plus an `end` piece."""
+    """Split the text into pieces, without blanks and comments; add an `end` piece."""
     starts = [0] + [newline.end() for newline in re.finditer("\n", text)]
 
     def place(offset: int) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def _scan(text: str, file: str) -> list[_Piece]:
 
 
 def _open_brackets(before: list[_Piece]) -> tuple[str, list[_Piece]]:
-    """Return the keyword of the current item, and the open brackets."""
+    """Return the keyword of the item that the text ends in, and the open brackets."""
     item = ""
     brackets = list[_Piece]()
     for piece in before:
@@ -154,7 +154,10 @@ def _character_diagnostic(text: str, here: _Piece) -> Diagnostic:
 
 
 def _guess_comment(before: list[_Piece], here: _Piece) -> Diagnostic | None:
-    """Detect `// words`: a comment of another language, parsed as values at first."""
+    """Detect `// words`, a comment of another language.
+
+    The parser first reads such a comment as a division of values.
+    """
     row = [piece for piece in (*before, here) if piece.span.line >= (before[-1] if before else here).span.line]
     for sign, word, after in zip(row, row[1:], row[2:], strict=False):
         if sign.text == "//" and word.kind == after.kind == "name" and sign.span.line == after.span.line:
@@ -197,9 +200,9 @@ def _unquoted_string(first: _Piece, name: str, ending: str = "") -> Diagnostic:
 
 
 def _guess_frozen(before: list[_Piece]) -> Diagnostic | None:
-    """Detect `worker NAME : KIND word`.
+    """Detect a wrong word after a worker's kind: `worker NAME : KIND word`.
 
-    The parser takes the word for the start of an edge and fails after it.
+    The parser reads the word as the start of an edge, and fails after the word.
     """
     if len(before) < 5:
         return None
@@ -212,7 +215,10 @@ def _guess_frozen(before: list[_Piece]) -> Diagnostic | None:
 
 
 def _guess_unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
-    """Detect a number with an unknown unit; the parser fails at the word or after it."""
+    """Detect a number with an unknown unit.
+
+    The parser fails at the unit or at the word after the unit.
+    """
     row = [*before, here]
     for number, word in (
         ((row[-2], row[-1]),)
@@ -233,9 +239,9 @@ def _guess_unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | N
 
 
 def _bits_help(number: str, word: str) -> str:
-    """Convert a network's number of bits to bytes.
+    """Return help that converts a network speed in bits to bytes.
 
-    Returns "" where the word does not mean bits (`mb` may be either).
+    Returns "" if the word does not mean bits. A word such as `mb` can mean bits or bytes, so it also returns "".
     """
     match = BITS.fullmatch(word)
     if match is None or not (match["bit"] or match["rate"] == "ps" or match["prefix"][0].isupper()):
@@ -284,7 +290,7 @@ def _guess_brackets(here: _Piece, brackets: list[_Piece]) -> Diagnostic | None:
 
 
 def _guess_misplaced(here: _Piece, before: list[_Piece], item: str, brackets: list[_Piece]) -> Diagnostic | None:
-    """Detect a statement of another kind of block, and a misspelt keyword."""
+    """Detect a statement in the wrong kind of block, or a misspelt keyword."""
     last = before[-1] if before else None
     if not brackets:
         if here.text == "{" and not before:
@@ -330,9 +336,9 @@ def _guess_misplaced(here: _Piece, before: list[_Piece], item: str, brackets: li
 
 
 def _begins_statement(before: list[_Piece]) -> bool:
-    """Return whether a statement would begin at the last piece.
+    """Return whether a statement can begin at the last piece of `before`.
 
-    That is at the start of its line or after a brace.
+    A statement begins at the start of a line or after a brace.
     """
     if len(before) < 2 or before[-2].text in ("{", "}"):
         return True
@@ -340,7 +346,10 @@ def _begins_statement(before: list[_Piece]) -> bool:
 
 
 def _is_complete_import(before: list[_Piece], item: str) -> bool:
-    """Return whether an import, the only item without braces, is complete."""
+    """Return whether the current item is a complete import.
+
+    An import is the only item without braces.
+    """
     return item == "import" and len(before) > 1 and before[-2].text == "import"
 
 

@@ -1,6 +1,6 @@
 """A syntax tree as indented text.
 
-Invariant: a line for each part, with what it holds and `line:column`.
+Invariant: each element of the tree has one line, with its contents and its position (`line:column`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .ast import File, Literal_, Name, NameExpr, Ref, word
 def show(file: File) -> str:
     """Return the tree as indented text.
 
-    Each part has a line with its contents and `line:column`.
+    Each element of the tree has one line, with its contents and its position (`line:column`).
     """
     return "\n".join(_lines(file, "", 0)) + "\n"
 

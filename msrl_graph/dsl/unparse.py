@@ -1,7 +1,8 @@
-"""Syntax tree to text.
+"""Conversion of a syntax tree to text.
 
-Invariant: for every tree that `parse` can return, `parse(write(tree))` is the same tree apart from spans. Exception: a
-name that is a keyword in its position, such as a worker `run` at the start of a deploy's edge, cannot be written.
+Invariant: for every tree that `parse` can return, `parse(write(tree))` is the same tree, ignoring spans. There is one
+exception: a name that is a keyword in its position cannot be written. An example is a worker with the name `run` at
+the start of an edge in a deploy.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from . import ast
 from .parse import ESCAPES
 
 WIDTH = 100
-# Precedence of operators; an operand with a lower one takes parentheses.
+# Precedence of operators. An operand with a lower precedence is written in parentheses.
 COMPARISON, SUM, TERM, FACTOR = range(4)
 LEVELS = {**dict.fromkeys(("+", "-"), SUM), **dict.fromkeys(("*", "/", "//", "%"), TERM)}
 UNESCAPE = {char: "\\" + letter for letter, char in ESCAPES.items()}
 
 
 def write(file: ast.File) -> str:
-    """Return the program's text without comments, which are not in the tree.
+    """Return the text of a program, without comments, because the tree has none.
 
-    The layout is plain; format.py creates the canonical one.
+    The text is not in the canonical layout; use format.py to format it.
     """
     return "\n".join("\n".join(_item(item)) + "\n" for item in file.items)
 
@@ -118,11 +119,10 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _attrs(title: str, attrs: tuple[ast.Attr, ...], *, braces: bool = False, lines: bool = False) -> Iterator[str]:
-    """Yield a statement with its attributes, on one line if possible.
+    """Yield the lines of a statement with its attributes, on one line if possible.
 
-    lines: whether to write one attribute per line even if all fit.
-
-    braces: whether to write braces even without attributes.
+    - `lines`: whether to write one attribute per line even if all attributes fit on one line.
+    - `braces`: whether to write braces even if there are no attributes.
     """
     items = [f"{attr.key.text} = {_expr(attr.value)}" for attr in attrs]
     line = f"{title} {{ {', '.join(items)} }}"
@@ -158,7 +158,10 @@ def _column(column: ast.ColumnDecl) -> str:
 
 
 def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:
-    """Return an expression's text, in parentheses if its precedence is below `least`."""
+    """Return the text of an expression.
+
+    The text is in parentheses if the precedence of the expression is below `least`.
+    """
     match expr:
         case ast.Literal_():
             return _literal(expr)
@@ -174,7 +177,7 @@ def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:
             level = FACTOR
         case ast.Binary():
             level = LEVELS.get(expr.op, COMPARISON)
-            # Comparisons do not chain; the others bind to the left.
+            # Comparisons do not chain; the other operators are left-associative.
             left = SUM if level == COMPARISON else level
             text = f"{_expr(expr.left, left)} {expr.op} {_expr(expr.right, level + 1)}"
     return text if level >= least else f"({text})"

@@ -1,4 +1,4 @@
-"""References to functions and classes in a user's file, `"file.py:name"`.
+"""References to functions and classes in a user's file: `"file.py:name"`.
 
 Invariant: the file is parsed, never executed.
 """
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 def file_call(expr: ast.Expr) -> ast.Call | None:
-    """Return the call `"file.py:name"(…)`, also if it is without parentheses."""
+    """Return the expression as a call of a user's function, or None if it is not one.
+
+    `"file.py:name"` without parentheses counts as a call without arguments.
+    """
     if isinstance(expr, ast.Literal_) and expr.kind == "string":
         return ast.Call(ast.Name(str(expr.value), expr.span), (), expr.span, quoted=True)
     return expr if isinstance(expr, ast.Call) and expr.quoted else None
@@ -33,9 +36,13 @@ def find_in_file(
     read: Callable[[str], dict[str, T]],
     awaited: bool = False,
 ) -> tuple[Path, str, dict[str, T]]:
-    """Return path and name of `"file.py:name"`, and all definitions that `read` finds.
+    """Return the path, the name, and all definitions of the file of `"file.py:name"`.
 
-    awaited: whether it may be `async def`.
+    - `read`: returns the definitions in a Python source text, by name.
+    - `sought`: "function" or "class", for error messages.
+    - `awaited`: whether the definition may be `async def`.
+
+    Raises a Fault if the file cannot be read or does not define the name.
     """
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
@@ -82,5 +89,5 @@ def find_in_file(
 
 
 def package_functions(library: Library) -> list[str]:
-    """Return the names of the package's functions."""
+    """Return the names of the functions of the package."""
     return [name for kind, name in library if kind == "function"]

@@ -1,8 +1,8 @@
-"""Derivation of deploys: `extends` and `drop` resolved to complete deploys.
+"""Derivation of deploys: `extends` and `drop` are resolved.
 
 Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written in full.
-Statements keep their spans, so that mistakes are reported where they were written. A statement that a deploy itself
-states twice stays there twice, for lowering to report.
+Statements keep their spans, so that mistakes are reported at the original text. If a deploy itself has a statement
+twice, the result has the statement twice, and lowering reports the duplicate.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def write_out(
     problems: Problems,
     broken: bool,
 ) -> ast.DeployDecl | None:
-    """Return the deploy with all that it extends; None where a base is not available.
+    """Return the deploy written in full, or None if a base is not available.
 
-    - known: the deploys that can be extended, by name
-    - broken: whether an import failed
+    - `known`: the deploys that can be extended, by name.
+    - `algorithms`: the names of the algorithms, for the help text of a wrong base.
+    - `broken`: whether an import failed.
     """
     base = deploy.extends.text if deploy.extends else ""
     help = (
@@ -54,7 +55,7 @@ def write_out(
 def _apply_statements(
     base: Iterable[ast.DeployStatement], deploy: ast.DeployDecl, problems: Problems
 ) -> list[ast.DeployStatement]:
-    """Apply the statements of a deploy to those of its base."""
+    """Return the statements of the base, changed by the statements of the deploy."""
     statements = {statement_key(base_statement, i): base_statement for i, base_statement in enumerate(base)}
     own = set[Key]()
     doubles = list[ast.DeployStatement]()
@@ -77,7 +78,7 @@ def _apply_statements(
 
 
 def split_statement(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
-    """Split a statement of several nodes or edges into one for each."""
+    """Split a statement about several nodes or edges into one statement for each."""
     match statement:
         case ast.LayoutDecl() | ast.EngineDecl():
             yield from (replace(statement, nodes=(ref,)) for ref in statement.nodes)
@@ -108,9 +109,9 @@ def _ends(edge: ast.EdgeDecl) -> str:
 
 
 def _merge_statement(old: ast.DeployStatement | None, new: ast.DeployStatement) -> ast.DeployStatement:
-    """Replace a statement by a new one.
+    """Return the statement that replaces `old`.
 
-    `evaluate`, `dock`, `reshard` and `run` keep the old attributes that the new one does not state.
+    For `evaluate`, `dock`, `reshard` and `run`, the result also has the old attributes that `new` does not state.
     """
     if (
         type(old) is not type(new)
@@ -123,7 +124,7 @@ def _merge_statement(old: ast.DeployStatement | None, new: ast.DeployStatement) 
 
 
 def _drop(statements: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy: ast.DeployDecl) -> None:
-    """Remove the statements that a `drop` names; they must exist."""
+    """Remove the statements that a `drop` names. Raises a Fault if one does not exist."""
     if deploy.extends is None:
         raise mistake("unknown-name", f"`{deploy.name.text}` extends no deploy, so there is nothing to drop", undo.span)
     for key in check_dropped(statements, undo, deploy.extends.text):
@@ -131,7 +132,10 @@ def _drop(statements: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy
 
 
 def check_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl, owner: str) -> list[Key]:
-    """Return the keys that a `drop` removes; raises a Fault if the `owner` lacks one."""
+    """Return the keys of the statements that a `drop` removes.
+
+    Raises a Fault if `owner`, the extended deploy, does not have one of these statements.
+    """
     keys = []
     for title, key, span in _resolve_dropped(statements, undo):
         if key not in statements or key in keys:
@@ -143,7 +147,7 @@ def check_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoD
 
 
 def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl) -> list[tuple[str, Key, Span]]:
-    """Return what is dropped: its title, its key, and the span that names it."""
+    """Return the title, the key and the span of each statement that a `drop` names."""
     if undo.edge:
         return [(_ends(edge), ("edge", _ends(edge)), edge.span) for edge in split_edge(undo.edge)]
     if undo.kind in ("place", "apart"):
@@ -155,8 +159,8 @@ def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.Un
 
 
 def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
-    """Return the keys of the statements that a `drop` names.
+    """Return the keys of the statements that a `drop` names, without a base.
 
-    `place` and `apart` share one key.
+    `place` and `apart` each have one key for all their statements.
     """
     return [key for _, key, _ in _resolve_dropped({}, undo)]

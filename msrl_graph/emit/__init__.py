@@ -1,5 +1,5 @@
-"""Emitters: what a compilation shows, one format per file.
+"""Emitters: the results of a compilation as text or files, one format per module.
 
-Invariant: an emitter only reads; the same input gives the same text. rich, jinja2 and msgspec are imported only by the
-emitters that use them, and only then.
+Invariant: an emitter only reads its input, and the same input gives the same text. rich, jinja2 and msgspec are
+imported only by the emitters that use them, and only when such an emitter is imported.
 """

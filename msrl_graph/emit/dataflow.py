@@ -1,6 +1,6 @@
 """The transfer dock and the sample edges of a plan as text.
 
-Invariant: as in all text of a plan, every figure has its source next to it.
+Invariant: every figure is printed with its source (measured, derived, datasheet, stated or assumed).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .text_page import Sheet
 
 
 def write_docks(page: Sheet, plan: Plan) -> None:
-    """Write the warehouses and controllers of a plan."""
+    """Write the warehouses and controllers of a plan's transfer dock to a page."""
     docks = plan.docks
     where = (
         f"{plural(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} "
@@ -50,7 +50,7 @@ def write_docks(page: Sheet, plan: Plan) -> None:
 
 
 def write_traffic(page: Sheet, plan: Plan) -> None:
-    """Write the bytes and seconds of each sample edge."""
+    """Write the bytes and seconds of each sample edge of a plan to a page."""
     total = sum(traffic.bytes for traffic in plan.traffic)
     page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
     rows = []

@@ -1,6 +1,7 @@
 """The differences between two plans.
 
-Invariant: a plan has no difference from itself; swapping two plans reverses the signs; what is equal is not shown.
+Invariant: a plan has no difference from itself. Swapping the two plans reverses the sign of each difference. Equal
+values are not listed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ Value = str | float | bool | None
 
 @dataclass(frozen=True)
 class Change:
-    """A value of an item that was `old` and is `new`; None if it does not exist.
+    """A difference between two plans: one property of one item, with both values.
 
-    Numbers of a `unit` have a difference, and its percentage of the old value unless that is 0. A `detail` follows from
-    other changes of its item.
+    - `part`: the section of the plan, such as Memory.
+    - `item` and `what`: the item in that section (a node, an edge, a phase), and the item's property.
+    - `old` and `new`: the property's value in each plan. None: that plan does not have the property.
+    - `difference`: `new` minus `old`, if the values are numbers with a `unit`.
+    - `percent`: the difference in percent of the old value. None if the old value is 0.
+    - `detail`: the change follows from other changes of the same item.
     """
 
     part: str
@@ -38,9 +43,9 @@ class Change:
 
 
 def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
-    """Return all differences, in the order of a plan.
+    """Return all differences between two plans, in the order of a plan's sections.
 
-    An item that only one plan has is one change.
+    An item that only one of the two plans has is a single change.
     """
     return tuple(_changes(old, new))
 
@@ -70,9 +75,10 @@ def _changes(old: Plan, new: Plan) -> Iterator[Change]:
 
 
 def _merge_keys(new: Mapping[str, object], old: Mapping[str, object]) -> list[str]:
-    """Return the keys of both plans.
+    """Return the keys that occur in either of two mappings, without duplicates.
 
-    They are in the order of the new plan; removed keys follow the key that they followed before.
+    The keys are in the order of the new mapping. A key that only the old mapping has follows the key that precedes it
+    in the old mapping.
     """
     order = list(new)
     before = ""
@@ -98,14 +104,17 @@ def _compare_facts(part: str, item: str, name: str, old: Fact | None, new: Fact 
     if not unit:
         yield Change(part, item, name, was, now, detail=detail)
         return
-    # A missing item counts as 0, as the bytes of a new item of memory.
+    # A missing value counts as 0: the bytes of an item of memory that only the new plan has.
     one = float(was or 0)
     two = float(now or 0)
     yield Change(part, item, name, was, now, unit, two - one, 100 * (two - one) / one if one else None, detail)
 
 
 def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour: bool = False) -> str:
-    """Format changes as one table per part; `old` is the name of the old plan."""
+    """Format changes as text, with one table for each section of the plan.
+
+    `old` is the name of the old plan.
+    """
     page = Page(width, colour)
     if not changes:
         page.closing(
@@ -134,7 +143,7 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
 
 
 def _summarize_iteration(changes: tuple[Change, ...]) -> str:
-    """Return the change of the iteration's time as a sentence."""
+    """Return a sentence that says how the time of an iteration changed."""
     for change in changes:
         if change.part == "Seconds" and change.item == "an iteration" and change.difference is not None:
             percent = f" ({_format_percent(change)})" if change.percent is not None else ""
@@ -181,7 +190,7 @@ def _format_percent(change: Change) -> str:
 def diff_json(changes: tuple[Change, ...], old: str) -> str:
     """Format changes as JSON.
 
-    Differences are in the unit, percentages of the old value.
+    Each `difference` is a number in the `unit` of its change. Each `percent` is relative to the old value.
     """
     content = {"format_version": FORMAT_VERSION, "stage": "diff", "old": old, "changes": changes}
     return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

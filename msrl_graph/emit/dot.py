@@ -1,7 +1,7 @@
 """Graphviz text of a picture, for `dot -Tsvg`.
 
-Invariant: every name is a quoted string, whatever it contains, so that no name can end another or be read as a keyword;
-the same picture gives the same bytes.
+Invariant: every name is written as a quoted string, whatever characters it contains. So no name can end its own string
+or be read as a Graphviz keyword. The same picture gives the same bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ STYLES = {"reshard": "dashed", "kept": "dotted"}
 
 
 def dot_text(picture: Picture) -> str:
-    """Return a digraph of a picture.
+    """Return a picture as a Graphviz digraph.
 
-    Groups are clusters; sample edges are solid, resharding edges dashed, states dotted.
+    Groups of boxes are clusters. Sample edges are solid lines, and resharding edges are dashed lines. A dotted line
+    leads from the node that sets a state of the algorithm to a node that reads the state.
     """
     lines = [
         f"digraph {_quote([picture.title])} {{",
@@ -44,7 +45,7 @@ def dot_text(picture: Picture) -> str:
     lines += [f"  {_format_box(box)}" for box in picture.boxes if not box.group]
     for arrow in picture.arrows:
         more = [f"label={_quote(arrow.lines)}"] if arrow.lines else []
-        # Weights and states lead back to the start of an iteration: they do not order the nodes.
+        # Arrows of weights and states lead back to the start of an iteration, so they must not order the nodes.
         more += [f"style={STYLES[arrow.kind]}", "constraint=false"] if arrow.kind in STYLES else []
         attributes = f" [{', '.join(more)}]" if more else ""
         lines.append(f"  {_quote([arrow.src])} -> {_quote([arrow.dst])}{attributes}")
@@ -58,7 +59,10 @@ def _format_box(box: Box) -> str:
 
 
 def _quote(lines: Sequence[str]) -> str:
-    """Quote lines as one string; a backslash is escaped, so it starts no escape."""
+    """Return lines as one quoted Graphviz string.
+
+    Backslashes in the lines are escaped, so that they do not begin Graphviz escape sequences.
+    """
     plain = ("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
     shown = (line.replace("\\", "\\\\").replace('"', '\\"') for line in plain)
     return '"' + "\\n".join(shown) + '"'

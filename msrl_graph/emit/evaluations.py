@@ -1,6 +1,6 @@
 """The evaluations of a plan as text: data, times, sampling, and kept checkpoints.
 
-Invariant: a generation is shown with the settings that it samples with, wherever they are stated.
+Invariant: each generation is shown with the settings that it samples with, wherever the program states these settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .text_page import Sheet
 
 
 def write_evaluations(page: Sheet, plan: Plan) -> None:
-    """Write the evaluations of a plan."""
+    """Write the evaluations of a plan to a page; write nothing if there are none."""
     if not plan.deploy.evaluations:
         return
     remark = "without updates; a generation that reads another's text samples as in training, or by `draws`"
@@ -43,7 +43,8 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
 def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str]]:
     """List the generations that an evaluation runs.
 
-    Each has its name, the responses for each row that it reads, and the temperature.
+    An entry has the node's name, the number of responses that the node samples for each row that it reads, and the
+    sampling temperature.
     """
     needed = nodes_upstream(plan.graph, evaluation.columns)
     generations = []

@@ -1,8 +1,8 @@
-"""A plan as facts that can be compared with another plan's.
+"""A plan as a set of facts that can be compared with the facts of another plan.
 
-Invariant: everything that determines a run or its figures is a fact, under a name that users know. Left out is what
-adds nothing: source positions, explanations (reasons, formulas, the record of a search), and tensors (the sizes of a
-model determine them).
+Invariant: everything that determines a run or a figure of the plan is a fact, under a name that users know. Three
+things are not facts, because they add no information: positions in source files, explanations (reasons, formulas, the
+record of a search), and tensors (the sizes of a model determine its tensors).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from .humanize import describe_instructions
 
 @dataclass(frozen=True)
 class Fact:
-    """A value; numbers with a `unit` (bytes, s, …) can be subtracted.
+    """A value of a plan, for comparison with another plan.
 
-    A `detail` follows from other facts.
+    - `unit`: the unit of a number (bytes, s, …). Numbers with a unit can be subtracted from each other.
+    - `detail`: the fact follows from other facts.
     """
 
     value: str | float | bool | None
@@ -29,12 +30,12 @@ class Fact:
     detail: bool = False
 
 
-# By item (a node, an edge, a phase) and by property.
+# The facts of a section, by item (a node, an edge, a phase) and by the item's property.
 Section = dict[str, dict[str, Fact]]
 
 
 def facts(plan: Plan) -> dict[str, Section]:
-    """Return all facts of a plan, by section, in reading order."""
+    """Return all facts of a plan, by section, in the order of the plan's text."""
     graph = plan.graph
     deploy = plan.deploy
     cluster = plan.cluster
@@ -137,7 +138,10 @@ def _deploy_facts(plan: Plan) -> Section:
 
 
 def _field_facts(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
-    """Return the fields of a part; those of its parts are named `name.name`."""
+    """Return the fields of a dataclass or dict as facts, by name.
+
+    A field of a nested object has a dotted name, `field.subfield`.
+    """
     if isinstance(part, dict):
         items = part.items()
     elif is_dataclass(part):

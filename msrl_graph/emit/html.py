@@ -1,8 +1,8 @@
-"""A stage as one self-contained HTML page: pictures, then the text as tables.
+"""A graph or plan as one self-contained HTML page: pictures, then text as tables.
 
-Invariant: the page contains all that it shows and loads nothing: no script, no file, nothing from a network. Text of a
-program is escaped everywhere. The length depends on the program and on classes of equal hosts, never on the number of
-devices.
+Invariant: the page contains everything that it shows. It loads no script, no file, and nothing from a network. All text
+that comes from a program is escaped. The length of the page depends on the program and on the number of different kinds
+of host, never on the number of devices.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ WIDEST = 16  # devices of a host that are drawn one by one
 
 @dataclass(frozen=True)
 class BusyInterval:
-    """Seconds of an iteration in which devices of a pool worked at something.
+    """A time interval of an iteration in which devices of a pool worked on one node.
 
-    They count from its start; `share` is the share of the pool's devices.
+    `begin` and `end` are in seconds from the start of the iteration. `share` is the share of the pool's devices that
+    worked.
     """
 
     pool: str
@@ -55,7 +56,7 @@ class BusyInterval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """An iteration: its seconds, and which pool worked when."""
+    """The seconds of an iteration, and the intervals in which pools worked."""
 
     seconds: float
     stretches: tuple[BusyInterval, ...]
@@ -64,7 +65,7 @@ class Timeline:
 
 @dataclass
 class HtmlSection:
-    """A section: lines and tables in the order in which they were written."""
+    """A section of a page: its lines and tables, in the order of writing."""
 
     title: str
     more: str
@@ -73,7 +74,7 @@ class HtmlSection:
 
 @dataclass
 class Sections:
-    """A sheet whose sections a template renders."""
+    """A page as a list of sections that an HTML template renders (see `Sheet`)."""
 
     parts: list[HtmlSection] = field(default_factory=list)
     end: str = ""
@@ -98,14 +99,17 @@ class Sections:
 
 
 def graph_html(graph: Graph) -> str:
-    """Return a page of an algorithm: its graph, workers, columns, states and edges."""
+    """Return an HTML page of an algorithm: its graph, and tables of its parts.
+
+    The tables list workers, columns, states and edges.
+    """
     sheet = Sections()
     write_graph(sheet, graph)
     return _render_page(f"Algorithm {graph.name}", sheet, **picture_context(graph_picture(graph)))
 
 
 def placed_html(plan: Plan) -> str:
-    """Return a page of a placed graph: docks, allgather-swaps, and the devices."""
+    """Return an HTML page of a placed graph: nodes, docks, swaps, sends and devices."""
     sheet = Sections()
     write_placed(sheet, plan)
     return _render_page(
@@ -117,7 +121,10 @@ def placed_html(plan: Plan) -> str:
 
 
 def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
-    """Return a page of a plan, with a timeline of an iteration if one is given."""
+    """Return an HTML page of a plan.
+
+    The page includes the timeline of an iteration if `timeline` is given.
+    """
     sheet = Sections()
     write_plan(sheet, plan)
     shown = {
@@ -130,7 +137,7 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
 
 
 def fragment(picture: Picture) -> str:
-    """Return a picture with its legend for another page, such as a notebook."""
+    """Return the HTML of a picture with its legend, to embed in a page or a notebook."""
     # A plain string: jinja's Markup would escape strings that are joined to it.
     return str(template("drawing.html.j2").module.fragment(**picture_context(picture)))  # type: ignore[attr-defined]
 
@@ -170,7 +177,7 @@ def picture_context(picture: Picture) -> dict[str, Any]:
 
 
 def _figures(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return the main figures: name, value, remark."""
+    """Return the main figures of a plan, each as (name, value, remark)."""
     figures = []
     if plan.estimate is not None:
         iteration = plan.estimate.iteration_seconds
@@ -216,7 +223,10 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _devices(plan: Plan) -> dict[str, Any]:
-    """Return the pools with their nodes, and the hosts in classes of equal pools."""
+    """Return the pools and hosts of a plan, as the template draws them.
+
+    Consecutive hosts with the same number of devices of each pool are one entry.
+    """
     colour_of = colours(plan)
     per_host = plan.cluster.devices_per_node
     # Pools are ranges of devices: hosts differ only where a range begins or ends.
@@ -299,7 +309,7 @@ def _memory_bar(memory: PhaseMemory, scale: float) -> dict[str, Any]:
 
 
 def _memory_kind(item: str) -> int:
-    """Return the index in KINDS of an item of memory."""
+    """Return the index in KINDS of the kind of an item of memory."""
     return next(number for number, (_, words) in enumerate(KINDS) if any(word in item for word in words))
 
 
@@ -341,7 +351,10 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 def _join_stretches(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
-    """Return stretches in order, with touching or nearly touching ones joined."""
+    """Return the (begin, end) of intervals in order, with adjacent intervals joined.
+
+    Two intervals are joined if the gap between them is at most `least` seconds.
+    """
     joined: list[tuple[float, float]] = []
     for stretch in sorted(stretches, key=lambda stretch: (stretch.begin, stretch.end)):
         if joined and stretch.begin <= joined[-1][1] + least:
@@ -352,7 +365,7 @@ def _join_stretches(stretches: Sequence[BusyInterval], least: float) -> list[tup
 
 
 def _ticks(seconds: float) -> list[float]:
-    """Return about five round times up to `seconds`."""
+    """Return up to seven round times from 0 to `seconds`, for the axis of a timeline."""
     one = 1e-6
     while True:
         for step in (one, 2 * one, 5 * one):

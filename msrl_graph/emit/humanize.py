@@ -1,6 +1,6 @@
-"""Numbers and layouts as text.
+"""Numbers and layouts as short text for people.
 
-Invariant: nothing here draws, so that a mere check of a program can load it.
+Invariant: this module imports nothing that draws, so that a mere check of a program can load it quickly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..sharding.layout import Layout
 
 
 def size(number: float) -> str:
-    """Format bytes in decimal units, with three digits."""
+    """Format a number of bytes in decimal units (kB, MB, …), with three digits."""
     for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= one:
             return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:,.0f} {unit}"
@@ -22,7 +22,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds, with three digits."""
+    """Format seconds as s, ms or us, with three digits."""
     if seconds == 0:
         return "0"
     for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -37,7 +37,10 @@ def plural(number: int, noun: str) -> str:
 
 
 def describe_instructions(plan: Plan, stream: InstructionStream) -> str:
-    """Describe a pool's instructions in an iteration, in order."""
+    """List the instructions that a pool runs in an iteration, in order.
+
+    If the pool runs its first instructions for a later iteration, the text says for which iteration.
+    """
     steps = [*map(str, stream.instructions)]
     first = count_opening(plan, stream)
     if not first:
@@ -50,26 +53,33 @@ def describe_instructions(plan: Plan, stream: InstructionStream) -> str:
 
 
 def staleness(mean: float, bound: int) -> str:
-    """Describe how old the weights that generate are, and how old a row can be."""
+    """Describe the average age of the weights that generate, and the largest row age.
+
+    Both ages are in versions.
+    """
     return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
 
 
 def format_layout(layout: Layout) -> str:
-    """Format a layout."""
+    """Format a layout; the ZeRO stage is shown only if it is 2 or 3."""
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
 def describe_experts(experts: ExpertSizes, layout: Layout) -> str:
-    """Describe a rank's share of a layer's experts, and their mesh in a stage."""
+    """Describe a rank's share of a layer's experts, and the mesh of the experts.
+
+    The mesh is the sizes `ep`, `etp` and `edp` (copies of each expert) in a pipeline stage.
+    """
     part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
     number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
     return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
 def compare_rival(record: SearchRecord, rival: Rival) -> str:
-    """Describe what staleness gains or would cost.
+    """Compare the chosen plan with the best plan of the other kind.
 
-    The file leaves open whether any pool is ahead.
+    The two kinds are plans with pools ahead of the updates (with staleness) and plans with all pools in step. Both are
+    searched if the file does not say whether any pool may be ahead.
     """
     kind = "with pools ahead of the updates" if rival.ahead else "with all pools in step"
     if not rival.seconds:

@@ -1,6 +1,7 @@
-"""JSON of every stage.
+"""The JSON form of each stage of a compilation.
 
-Invariant: each has `format_version` and `stage`. That of a plan is `plan.to_json()`, which `plan.from_json` reads.
+Invariant: each document has the fields `format_version` and `stage`. The JSON of a complete plan is `plan.to_json()`,
+and `plan.from_json` reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from .placed_graph import build_placed_graph
 
 
 def tree_json(root: object) -> str:
-    """Return a syntax tree as JSON: each part is an object whose `is` names its kind."""
+    """Return a syntax tree as JSON.
+
+    Each part of the tree is an object whose field `is` names the kind of statement or expression.
+    """
 
     def walk(part: object) -> object:
         if is_dataclass(part):
@@ -35,9 +39,10 @@ def graph_json(graph: Graph) -> str:
 
 
 def placed_json(plan: Plan) -> str:
-    """Return a placed graph as JSON: its nodes and edges, and parts of the plan.
+    """Return a placed graph as JSON: its nodes and edges, and some parts of the plan.
 
-    Nodes are states, docks and allgather_swaps.
+    The nodes are the worker states, the docks and the allgather-swaps or sends. The parts of the plan are pools,
+    placements, docks and reshards.
     """
     nodes, edges = build_placed_graph(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
@@ -45,7 +50,10 @@ def placed_json(plan: Plan) -> str:
 
 
 def plan_json(plan: Plan) -> str:
-    """Return a plan as JSON, with absolute file paths: it runs from any folder."""
+    """Return a plan as JSON.
+
+    File paths are absolute, so that the plan can be run from any folder.
+    """
     return _format_json(make_existing_absolute(plan))
 
 

@@ -1,9 +1,13 @@
 """A layered drawing: positions of boxes and points of arrows.
 
-Its only input is the order of the boxes. Invariant: boxes and labels of a layer never overlap. An arrow that passes a
-layer has a place of its own in it, so it crosses neither. Arrows lead from an earlier box to a later one, or are drawn
-reversed. The same input gives the same numbers. Method: Sugiyama et al. 1981: ranks, an order by barycentres, positions
-by least squares.
+The input is the sizes of the boxes in dependency order, and the arrows between the boxes.
+
+Invariant: boxes and labels of a layer never overlap. An arrow that passes through a layer has its own position in that
+layer, so it crosses no box and no label. An arrow from a later box to an earlier one is laid out in the opposite
+direction, and then its points are reversed. The same input gives the same numbers.
+
+Method: Sugiyama et al. 1981. Boxes get ranks (the numbers of their layers). Each layer is ordered by barycenters.
+Positions are chosen by least squares.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ FIRM = 6.0  # the weight of a straight arrow, relative to that of a centred box
 class Item:
     """An element of a layer: a box, a label, or an arrow passing through.
 
-    `x`, `y` is its centre.
+    `x` and `y` are the center of the element.
     """
 
     width: float
@@ -39,7 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ArrowRoute:
-    """The points of an arrow from start to end, and the centre of its label."""
+    """The points of an arrow from start to end, and the center of its label."""
 
     points: tuple[tuple[float, float], ...]
     label: tuple[float, float] | None
@@ -47,7 +51,7 @@ class ArrowRoute:
 
 @dataclass(frozen=True)
 class LayeredDrawing:
-    """A drawing; `places` are the centres of the boxes."""
+    """The size of a drawing, the centers of its boxes (`places`), and its arrows."""
 
     width: float
     height: float
@@ -56,9 +60,10 @@ class LayeredDrawing:
 
 
 def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]]) -> LayeredDrawing:
-    """Draw boxes, given in dependency order, and arrows.
+    """Return the positions of boxes and of the arrows between them.
 
-    Arrows come with the extents of their labels (0, 0: none).
+    `boxes` is in dependency order. Each arrow is (start, end, extent of its label); the extent (0, 0) means that the
+    arrow has no label.
     """
     order = {name: index for index, name in enumerate(boxes)}
     ends = [(src, dst) if order[src] <= order[dst] else (dst, src) for src, dst, _ in arrows]
@@ -117,7 +122,10 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
 
 
 def _assign_ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) -> list[int]:
-    """Return twice the length of the longest path to each box; labels use odd ranks."""
+    """Return the rank of each box: twice the length of the longest path to the box.
+
+    So boxes have even ranks, and labels are in the layers with odd ranks.
+    """
     ranks = dict.fromkeys(boxes, 0)
     for name in boxes:
         ranks[name] = max((ranks[src] + 2 for src, dst in ends if dst == name and src != name), default=0)
@@ -125,7 +133,10 @@ def _assign_ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) 
 
 
 def _order_layers(layers: list[list[Item]]) -> list[list[Item]]:
-    """Order the layers with the fewest crossings that barycentre sweeps find."""
+    """Reorder the items of each layer so that few arrows cross.
+
+    The result is the order with the fewest crossings among those that the barycenter sweeps try.
+    """
     best = layers
     least = _count_crossings(layers)
     for sweep in range(SWEEPS):
@@ -156,9 +167,9 @@ def _count_crossings(layers: Sequence[Sequence[Item]]) -> int:
 
 
 def _set_positions(layers: Sequence[Sequence[Item]]) -> None:
-    """Set horizontal positions: each item is centred between its neighbours.
+    """Set the horizontal positions: each item is centered between its neighbors.
 
-    The layer's order and the widths limit this.
+    The items keep the order of their layer and do not overlap.
     """
     for layer in layers:
         _separate(layer, [(0.0, 1.0)] * len(layer))
@@ -175,7 +186,10 @@ def _set_positions(layers: Sequence[Sequence[Item]]) -> None:
 
 
 def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item]]) -> None:
-    """Move the passages of an arrow to one position, if their neighbours leave room."""
+    """Give all passages of an arrow the same x, if their neighbors leave room.
+
+    A passage is the point at which the arrow passes through a layer.
+    """
     neighbours = {
         id(item): (one, two)
         for layer in layers
@@ -199,9 +213,10 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
 
 
 def _separate(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
-    """Set the positions nearest to the wanted ones at which nothing overlaps.
+    """Set the positions of a layer's items: near the wanted ones, but without overlap.
 
-    Nearest is by weighted least squares (pool adjacent violators).
+    `wanted` is the (position, weight) of each item. The sum of the weighted squared distances to the wanted positions
+    is minimal (pool adjacent violators).
     """
     offsets = []
     offset_sum = 0.0
@@ -226,7 +241,7 @@ def _separate(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> N
 def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return points from the first box's lower edge to the last box's upper edge.
 
-    The arrow passes each layer between vertically.
+    Between the two boxes, the arrow passes each layer vertically.
     """
     first = path[0]
     last = path[-1]
@@ -237,7 +252,10 @@ def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) 
 
 
 def _port_position(item: Item, near: Sequence[Item], other: Item, width: float) -> float:
-    """Return where an arrow ends on a box's edge: in the order of the neighbours."""
+    """Return the x at which an arrow ends on the edge of a box.
+
+    Several arrows end at one edge in the horizontal order of the boxes that they come from.
+    """
     ordered = sorted(range(len(near)), key=lambda index: near[index].x)
     place = next((position for position, index in enumerate(ordered) if near[index] is other), 0)
     return item.x + (0.7 * width) * ((place + 1) / (len(near) + 1) - 0.5) if near else item.x

@@ -1,7 +1,8 @@
-"""What a picture of a stage shows, apart from drawing: grouped boxes, and arrows.
+"""The content of a picture of a graph or plan: grouped boxes, and arrows.
 
-Invariant: boxes are in dependency order, so that every sample arrow leads forward; a group is a worker (of a graph) or
-a pool (of a plan), occurs once, and is in the order of its first box.
+Invariant: a picture has no positions or colors. Boxes are in dependency order, so every sample arrow leads from an
+earlier box to a later one. A group is a worker (in a picture of a graph) or a pool (in a picture of a plan). Each group
+occurs once, and groups are in the order of their first boxes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ COLOURS = 8
 class Box:
     """A box of a picture.
 
-    `kind` is source, function, generate, infer, update (nodes), dock, allgather_swap or send; `group` is "" for boxes
-    outside groups.
+    `kind` is `source`, `function`, `generate`, `infer` or `update` for a node of the graph, otherwise `dock`,
+    `allgather_swap` or `send`. `group` is "" for a box outside all groups.
     """
 
     name: str
@@ -35,8 +36,8 @@ class Box:
 class Arrow:
     """An arrow of a picture.
 
-    `kind` is sample, reshard (dashed), or kept (dotted): a state, from the node that sets it to a node that reads it an
-    iteration later.
+    `kind` is `sample`, `reshard` (drawn dashed) or `kept` (drawn dotted). A `kept` arrow shows a state of the
+    algorithm: it leads from the node that sets the state to a node that reads the value an iteration later.
     """
 
     src: str
@@ -47,7 +48,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture; `groups` are names with remarks."""
+    """A picture; `groups` is the name and a remark of each group."""
 
     title: str
     groups: tuple[tuple[str, str], ...]
@@ -56,7 +57,7 @@ class Picture:
 
 
 def graph_picture(graph: Graph) -> Picture:
-    """Return nodes by worker, and sample edges with their columns."""
+    """Return a picture of a graph: nodes by worker, and edges with their columns."""
     boxes = []
     for node in graph.nodes:
         scope = (*((f"per {node.per}",) if node.per != "row" else ()), *_set_lines(node))
@@ -79,12 +80,15 @@ def graph_picture(graph: Graph) -> Picture:
 
 
 def colours(plan: Plan) -> dict[str, int]:
-    """Return the colour of each pool in the picture."""
+    """Return the color number of each pool in the plan's picture."""
     return {name: number % COLOURS for number, (name, _) in enumerate(plan_picture(plan).groups)}
 
 
 def plan_picture(plan: Plan) -> Picture:
-    """Return nodes by pool, with layouts and seconds, and what each edge moves."""
+    """Return a picture of a plan: nodes by pool, and edges.
+
+    A node has its layout and seconds, and an edge has the bytes that it moves.
+    """
     graph = plan.graph
     seconds = {phase.name: phase.seconds.value for phase in plan.estimate.phases} if plan.estimate else {}
     boxes = []
@@ -120,7 +124,10 @@ def plan_picture(plan: Plan) -> Picture:
 
 
 def placed_picture(plan: Plan) -> Picture:
-    """Return nodes by pool, with the docks, allgather-swaps and sends between them."""
+    """Return a picture of a placed graph: nodes by pool, with docks, swaps and sends.
+
+    A sample edge leads through a dock, and a resharding edge through an allgather-swap or a send.
+    """
     graph = plan.graph
     vertices, arcs = build_placed_graph(plan)
     vertex_of = {vertex.name: vertex for vertex in vertices}
@@ -128,7 +135,7 @@ def placed_picture(plan: Plan) -> Picture:
     boxes = []
     for node in graph.nodes:
         into = [name for name, dst in feeds.items() if dst == node.name]
-        # A dock is before its node. A box that brings weights is between the node and the update, which comes later.
+        # A dock's box precedes the box of its node. A box of weights (a swap or a send) follows the box of its node.
         order = [
             *(name for name in into if vertex_of[name].kind == "dock"),
             node.name,
@@ -161,7 +168,10 @@ def _set_lines(node: Node) -> tuple[str, ...]:
 
 
 def _state_arrows(graph: Graph) -> list[Arrow]:
-    """Return arrows of states to their readers; boxes show their setters."""
+    """Return arrows for the states of the algorithm, from each setter to each reader.
+
+    There is no arrow from a node to itself. The boxes list the states that nodes set.
+    """
     states: dict[tuple[str, str], list[str]] = {}
     for node in graph.nodes:
         for name in node.sets:
@@ -176,12 +186,15 @@ def _column_lines(graph: Graph, edge: Edge) -> tuple[str, ...]:
 
 
 def _attribute_lines(edge: Edge) -> tuple[str, ...]:
-    """Format the attributes of an edge."""
+    """Format the attributes of an edge as one line; no line if the edge has none."""
     return (", ".join(f"{name} = {value}" for name, value in edge.attributes.items()),) if edge.attributes else ()
 
 
 def _describe_moves(reshard: Reshard) -> tuple[str, ...]:
-    """Describe the routes of weights, and the bytes of the busiest device."""
+    """Describe how a resharding moves weights: routes, bytes and seconds.
+
+    The bytes are those that the busiest device receives.
+    """
     most = sum(route.bytes for route in reshard.ways)
     seconds = sum(step.seconds.value for step in reshard.steps)
     how = dict.fromkeys(route.how for route in reshard.ways)

@@ -1,7 +1,7 @@
 """The placed graph: an algorithm's graph with its docks and reshards.
 
-Invariant: every sample edge passes the `dock` before its destination, every resharding edge a node of its own: an
-`allgather_swap`, or between two pools a `send`.
+Invariant: every sample edge leads through the `dock` vertex of its destination. Every resharding edge leads through a
+vertex of its own: a `send` between two pools, otherwise an `allgather_swap`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Arc:
 
 
 def build_placed_graph(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
-    """Return the vertices and arcs of a plan with placements, docks and reshards."""
+    """Return the vertices and arcs of the placed graph of a plan.
+
+    The plan must have placements, docks and reshards.
+    """
     vertices = []
     arcs = []
     for placement in plan.placements:

@@ -1,6 +1,6 @@
 """A Python script that runs a plan on Ray: a summary, then the plan as data.
 
-Invariant: one runnable file; it calls the same runtime with the same plan as `msrl-run` does.
+Invariant: the script is one runnable file. It calls the same runtime with the same plan as `msrl-run` does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..ir.plan import Plan
 
 
 def ray_script(plan: Plan) -> str:
-    """Return the script, which finds the plan's files from any folder."""
+    """Return the script for a plan; it can be run from any folder."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
     pools = dict.fromkeys([*(pool.name for pool in plan.pools), *(placement.pool for placement in plan.placements)])
     placed = [(pool, [placement for placement in plan.placements if placement.pool == pool]) for pool in pools]
-    # In JSON, two adjacent quotes are only an empty string, so three never occur, nor is a backslash ever last.
+    # The script contains the JSON in a triple-quoted string: JSON never has three adjacent quotes or a final backslash.
     data = msgspec.json.format(plan.to_json(), indent=-1)
     title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
     return template.render(
@@ -29,7 +29,10 @@ def ray_script(plan: Plan) -> str:
 
 
 def _split_parts(data: str) -> str:
-    """Put each top-level part on a line, so that two scripts can be compared."""
+    """Write each top-level field of a JSON object on its own line.
+
+    So two scripts can be compared line by line.
+    """
     parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     return "{\n" + ",\n".join(f'"{key}": {bytes(raw).decode()}' for key, raw in parts.items()) + "\n}"
 

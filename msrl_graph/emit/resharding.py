@@ -1,6 +1,6 @@
-"""Resharding edges as text: bytes and steps of each, and what it releases.
+"""Resharding edges as text: bytes, steps and released memory of each edge.
 
-Invariant: as in all text of a plan, every figure has its source next to it.
+Invariant: every figure is printed with its source (measured, derived, datasheet, stated or assumed).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .text_page import Sheet
 
 
 def write_reshards(page: Sheet, plan: Plan) -> None:
-    """Write each resharding edge, step by step."""
+    """Write each resharding edge of a plan to a page, step by step."""
     sent = Sends(plan)
     for reshard in plan.reshards:
         source, target = (format_layout(plan.placement(end).layout) for end in (reshard.src, reshard.dst))
@@ -78,7 +78,10 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
 
 
 def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
-    """Write how often weights come that are not sent each time."""
+    """Write in which share of the iterations the weights of an edge are fetched.
+
+    It is for edges that send only some versions.
+    """
     share = sent.share((reshard.src, reshard.dst))
     multiples = sorted({*sent.multiples[reshard.src, reshard.dst]})
     page.line(
@@ -89,7 +92,10 @@ def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
 
 
 def _describe_route(way: ReshardRoute, ways: int) -> str:
-    """Describe how weights reach the ranks that want them."""
+    """Describe how ranks exchange the weights of one kind.
+
+    `ways` is the number of kinds of weights that have their own route. If there are several, the text names the kind.
+    """
     name = f"{way.of}: " if ways > 1 else ""
     blocks = f" ({plural(way.block, 'neighbour')} of each stage)" if way.across else ""
     if way.how == "all-to-all":
@@ -98,5 +104,5 @@ def _describe_route(way: ReshardRoute, ways: int) -> str:
 
 
 def _peak_formula(order: str) -> str:
-    """Return the formula of the peak."""
+    """Return the formula of a device's peak memory, for the `order` of a resharding."""
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"

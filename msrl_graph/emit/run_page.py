@@ -1,7 +1,8 @@
 """The page of a running plan: its picture, and elements that change.
 
-Invariant: like a plan's page it contains all that it shows, but it requests facts from its own server, and from no
-other. Text of a program is escaped; later messages are only ever inserted as text.
+Invariant: the page contains everything that it shows, except the facts of the run. It requests these facts from the
+server that served it, and from no other server. All text that comes from a program is escaped. Messages that arrive
+later are inserted only as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .picture import plan_picture
 
 
 def watch_html(plan: Plan) -> str:
-    """Return the page that follows a run of a plan."""
+    """Return the HTML page that shows the progress of a run of a plan."""
     scalars = [column.name for column in plan.graph.columns if column.element in ("f32", "bf16") and not column.dims]
     return (
         template("watch.html.j2").render(

@@ -1,7 +1,7 @@
-"""Why a plan is as it is: the search's choice, the runners-up, and their losses.
+"""The reasons for a plan: the choice of the search, and why the runners-up lose.
 
-Invariant: a runner-up's figures are those of the passes on the plan that it would be; where only a bound is known, the
-text says so.
+Invariant: the figures of a runner-up are those that all passes compute for that plan. If only a lower bound is known,
+the text says so.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .text_page import WIDTH, Page
 
 
 def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, colour: bool = False) -> str:
-    """Describe the search.
+    """Describe the search that chose the layouts of a plan.
 
-    For a plan whose layouts are all stated, `other` is what the search would find without them.
+    For a plan whose layouts are all stated in the file, `other` is the result of a search without the stated layouts.
     """
     page = Page(width, colour)
     if plan.search is not None and other is None:
@@ -92,9 +92,10 @@ def _format_seconds(candidate: Candidate) -> str:
 
 
 def _describe_loss(candidate: Candidate, best: float) -> str:
-    """Describe a candidate's loss, in total and by phase with the largest first.
+    """Describe how much slower a candidate is than the chosen plan.
 
-    For a candidate that cannot be taken, return the reason.
+    The text has the total loss and the four phases that differ most. For a candidate that cannot be used, it is the
+    reason.
     """
     if candidate.wrong:
         return f"does not fit: {candidate.wrong}"

@@ -1,7 +1,7 @@
 """A picture as SVG, drawn without another program, for pages and notebooks.
 
-Invariant: it is well-formed XML, and text of a program is text in it, whatever it contains. Colours come from the page
-(the classes in drawing.html.j2), so that one drawing serves light and dark.
+Invariant: the result is well-formed XML. Text that comes from a program is plain text in the XML, whatever it contains.
+Colors come from the CSS classes in drawing.html.j2, so the same drawing works on a light and on a dark page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .layered_layout import Extent, draw
 from .picture import COLOURS, Box, Picture
 
 LETTER = 7.7  # the most pixels of a letter's width in a name
-SMALL = 6.3  # the same in other text
+SMALL = 6.3  # the most pixels of a letter's width in other text
 LINE = 15.0  # the height of a line in pixels
 LONGEST = 40  # the most letters in a line
 ARROWS = {"sample": "->", "reshard": "=>", "kept": "sets, for"}
@@ -29,9 +29,10 @@ def clean(text: str) -> str:
 
 
 def svg(picture: Picture) -> str:
-    """Return the SVG element.
+    """Return a picture as an SVG element.
 
-    Its classes are `state` or `put` (inserted by the passes), `cN` for the N-th group, and an arrow's kind.
+    CSS classes: a box is `state` (a node of the graph) or `put` (inserted by a pass), and `cN` for the N-th group. The
+    class of an arrow is its kind.
     """
     boxes = {box.name: _measure_text(box.name, box.lines, 22, 14) for box in picture.boxes}
     labels = [
@@ -68,9 +69,9 @@ def svg(picture: Picture) -> str:
 
 
 def shorten(text: str, most: int = LONGEST) -> str:
-    """Shorten a text to `most` letters, keeping its beginning and its end.
+    """Shorten a text to the width of `most` letters by cutting its middle.
 
-    The verb of a node is at the end.
+    The beginning and the end are kept, because a node's name ends with its verb.
     """
     text = clean(text)
     if cell_len(text) <= most:
@@ -144,9 +145,9 @@ def _curve_path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _tip_path(points: Sequence[tuple[float, float]]) -> str:
-    """Return the tip of an arrow, which ends vertically.
+    """Return the SVG path of the tip of an arrow.
 
-    It points down, or up for an arrow against the order of the boxes.
+    The arrow ends vertically. The tip points down, or up for an arrow from a later box to an earlier one.
     """
     x, y = points[-1]
     offset = -7 if points[-1][1] >= points[0][1] else 7

@@ -1,7 +1,7 @@
 """A plan as text: placements, traffic, memory and time, with sources and reasons.
 
-Invariant: every figure has its source next to it (measured, derived, datasheet, stated, assumed), every choice its
-reason. At 100 columns no table is cut off; without a terminal there is no colour.
+Invariant: every figure is printed with its source (measured, derived, datasheet, stated, assumed), every choice with
+its reason. At 100 columns no table is cut off; without a terminal there is no color.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .text_page import WIDTH, Page, Sheet
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
-    """Format a plan; parts that no pass has filled yet are left out."""
+    """Format a plan as text; sections that no pass has computed yet are left out."""
     page = Page(width, colour)
     write_plan(page, plan)
     return page.text()
 
 
 def write_plan(page: Sheet, plan: Plan) -> None:
-    """Write a plan to any sheet."""
+    """Write all sections of a plan to a page."""
     _write_head(page, plan)
     if plan.placements:
         _write_pools(page, plan)
@@ -59,7 +59,7 @@ def write_plan(page: Sheet, plan: Plan) -> None:
 
 
 def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
-    """Format an algorithm: workers, columns, states, edges."""
+    """Format an algorithm as text: its workers, columns, worker states and edges."""
     page = Page(width, colour)
     write_graph(page, graph)
     return page.text()
@@ -72,7 +72,7 @@ def _worker_labels(worker: Worker) -> Iterator[str]:
 
 
 def write_graph(page: Sheet, graph: Graph) -> None:
-    """Write an algorithm to any sheet."""
+    """Write the sections of an algorithm to a page."""
     page.heading(f"Algorithm {graph.name}", f"{_describe_rows(graph)} an iteration")
     if graph.params:
         page.line("params: " + ", ".join(f"{name} = {value}" for name, value in graph.params.items()))
@@ -135,7 +135,7 @@ def write_graph(page: Sheet, graph: Graph) -> None:
 
 
 def _write_states(page: Sheet, graph: Graph) -> None:
-    """Write the states of the algorithm: which nodes set and read each."""
+    """Write a table of the algorithm's states: the nodes that set and read each state."""
     if not graph.states:
         return
     page.heading("Values that outlive an iteration")
@@ -157,14 +157,14 @@ def _write_states(page: Sheet, graph: Graph) -> None:
 
 
 def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
-    """Format the graph with its docks and allgather-swaps."""
+    """Format a placed graph as text: worker states, docks, allgather-swaps and sends."""
     page = Page(width, colour)
     write_placed(page, plan)
     return page.text()
 
 
 def write_placed(page: Sheet, plan: Plan) -> None:
-    """Write a placed graph to any sheet."""
+    """Write the sections of a placed graph to a page."""
     vertices, arcs = build_placed_graph(plan)
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
     rows = [
@@ -216,7 +216,7 @@ def _format_flops(rate: float) -> str:
 
 
 def _describe_rows(graph: Graph) -> str:
-    """Describe the prompts of an iteration, and what is generated at each level."""
+    """Describe the prompts of an iteration, and the rows generated at each level."""
     words = [plural(graph.rows[0], "prompt")]
     for level in range(1, len(graph.rows)):
         above = graph.under[level]
@@ -248,7 +248,7 @@ def _write_pools(page: Sheet, plan: Plan) -> None:
                 time = seconds.get(state.node)
                 cells = (
                     state.node,
-                    format_layout(replace(state.layout, etp=1)),  # listed below, with the experts
+                    format_layout(replace(state.layout, etp=1)),  # `etp` is printed below the table, with the experts
                     state.engine.name,
                     str(state.layout.devices),
                     size(state.weight_bytes),
@@ -277,7 +277,7 @@ def _write_pools(page: Sheet, plan: Plan) -> None:
 
 
 def _write_parallel_calls(page: Sheet, plan: Plan, nodes: Sequence[Node]) -> None:
-    """List the functions that a host calls several times in parallel."""
+    """List the function nodes for which a host makes several calls in parallel."""
     workers = plan.deploy.run.function_workers
     calls_of = {
         node.name: concurrent_calls(node, workers, read_signature(node)) for node in nodes if node.verb != "source"
@@ -373,7 +373,10 @@ def _write_environment(page: Sheet, plan: Plan) -> None:
 
 
 def describe_saving(iteration: Figure, in_step: Figure) -> str:
-    """Describe what staleness saves."""
+    """Describe the share of an iteration's time that staleness saves.
+
+    `in_step` is the time of an iteration with all pools in step.
+    """
     share = 1 - iteration.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
 
@@ -391,7 +394,7 @@ def _format_source(figure: Figure | None) -> str:
 
 
 def _count_parts(plan: Plan) -> str:
-    """Return the closing line: what this plan adds to the graph."""
+    """Return the closing line, which counts states, controllers, edges and reshards."""
     hosts = plan.cluster.nodes
     released = sum(reshard.released_bytes_per_device for reshard in plan.reshards)
     states, devices = plural(len(plan.placements), "state"), plural(plan.cluster.devices, "device")

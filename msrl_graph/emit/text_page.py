@@ -1,7 +1,6 @@
 """A page of text for users: headings, lines and tables.
 
-Invariant: without a terminal there is no colour, and nothing that a program contains can control the terminal
-(`shown`).
+Invariant: without a terminal there is no color. No text of a program can control the terminal (`make_printable`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ WIDTH = 100
 
 
 class Sheet(Protocol):
-    """A page that sections are written to: headings with lines and tables."""
+    """The interface of a page that consists of sections and a closing line.
+
+    A section is a heading with lines and tables below it.
+    """
 
     def heading(self, text: str, more: str = "") -> None: ...
     def line(self, text: str) -> None: ...
@@ -33,14 +35,17 @@ class Sheet(Protocol):
         right: Sequence[int] = (),
         keep: Sequence[int] = (0,),
     ) -> None:
-        """Write a table; `right` are columns of figures, `keep` columns that never wrap."""
+        """Write a table.
+
+        `right` is the indices of columns with figures, aligned right. `keep` is the indices of columns that never wrap.
+        """
 
     def closing(self, text: str) -> None:
-        """Write the summary, one sentence."""
+        """Write one sentence that summarizes the page."""
 
 
 class Page:
-    """A sheet as text."""
+    """A page that is written as plain text, or as text with terminal colors."""
 
     def __init__(self, width: int, colour: bool) -> None:
         self.out = io.StringIO()

@@ -1,1 +1,1 @@
-"""Files that a user names by path or URL: whether they exist, and their content."""
+"""Files that a user names by path or URL: their existence and their content."""

@@ -1,6 +1,6 @@
-"""Commands that make the files of a model or of data readable.
+"""Help for unreadable files of models and data: commands that make them readable.
 
-Invariant: a hint is given only if its cause was seen in the files. A test runs each command.
+Invariant: a function returns help only if the cause is found in the files themselves. Each command is run by a test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def lfs(file: Path | str) -> str:
-    """Return how to fetch a file that is a Git LFS pointer; "" if it is not one."""
+    """Return how to fetch a file that is a Git LFS pointer; "" for any other file."""
     path = Path(file)
     try:
         if not path.is_file():  # opening a pipe would wait for a writer
@@ -26,7 +26,7 @@ def lfs(file: Path | str) -> str:
 
 
 def tokenizer(folder: Path | str) -> str:
-    """Return how a folder without tokenizer.json gets one."""
+    """Return how to create the missing tokenizer.json in a model's folder."""
     slow = next((name for name in SLOW_TOKENIZERS if (Path(folder) / name).is_file()), "")
     if not slow:
         return "copy the tokenizer.json of the model into the folder"
@@ -35,7 +35,10 @@ def tokenizer(folder: Path | str) -> str:
 
 
 def tensor_names(folder: Path | str, present: Collection[str], missing: str) -> str:
-    """Return how to rename a folder's tensors; "" if prefixes are not the cause."""
+    """Return how to rename the tensors of a model's folder so that `missing` is found.
+
+    `present` is the names of the tensors in the folder. Returns "" if a wrong prefix of the names is not the cause.
+    """
     short_name = missing.removeprefix("model.")
     if f"module.{missing}" in present:
         name = 'k.removeprefix("module.")'

@@ -1,7 +1,7 @@
 """Checks of paths that a user wrote.
 
-Invariant: any text may be given as a path. Path's own methods raise for a name that is too long or holds a NUL;
-these functions return False.
+Invariant: the functions accept any text as a path. For a name that is too long or contains a NUL, methods of `Path`
+raise an error, but these functions return False.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import os
 import re
 from pathlib import Path
 
-# A name on the Hugging Face Hub: an owner and a repository. Paths next to a program are not written like this.
+# A name on the Hugging Face Hub: an owner and a repository. A path such as `./folder` does not match.
 _HUB = re.compile(r"(?:hf://|https://huggingface\.co/)?(?:datasets/)?([A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*)/?")
 
 
 def hub_name(target: str) -> str:
-    """Return the Hub name that a text may be, `Qwen/Qwen2.5-7B`; "" for a path."""
+    """Return the model's name on the Hugging Face Hub if a text can be one, else "".
+
+    For example, it returns `Qwen/Qwen2.5-7B` for `https://huggingface.co/Qwen/Qwen2.5-7B`. A file name such as
+    `data/train.jsonl` is not a Hub name.
+    """
     match = _HUB.fullmatch(target)
     return match[1] if match and not match[1].endswith((".jsonl", ".parquet")) else ""
 

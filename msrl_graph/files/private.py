@@ -1,11 +1,16 @@
-"""Folders and files of this user alone: made, opened and checked.
+"""Folders and files that only this user can access.
 
-Invariant: a folder or file passes only if it is not a link, belongs to this process's user, and its mode denies
-others the access to be prevented. What fails is refused with NotPrivate; it is never repaired and never used. A
-folder of mode 0700 protects everything in it: others cannot enter it.
+Invariant: a folder or file passes a check only if it meets three conditions:
 
-Only the last part of a path is checked. The folders above it must not let others rename their contents, as in /tmp
-and /dev/shm (the sticky bit).
+- It is not a link.
+- It belongs to the user of this process.
+- Its mode denies other users the kind of access that the check names.
+
+A path that fails a check raises NotPrivate; it is never repaired and never used. A folder of mode 0700 protects
+everything in it, because other users cannot enter it.
+
+Only the last component of a path is checked. The folders above must prevent other users from renaming the contents, as
+the sticky bit does for /tmp and /dev/shm.
 """
 
 from __future__ import annotations
@@ -15,15 +20,15 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-# What others must not be allowed: any access; writing; writing by users outside the group (a umask of 002 allows
-# the group).
+# Permission bits that a mode must not have: any access of other users; writing by other users; writing by users
+# outside the group (with a umask of 002, new files can be written by the group).
 ANY = 0o077
 WRITE = 0o022
 OTHERS_WRITE = 0o002
 
 
 class NotPrivate(OSError):
-    """A path that fails a check; the message begins with the path."""
+    """An error for a path that fails a check; the message begins with the path."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path} {problem}")
@@ -32,9 +37,9 @@ class NotPrivate(OSError):
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of mode 0700, or check an existing one.
+    """Make a folder of mode 0700; if the folder exists, check that it is private.
 
-    Raises OSError, NotPrivate.
+    Raises OSError, and NotPrivate if the existing folder fails the check.
     """
     try:
         path.mkdir(mode=0o700)
@@ -43,12 +48,18 @@ def make_folder(path: Path) -> None:
 
 
 def check_folder(path: Path, mode: int = ANY) -> None:
-    """Raise NotPrivate unless `path` is a folder of this user without `mode`'s bits."""
+    """Raise NotPrivate unless `path` is a folder of this user.
+
+    The folder's mode must have none of the permission bits in `mode`.
+    """
     os.close(open_folder(path, mode))
 
 
 def open_folder(path: Path, mode: int = ANY) -> int:
-    """Return a descriptor of a folder that passes the check. OSError, NotPrivate."""
+    """Check a folder as `check_folder` does, and return an open file descriptor of it.
+
+    Raises OSError, and NotPrivate if the folder fails the check.
+    """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise NotPrivate(path, "is a link")
@@ -64,9 +75,9 @@ def open_folder(path: Path, mode: int = ANY) -> int:
 
 
 def check_link(path: Path) -> None:
-    """Raise NotPrivate for a link that is neither this user's nor root's.
+    """Raise NotPrivate if a path is a link that belongs to another user, except root.
 
-    Raises OSError if nothing is there.
+    Raises OSError if the path does not exist.
     """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
@@ -76,7 +87,7 @@ def check_link(path: Path) -> None:
 def check_file(path: Path, mode: int = WRITE) -> None:
     """Raise NotPrivate unless `path` is a private regular file.
 
-    It must belong to this user and have none of the bits of `mode`.
+    The file must belong to this user, and its mode must have none of the permission bits in `mode`.
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
@@ -85,11 +96,12 @@ def check_file(path: Path, mode: int = WRITE) -> None:
 
 
 def cache(*names: str) -> Path:
-    """Return this user's folder of that name in the cache, made if needed.
+    """Return the folder `msrl_graph/NAME/…` of this user's cache; make it if missing.
 
-    The cache is in XDG_CACHE_HOME. Later commands load what is stored there, so other users must not be able to
-    write to it. If an old version or a loose umask allowed that, the permission is removed. Files that others have
-    put there since belong to them, which `check_file` and `check_folder` detect. Raises OSError, NotPrivate.
+    The cache is the folder XDG_CACHE_HOME, by default ~/.cache. Later commands load what is stored in the returned
+    folder, so other users must not be able to write to it. If the mode of an existing folder allows other users to
+    write, this permission is removed. Files that other users wrote before that still belong to those users, so
+    `check_file` and `check_folder` detect them. Raises OSError, NotPrivate.
     """
     # os.path.expanduser, since Path.home raises if there is no home.
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
@@ -109,9 +121,9 @@ def cache(*names: str) -> Path:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a new file that only this user can read, whatever the umask.
+    """Write a new file that only this user can read and write, whatever the umask is.
 
-    Raises FileExistsError if something is there.
+    Raises FileExistsError if the path exists.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -126,9 +138,9 @@ def _check(path: Path, status: os.stat_result, mode: int) -> None:
 
 
 def _owner_of_new_files(path: Path) -> int:
-    """Return the user that the file system makes the owner of new files there.
+    """Return the id of the user that owns new files in the folder of `path`.
 
-    It differs from this process's user for root on NFS with root_squash, and in some containers.
+    The owner can differ from the user of this process: for root on NFS with root_squash, and in some containers.
     """
     import tempfile  # slow to load and seldom needed
 

@@ -1,6 +1,7 @@
 """The texts of programs, from files and callers.
 
-Invariant: the result is UTF-8 text with lines that end as the parser counts them.
+Invariant: the result is a text that can be encoded as UTF-8, and each of its lines ends with a line feed, as the parser
+expects.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 
 
 def read(path: Path, name: str, span: Span = NOWHERE) -> str:
-    """Read the text of a program's file; messages call it `name`.
+    """Read the text of a program's file; `name` is the file's name in messages.
 
-    Raises Fault if the file cannot be read, at `span` if another file names it.
+    Raises Fault if the file cannot be read. `span` is the position of the Fault, if another file names this one.
     """
     try:
         data = path.read_bytes()
@@ -24,7 +25,10 @@ def read(path: Path, name: str, span: Span = NOWHERE) -> str:
 
 
 def decode(data: bytes, name: str, span: Span = NOWHERE) -> str:
-    """Decode a program's bytes. Raises Fault if they are not UTF-8."""
+    """Decode the bytes of a program; `name` is the file's name in messages.
+
+    Raises Fault at `span` if the bytes are not UTF-8.
+    """
     try:
         return normalize(data.decode(), name)
     except UnicodeDecodeError:
@@ -32,7 +36,10 @@ def decode(data: bytes, name: str, span: Span = NOWHERE) -> str:
 
 
 def normalize(text: str, name: str) -> str:
-    r"""Normalize a text: no byte order mark, and each line ends with `\n`."""
+    r"""Remove the byte order mark of a text, and end each line with `\n`.
+
+    Raises Fault if the text contains half of a surrogate pair, which UTF-8 cannot encode.
+    """
     if not text.isascii():
         try:
             text.encode()

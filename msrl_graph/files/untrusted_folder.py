@@ -1,7 +1,7 @@
 """Regular files of an untrusted folder, such as a downloaded model.
 
-Invariant: only regular files inside the folder are read, even if links in it change meanwhile: the check is made on
-the open file, not on its path.
+Invariant: only regular files inside the folder are read. The check is made on the open file, not on its path, so it
+also holds if another process changes a link in the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from typing import BinaryIO
 
 
 class OutsideError(OSError):
-    """A file that is not a regular file inside its folder."""
+    """An error for a file that is not a regular file inside its folder."""
 
 
 def roots(folder: Path) -> list[Path]:
-    """Return the real folders that a folder's files may be in.
+    """Return the real folders that the files of a folder may be in.
 
-    They are the folder itself and, for a snapshot in the Hugging Face cache, the repository's blobs, which its
-    files link to.
+    The first is the folder itself. For a snapshot in the Hugging Face cache, the second is the folder `blobs` of the
+    repository, because the files of a snapshot are links to it.
     """
     real = folder.resolve()
     return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
 
 
 def escape(file: Path, folder: Path) -> Path | None:
-    """Return where a file leads to outside its folder; None if it stays inside."""
+    """Return the target of a file that is a link out of its folder, else None."""
     real = file.resolve()
     return None if any(real.is_relative_to(root) for root in roots(folder)) else real
 
 
 def open_inside(file: Path, folder: Path) -> BinaryIO:
-    """Open a regular file inside a folder for reading. Raises OutsideError otherwise."""
+    """Open a regular file inside a folder for reading.
+
+    Raises OutsideError if the file is not regular or not inside the folder.
+    """
     # Without O_NONBLOCK a pipe without a writer would block the caller.
     handle = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:

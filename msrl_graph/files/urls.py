@@ -1,9 +1,9 @@
-"""Files at URLs that fsspec reads, and a host's copies of them.
+"""Files at URLs that fsspec can read, and the copies of these files on a host.
 
-Invariant: a copy is complete or absent. It is made next to its final place, each file is checked against the size
-that the file system reported, and then it is renamed. Its name contains a digest of the URL and the version, so a
-copy never changes. If several processes want the same copy at once, one fetches it and the others wait. fsspec is
-loaded only when a URL is read.
+Invariant: a copy is complete or absent. It is fetched into a temporary folder next to its final path. Each file's size
+is compared with the size that the file system reported, and then the folder is renamed. The name of a copy contains a
+digest of the URL and the version, so a copy never changes. If several processes of a host need the same copy, one
+fetches it and the others wait. fsspec is imported only when a URL is read.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ KEPT = 30 * 86400.0  # seconds until an unused copy is removed
 class RemoteListing:
     """The files at a URL with their sizes.
 
-    `files` has their names below the URL, or the name of a single file. `version` is a digest of their properties
-    in the file system.
+    - `files`: the size of each file in bytes (None: unknown). The keys are paths below the URL; for a URL of a single
+      file, the key is the name of the file.
+    - `version`: a digest of the files' sizes and of properties such as the modification time.
     """
 
     files: Mapping[str, int | None]
@@ -58,9 +59,9 @@ def is_url(text: str) -> bool:
 
 
 def is_same_place(one: str, other: str) -> bool:
-    """Return whether two paths or URLs name one place.
+    """Return whether two paths or URLs name the same file or folder.
 
-    A path and its `file://` URL are the same place.
+    A path and its `file://` URL name the same file.
     """
     return _canonical(one) == _canonical(other)
 
@@ -72,13 +73,13 @@ def _canonical(text: str) -> str:
 
 
 def strip_version(url: str) -> str:
-    """Return a URL without the version that `pinned` added."""
+    """Return a URL without the version that `pin_version` appended."""
     match = _PIN.fullmatch(url)
     return match[1] if match else url
 
 
 def name(url: str) -> str:
-    """Return the name of the file or folder at a URL."""
+    """Return the name of the file or folder at a URL: the last component of its path."""
     return PurePosixPath(strip_version(url).split("?")[0].rstrip("/")).name
 
 
@@ -87,14 +88,14 @@ def join(url: str, *names: str) -> str:
 
 
 def copies_folder() -> Path:
-    """Return the folder of this host's copies."""
+    """Return the folder in which this host stores its copies of files at URLs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msrl_graph" / CACHE
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the URL's path in it.
+    """Return the fsspec file system of a URL, and the URL's path in that file system.
 
-    Raises errors that `told` converts.
+    Raises errors of fsspec, which `report_errors` converts into a Fault.
     """
     import fsspec
 
@@ -105,7 +106,10 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def report_errors(url: str, span: Span = NOWHERE) -> Iterator[None]:
-    """Convert errors at a URL into a Fault at the line that names it."""
+    """Convert any error in the `with` block into a Fault about the URL.
+
+    `span` is the position of the Fault: the line of the program that names the URL.
+    """
     try:
         yield
     except Fault:
@@ -135,7 +139,10 @@ def _explain_error(url: str, error: Exception, span: Span) -> Diagnostic:
 
 
 def list_remote(url: str, folder: bool = False, span: Span = NOWHERE) -> RemoteListing:
-    """List a file or `folder` at a URL, with subfolders one level down. Raises Fault."""
+    """List a file, or with `folder` a folder and its subfolders, at a URL.
+
+    Only one level of subfolders is listed. Raises Fault.
+    """
     with report_errors(url, span):
         return _with_timeout(lambda: _list_files(url, folder))
 
@@ -168,9 +175,10 @@ def _list_files(url: str, folder: bool) -> RemoteListing:
 
 
 def _leads_outside(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bool:
-    """Return whether a file is a link to somewhere outside its folder.
+    """Return whether a file is a link to a target outside its folder.
 
-    A copy would follow it. The target of a link is known only for files on this host; elsewhere every link counts.
+    Such a file is not fetched, because a copy would contain the target. The target of a link is known only for files on
+    this host. In other file systems this function returns True for every link.
     """
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         return escape(Path(path, file), Path(path)) is not None
@@ -178,7 +186,10 @@ def _leads_outside(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bo
 
 
 def _with_timeout(ask: Callable[[], T]) -> T:
-    """Run `ask` with a time limit; a file system may try for minutes."""
+    """Run `ask` and return its result; raise TimeoutError after `ANSWER` seconds.
+
+    Without this limit, a file system may retry for minutes before it raises an error.
+    """
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -198,17 +209,17 @@ def _with_timeout(ask: Callable[[], T]) -> T:
 
 
 def pin_version(url: str, folder: bool = False, span: Span = NOWHERE) -> str:
-    """Return a URL with the version that it has now. Raises Fault.
+    """Return a URL with the current version of its content appended. Raises Fault.
 
-    A copy of another version is never used for it.
+    When `copy` gets a URL with a version, it never returns a copy of another version.
     """
     return f"{strip_version(url)}#{list_remote(url, folder, span).version}"
 
 
 def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = NOWHERE) -> Path:
-    """Return this host's copy of a file or folder at a URL. Raises Fault.
+    """Return the path of this host's copy of a file or folder at a URL. Raises Fault.
 
-    The copy is fetched if there is none. `only` names the files of a folder to copy; empty means all.
+    If there is no copy, it is fetched. `only` is the names of the files to copy from a folder; empty means all files.
     """
     match = _PIN.fullmatch(url)
     if match and (existing := _copy_path(url, match[2], only)).is_dir():
@@ -227,9 +238,9 @@ def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = 
 
 
 def fetch(url: str, files: Mapping[str, int | None], place: Path) -> None:
-    """Fetch files below a URL into a new folder, which appears once it is complete.
+    """Fetch files below a URL into a new folder `place`.
 
-    Raises errors that `told` converts.
+    The folder gets its name when it is complete. Raises errors of fsspec, which `report_errors` converts into a Fault.
     """
     fs, path = open_filesystem(url)
     partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
@@ -248,9 +259,9 @@ def fetch(url: str, files: Mapping[str, int | None], place: Path) -> None:
 
 
 def names(url: str) -> list[str]:
-    """List the names in a folder at a URL; empty if there is no folder.
+    """List the names in a folder at a URL; empty if there is no such folder.
 
-    Raises errors that `told` converts.
+    Raises errors of fsspec, which `report_errors` converts into a Fault.
     """
     fs, path = open_filesystem(url)
     try:
@@ -262,10 +273,11 @@ def names(url: str) -> list[str]:
 
 
 def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) -> None:
-    """Upload files of a folder, and folders with all their files, below a URL.
+    """Upload files and subfolders of a folder to a URL.
 
-    Names that do not exist are skipped. `whole`: each file gets its name only once it is complete, which costs a
-    copy on some file systems. Raises OSError for every error.
+    `wanted` is the names to upload; names that do not exist are skipped. With `atomic`, each file is uploaded under a
+    temporary name and renamed when it is complete, which costs a copy on some file systems. Raises OSError for every
+    error.
     """
     try:
         fs, path = open_filesystem(url)
@@ -287,7 +299,10 @@ def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) ->
 
 
 def remove(url: str, wanted: Sequence[str]) -> None:
-    """Remove files and folders below a URL; missing ones are skipped. Raises OSError."""
+    """Remove the files and folders `wanted` below a URL; missing ones are skipped.
+
+    Raises OSError.
+    """
     try:
         fs, path = open_filesystem(url)
         for target in (f"{path.rstrip('/')}/{entry}" for entry in wanted):
@@ -298,7 +313,7 @@ def remove(url: str, wanted: Sequence[str]) -> None:
 
 
 def check_writable(url: str) -> None:
-    """Raise Fault if nothing can be written at a URL."""
+    """Raise Fault if no file can be written at a URL."""
 
     protocol = url.partition("://")[0]
 
@@ -351,7 +366,7 @@ def _mark_used(place: Path, url: str, folder: bool) -> Path:
 
 @contextmanager
 def _lock_copy(place: Path, span: Span) -> Iterator[None]:
-    """Hold a lock, so that no other process of this host makes the same copy."""
+    """Hold a lock, so that no other process of this host fetches the same copy."""
     try:
         private.cache(CACHE)
         if os.path.lexists(place):
@@ -370,7 +385,10 @@ def _lock_copy(place: Path, span: Span) -> Iterator[None]:
 
 
 def _remove_old_copies() -> None:
-    """Remove copies that are unused for long, and leftovers of killed processes."""
+    """Remove copies that were not used for `KEPT` seconds.
+
+    Old files of processes that were killed while fetching are also removed.
+    """
     for path in copies_folder().iterdir():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > KEPT:

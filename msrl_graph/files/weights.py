@@ -1,7 +1,8 @@
-"""The weight files of a model's folder, found by the rule of transformers.
+"""The weight files of a model's folder, found by the same rule as in transformers.
 
-Invariant: the weights are in `model.safetensors`, or else in the files that `model.safetensors.index.json` names.
-Of each of these files only the tensors that the index assigns to it are read. No other file is read for weights.
+Invariant: the weights are in `model.safetensors`. If that file does not exist, they are in the files that
+`model.safetensors.index.json` names, and of each file only the tensors that the index assigns to it are read. No other
+file is read for weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ COPY_AGAIN = "copy the model's folder again, with all files that its index names
 
 
 class UnclearError(ValueError):
-    """A folder's weights are incomplete or ambiguous; `help` says what to do."""
+    """An error for weight files that are incomplete or ambiguous.
+
+    `help` says what the user can do.
+    """
 
     def __init__(self, message: str, help: str) -> None:
         super().__init__(message)
@@ -26,10 +30,10 @@ class UnclearError(ValueError):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weight files of a model.
+    """The weight files of a model's folder.
 
-    - `read`: the files in order, each with the names of the tensors to read from it (None: all).
-    - `left`: other safetensors files in the folder, which are not read.
+    - `read`: the files in order, each with the names of the tensors to read from it (None: all tensors).
+    - `unread`: other safetensors files in the folder, which are not read.
     """
 
     read: Mapping[Path, frozenset[str] | None]
@@ -37,9 +41,9 @@ class WeightFiles:
 
 
 def weight_files(folder: Path | str) -> WeightFiles:
-    """Find the weight files of a folder; empty if it has no safetensors files.
+    """Find the weight files of a folder; empty if the folder has no safetensors files.
 
-    Raises UnclearError and OSError.
+    Raises OSError, and UnclearError if the files are incomplete or ambiguous.
     """
     present = sorted(Path(folder).glob("*.safetensors"))
     single = Path(folder) / WHOLE
@@ -62,9 +66,9 @@ def weight_files(folder: Path | str) -> WeightFiles:
 
 
 def candidate_weight_files(folder: Path | str) -> list[Path]:
-    """List a folder's weight files, or every safetensors file if they are unclear.
+    """List the weight files of a folder.
 
-    They are unclear if `weight_files` rejects the folder.
+    If `weight_files` rejects the folder, list all of its safetensors files.
     """
     try:
         return [*weight_files(folder).read]
@@ -73,7 +77,10 @@ def candidate_weight_files(folder: Path | str) -> list[Path]:
 
 
 def _read_index(index: Path) -> dict[Path, frozenset[str]]:
-    """Read an index: its files, each with the names of its tensors."""
+    """Read an index: the files that it names, each with the names of its tensors.
+
+    Raises UnclearError if the index is malformed.
+    """
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         placed = content["weight_map"]

@@ -1,7 +1,8 @@
 """Measurements of this machine by `msrl-doctor --calibrate`.
 
-Invariant: a missing file that the user did not name is ignored. Any other file that cannot be used gives one
-warning, and the assumed figures are used instead. runtime/calibrate/measure.py does the measuring.
+Invariant: if the default calibration file does not exist, it is ignored. If a calibration file that exists or that the
+user named cannot be used, there is one warning, and the assumed figures are used instead. The measuring is in
+runtime/calibrate/measure.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CURVES = ("f32", "bf16", "memory_bandwidth", "layer", "attention")
 
 @dataclass(frozen=True)
 class MachineIdentity:
-    """The properties that tell machines apart."""
+    """The properties by which one machine is distinguished from another."""
 
     processor: str
     cores: int
@@ -34,9 +35,9 @@ class MachineIdentity:
 
 @dataclass(frozen=True)
 class BusyRates:
-    """The rates of each process of a machine while all are busy.
+    """The rates that each process of a machine reaches while all processes are busy.
 
-    Figures are as in Device; collectives are (minimum seconds, bytes/s).
+    The units are those of `Device`. A collective is (minimum seconds, bytes/s).
     """
 
     threads: int
@@ -51,7 +52,8 @@ class BusyRates:
 class Calibration:
     """The measurements of a machine.
 
-    `busy` is by the number of processes. `noise` is the median relative spread of repeated measurements.
+    `busy` has the rates by the number of busy processes. `noise` is the median relative spread of repeated
+    measurements. `turn`, `handover`, `share` and `function` are seconds, as in `Overheads`.
     """
 
     version: int
@@ -67,9 +69,9 @@ class Calibration:
     busy: dict[int, BusyRates]
 
     def rates_for(self, ranks: int) -> BusyRates:
-        """Return the rates for a number of ranks.
+        """Return the rates of each rank when `ranks` ranks are busy.
 
-        More ranks than were measured share the rates of the largest measured number.
+        If `ranks` exceeds the largest measured number of processes, the ranks share the rates of that number.
         """
         measured_counts = sorted(self.busy)
         nearest = next((count for count in measured_counts if count >= ranks), measured_counts[-1])
@@ -98,9 +100,10 @@ def this_machine() -> MachineIdentity:
 
 
 def location() -> tuple[Path | None, bool]:
-    """Return the path of the file, and whether the user stated it.
+    """Return the path of the calibration file, and whether the user stated the path.
 
-    MSRL_HERE states it (empty: no file); otherwise it is among the user's settings.
+    The environment variable MSRL_HERE states the path; if it is empty, there is no file. Without the variable, the file
+    is `msrl_graph/here.json` in XDG_CONFIG_HOME or ~/.config.
     """
     stated = os.environ.get("MSRL_HERE")
     if stated is not None:
@@ -119,7 +122,10 @@ def write(calibration: Calibration, path: Path) -> None:
 
 
 def read(path: Path, span: Span = NOWHERE) -> Calibration | Diagnostic:
-    """Read a calibration file, or return a warning that says why it is not used."""
+    """Read a calibration file; return a warning with the reason if it cannot be used.
+
+    A file of another version, or of another machine, cannot be used.
+    """
     import msgspec
 
     help = "measure this machine with `msrl-doctor --calibrate`"
@@ -149,7 +155,7 @@ def read(path: Path, span: Span = NOWHERE) -> Calibration | Diagnostic:
 
 
 def _find_invalid(calibration: Calibration) -> str:
-    """Describe values that no measurement can give; "" if there are none."""
+    """Describe a value of a calibration that is impossible; "" if there is none."""
     if not calibration.busy:
         return "nothing was measured"
     if any(
@@ -175,9 +181,9 @@ def _find_invalid(calibration: Calibration) -> str:
 
 
 def preset_of_this_machine(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diagnostic]]:
-    """Return the CPU preset `name` with the measurements of this machine.
+    """Return the CPU preset `name` with measurements of this machine, and warnings.
 
-    `ranks` is the number of ranks on the host. The second value are warnings about the file.
+    `ranks` is the number of ranks on the host. The warnings say why the calibration file cannot be used.
     """
     path, stated = location()
     if path is None or not (stated or path.is_file()):
@@ -191,9 +197,10 @@ def preset_of_this_machine(name: str, ranks: int, span: Span = NOWHERE) -> tuple
 
 
 def apply_calibration(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnostic]]:
-    """Apply the measurements of this machine to a cluster of CPUs.
+    """Return a cluster of CPUs with the measurements of this machine, and warnings.
 
-    Figures that the program states stay. The second value are warnings about the file.
+    Figures that the program states are not replaced. A cluster of other devices is returned unchanged. The warnings say
+    why the calibration file cannot be used.
     """
     if not cluster.device.kind.is_host:
         return cluster, []
@@ -213,7 +220,7 @@ def apply_calibration(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnosti
 
 
 def device(calibration: Calibration, name: str, ranks: int) -> Device:
-    """Build the CPU preset `name` from measurements with `ranks` ranks on the machine."""
+    """Return the CPU preset `name` with the figures measured for `ranks` busy ranks."""
     basis = f"this machine, {calibration.date}, {ranks} rank{'s' * (ranks > 1)} busy"
 
     def measured(value: float) -> Figure:

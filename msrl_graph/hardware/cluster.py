@@ -1,8 +1,8 @@
 """Devices, hosts and links, each figure with its source.
 
-Invariant: a figure always has a `source` (measured, derived, taken from a datasheet, or assumed) and a `basis` that
-says where it comes from. A device's figure is either a peak or a rate that is reached. The device says which,
-whatever the figure's source; of a peak only a share is counted.
+Invariant: every figure has a `source` (measured, derived, datasheet, assumed or stated) and a `basis`, a text that says
+where the figure comes from. A figure of a device is a peak if `Device.peaks` lists its name, otherwise a rate that is
+reached. Of a peak, plans count only a share (SHARES).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..diagnostics import NOWHERE, Span
 from .device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST, DeviceKind
 
 Source = Literal["measured", "derived", "datasheet", "assumed", "stated"]
-# Sources by trust, the least first. A derived figure is as good as its weakest input.
+# Sources in ascending order of trust. A derived figure is as good as its weakest input.
 TRUST: tuple[Source, ...] = ("assumed", "datasheet", "stated", "measured", "derived")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, its source, and the basis for it."""
+    """A number, its source, and a text that says where the number comes from."""
 
     value: float
     source: Source
@@ -54,8 +54,8 @@ Curve = tuple[tuple[float, float], ...]
 def rate_at(curve: Curve, size: float) -> float:
     """Return the rate at a size.
 
-    It is interpolated linearly between the two nearest sizes, on logarithmic scales, and constant beyond the ends.
-    So size / rate never falls with size, unless it does between the curve's own points.
+    Between two sizes of the curve, the rate is interpolated linearly on logarithmic scales. Beyond the ends it is
+    constant. So the time size / rate never falls as the size grows, unless it falls between two points of the curve.
     """
     before = [point for point in curve if point[0] <= size] or [curve[0]]
     after = [point for point in curve if point[0] >= size] or [curve[-1]]
@@ -71,7 +71,7 @@ def rate_at(curve: Curve, size: float) -> float:
 class Collective:
     """The time of a collective among the devices of a host.
 
-    `least` is the minimum in seconds, `rate` the bytes/s that a device receives beyond that.
+    `least` is the latency in seconds. In addition, a device receives bytes at `rate` bytes/s.
     """
 
     least: Figure
@@ -84,7 +84,7 @@ class Overheads:
 
     turn: Figure  # to begin and end an iteration
     handover: Figure  # until the next node has a node's rows, through the dock
-    # CPU time of the dock's processes for each share that a group of a node takes and gives back
+    # CPU time of the dock's processes for each share of rows that a data-parallel group of a node gets and returns
     share: Figure
     row: Figure  # to convert a row into tensors and back
     function: Figure  # to call a Python function with a row, without the function's own time
@@ -92,12 +92,15 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device.
+    """A type of device, such as `h100`, with its figures.
 
-    Figures are in bytes, bytes/s and FLOP/s, as a program states them; methods and properties say how much of them
-    counts. `resource` is Ray's name for one device. `curves` has rates that were measured at several sizes: FLOP/s
-    of a matrix product by its type and FLOP, of `attention` by the FLOP of a row's head, and bytes/s of the memory
-    by the bytes that an operation moves, either streaming (`memory_bandwidth`) or in the order of an eager `layer`.
+    Figures are in bytes, bytes/s and FLOP/s, as a program states them; methods and properties return how much of a
+    figure counts. `resource` is Ray's name for one device. `curves` has rates that were measured at several sizes:
+
+    - `f32`, `bf16`: FLOP/s of a matrix product with these types, by its FLOP.
+    - `attention`: FLOP/s of attention, by the FLOP of one head of a row.
+    - `memory_bandwidth`, `layer`: bytes/s of the memory, by the bytes that an operation moves. The memory is accessed
+      as a stream (`memory_bandwidth`) or in the order of an eager `layer`.
     """
 
     name: str
@@ -124,10 +127,9 @@ class Device:
         return DEVICE_KINDS[self.backend]
 
     def rate(self, operation: str, size: float) -> Figure:
-        """Return a rate that is reached at a size.
+        """Return the rate that an operation of a size reaches.
 
-        `of` is a type of a matrix product (`f32`, `bf16`) or `attention` in FLOP/s, or `memory_bandwidth` or
-        `layer` in bytes/s.
+        `operation` is `f32`, `bf16` or `attention` (FLOP/s), or `memory_bandwidth` or `layer` (bytes/s); see `curves`.
         """
         name = (
             "memory_bandwidth"
@@ -139,18 +141,18 @@ class Device:
         return Figure(rate_at(curve, size), "measured", reached.basis) if curve and size > 0 else reached
 
     def figure(self, name: str) -> Figure | None:
-        """Return the figure that a cluster's attribute states, such as `flops_bf16`."""
+        """Return the figure with the name of a cluster attribute, such as `flops_bf16`."""
         figure = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
         assert figure is None or isinstance(figure, Figure)
         return figure
 
     def share(self, name: str) -> float:
-        """Return the share of a figure that is reached: 1 if it is not a peak."""
+        """Return the share of a figure that is reached: 1 if the figure is not a peak."""
         return SHARES[name].value if name in self.peaks else 1.0
 
     @cached_property
     def _reached(self) -> dict[str, Figure]:
-        """The rate that is reached, for each figure that may be a peak."""
+        """The rate that is reached, by the name of each figure in SHARES."""
         reached = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
         for name in reached.keys() & {*self.peaks}:
             figure = reached[name]
@@ -160,7 +162,7 @@ class Device:
 
     @property
     def copies(self) -> Figure:
-        """Bytes/s that are reached to or from the host's memory."""
+        """Bytes/s that a copy to or from the host's memory reaches."""
         return self._reached["host_link"]
 
     @property
@@ -170,10 +172,7 @@ class Device:
 
     @property
     def far_links(self) -> Figure:
-        """Bytes/s per device that collectives reach between hosts.
-
-        Raises KeyError if the device has no fabric.
-        """
+        """Bytes/s of each device in collectives between hosts; KeyError without a fabric."""
         return self._reached["fabric"]
 
     def collective(self, kind: str) -> Collective:
@@ -188,19 +187,16 @@ class ClusterSpec:
     device: Device
     nodes: int
     devices_per_node: int
-    network: Figure  # bytes/s that are reached between two hosts; carries rows
+    network: Figure  # bytes/s that are reached between two hosts, for the rows
     span: Span = NOWHERE
-    interface: str = ""  # network interface between hosts; "": that of each host's address in Ray
+    interface: str = ""  # network interface between hosts; "": the interface of each host's address in Ray
 
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
     def between(self, devices: int) -> Figure:
-        """Return the bytes/s that a host reaches to others in collectives.
-
-        `devices` take part at each end.
-        """
+        """Return a host's bytes/s to other hosts, in collectives of `devices` per host."""
         if self.device.fabric is None:
             return self.network
         fabric = self.device.far_links
@@ -270,8 +266,8 @@ def _nvidia(
 ) -> Device:
     """Build the preset of an NVIDIA device.
 
-    `sheet` is the source of all figures except those of the links. `flops` are in bfloat16, dense, and in float32
-    without tensor cores. `link` is over NVLink; without it devices of a host are connected by PCIe.
+    `sheet` is the source of all figures except `link` and `fabric`. `flops` is (bfloat16 without sparsity, float32
+    without tensor cores). `link` is the rate over NVLink; without `link`, the devices of a host are connected by PCIe.
     """
     host = _datasheet({4: 32e9, 5: 64e9}[pcie], f"{sheet}, PCIe {pcie} x16 one way")
     host_memory = _assumed(2e12, "a host of 8 devices") if link else _assumed(512e9, "a host of 8 devices on PCIe")
@@ -323,7 +319,7 @@ def _nvidia_devices() -> Iterator[Device]:
     yield _nvidia("h20", f"{h20}, as its sellers print it", 96e9, 4e12, (148e12, 44e12), 5, nvlink(h20, 450e9), port)
     dgx = fabric(50e9, "NVIDIA DGX B200 datasheet", "ConnectX-7")
     yield _nvidia("b200", b200, 180e9, 8e12, (2250e12, 75e12), 5, nvlink(b200, 900e9), dgx)
-    # Their hosts are connected by their `network`. Products are summed in float32, as in training.
+    # Hosts with these devices are connected by their `network`. The FLOP/s are with sums in float32, as in training.
     yield _nvidia("l40s", "NVIDIA L40S datasheet", 48e9, 864e9, (362e12, 91.6e12), 4)
     yield _nvidia("rtx3090", "NVIDIA GA102 whitepaper, RTX 3090", 24e9, 936e9, (71e12, 35.6e12), 4)
     yield _nvidia("rtx4090", "NVIDIA Ada whitepaper, RTX 4090", 24e9, 1.008e12, (165e12, 82.6e12), 4)
@@ -331,9 +327,9 @@ def _nvidia_devices() -> Iterator[Device]:
 
 
 def _cpu(name: str) -> Device:
-    """Build the preset of a CPU: a rank process with one core.
+    """Build the preset of a CPU: a device is one rank process with one core.
 
-    The memory is this machine's if the system reports it.
+    The memory is this machine's memory, if the operating system reports its size.
     """
     try:
         size = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -402,7 +398,8 @@ _MAKERS = re.compile("nvidia|geforce|huawei|ascend|sxm[45]?")
 def find_preset(name: str) -> str:
     """Return the preset that a name means; "" if there is none.
 
-    Case, hyphens, the maker, and the preset's own memory size are ignored, as in `NVIDIA A100-SXM4-80GB`.
+    Case, punctuation, the manufacturer, and the preset's own memory size are ignored: `NVIDIA A100-SXM4-80GB` is
+    `a100`.
     """
     letters = _normalize_name(name)
     for device in DEVICES.values():

@@ -1,7 +1,10 @@
-"""The kinds of devices: their names in other software, and their differences.
+"""The kinds of devices (CPU, CUDA, Ascend): their names in other software.
 
-Invariant: the package's knowledge of a kind is here, once. No other file has the name of a kind or of its
-collectives (the presets in cluster.py are names of programs). backends/devices.py has what torch does with a kind.
+A kind also has settings, such as the environment variables that its collectives need.
+
+Invariant: everything that the package knows about a kind is in this file. No other file contains the name of a kind or
+of its collectives (the presets in cluster.py are names that programs use). What torch does with a kind is in
+backends/devices.py.
 """
 
 from __future__ import annotations
@@ -15,35 +18,35 @@ from typing import Any, Literal
 from . import visibility_masks
 from .environment_variables import Setting, SettingConditions, Settings, no_settings
 
-# Where an engine computes: on the cores of a host, or on its devices.
+# Where an engine computes: on the CPU cores of a host, or on its devices.
 Where = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of device.
+    """A kind of device, such as CUDA devices.
 
-    - `name`: its name in a plan.
-    - `torch`: its name in PyTorch, which knows it once `plugin` is imported.
-    - `resource`: its name in Ray.
-    - `collectives`: its backend of torch.distributed.
-    - `interfaces`: variables that select the network interface of collectives, each with the form of an exact name
-    (NCCL and HCCL take a bare name for a prefix).
-    - `visible`: the variable of the devices that a process sees (visibility_masks.py).
-    - `files`: the pattern of a host's devices in /dev.
-    - `cards`: prefixes of their maker and model, in the form of `lspci -n`.
-    - `settings`: the environment variables that its processes need.
-    - `adaptors`: packages that adapt other packages to it, by the adapted package.
-    - `kernels`: the file of backends/kernels that computes layers.
+    - `name`: the kind's name in a plan.
+    - `torch`: the kind's name in PyTorch. PyTorch knows the name after `plugin` is imported.
+    - `resource`: the resource of Ray that counts devices of the kind.
+    - `collectives`: the backend of torch.distributed.
+    - `interfaces`: settings of the network interface of collectives, as `NAME=VALUE` with `{}` for the interface's
+      name. NCCL and HCCL take a bare name as a prefix, so their settings have `==`, which means an exact name.
+    - `visible`: the variable that lists the devices that a process can see (visibility_masks.py).
+    - `files`: the pattern of the names in /dev of a host's devices.
+    - `cards`: prefixes of the ids of manufacturer and model, as `lspci -n` prints them.
+    - `settings`: a function that returns the environment variables that processes on such devices need.
+    - `adaptors`: packages that adapt other packages to the kind, as (adapted package, adaptor).
+    - `kernels`: the module of backends/kernels that computes layers.
 
-    The cores of a host have no `visible`, `files` and `cards`.
+    The kind of CPU cores has no `visible`, `files` and `cards`.
     """
 
     name: str
     torch: str
     resource: str
     collectives: str
-    asked_as: str  # the option with which an actor asks Ray for it; "": a custom resource
+    asked_as: str  # the option with which an actor requests such devices from Ray; "": a custom resource
     interfaces: tuple[str, ...]
     visible: str = ""
     rising: bool = False  # the ids in `visible` must rise, and only digits and commas are allowed
@@ -64,33 +67,37 @@ class DeviceKind:
         return "host" if self.is_host else "device"
 
     def backends(self) -> str:
-        """Return the backends of a process group.
+        """Return the backends of a process group, as torch.distributed accepts them.
 
-        They are for tensors of the device and of its host.
+        The process group supports tensors of the device and of its host.
         """
         return (
             self.collectives if self.is_host else ",".join(f"{kind.torch}:{kind.collectives}" for kind in (HOST, self))
         )
 
     def visible_count(self) -> int:
-        """Count this machine's cores, or the devices that this process may see."""
+        """Count the devices that this process can see; for CPUs, this machine's cores."""
         if self.is_host:
             return os.cpu_count() or 1
         return len(visibility_masks.visible_ids(self, os.environ.get(self.visible), self.total_count()))
 
     def total_count(self) -> int:
-        """Count the devices of this machine, whatever a process may see of them."""
+        """Count the devices of this machine, including those that this process cannot see."""
         return len([*Path("/dev").glob(self.files)]) if self.files else 0
 
     def packages(self, needs: Iterable[str]) -> tuple[str, ...]:
-        """Return the packages to install on hosts where something needs `needs`."""
+        """Return the packages in `needs`, each followed by its adaptor for the kind.
+
+        They are the packages to install on hosts with such devices. The result has no duplicates.
+        """
         adaptors = dict(self.adaptors)
         return tuple(dict.fromkeys(package for need in needs for package in (need, adaptors.get(need, need))))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
-        """Return the options with which an actor asks Ray for `number` devices.
+        """Return the options with which an actor requests `number` devices from Ray.
 
-        They exclude the core that Ray would add, because the actor's placement group has none.
+        By default Ray also reserves a CPU core for an actor. The options exclude this core, because the actor's
+        placement group has none.
         """
         return {"num_cpus": 0} | ({self.asked_as: number} if self.asked_as else {"resources": {self.resource: number}})
 
@@ -128,7 +135,7 @@ def _hccl_settings(wants: SettingConditions) -> Iterator[Setting]:
     waits = f"{wants.deadline + 60:.0f}"
     counted = "in MB: each process group keeps two such buffers in a device's memory"
     yield Setting("HCCL_BUFFSIZE", str(HCCL_MIB), counted, reference)
-    # HCCL's default of 120 s to connect is for ranks that start together; these load their weights first.
+    # HCCL's default of 120 s to connect suits ranks that connect when they start. Ranks of a run load weights first.
     for phase in ("CONNECT", "EXEC"):
         longer = "longer than the run's deadline, whose report names what is waited for"
         yield Setting(f"HCCL_{phase}_TIMEOUT", waits, longer, reference)

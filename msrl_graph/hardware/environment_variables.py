@@ -1,7 +1,7 @@
 """Environment variables that a run sets, for a device kind or an engine.
 
-Invariant: each has a reason and a source. A variable that the user has set stays as it is, and is reported
-(`differing`).
+Invariant: each variable has a reason and the source of the reason. A variable that the user has set is not changed, but
+reported (`find_overridden`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """A variable with its value, the reason, and the source of the reason.
+    """An environment variable with its value, the reason, and the reason's source.
 
-    `fails` is a pattern of values that are known to cause an error, or silently wrong weights or tokens.
+    `fails` is a regular expression for values that are known to cause an error or, without an error, wrong weights or
+    tokens.
     """
 
     name: str
@@ -32,8 +33,8 @@ class Setting:
 class SettingConditions:
     """The properties of a run that settings depend on.
 
-    `deadline` is the number of seconds after which the run stops waiting. `deterministic`: rows and weights must
-    follow from the seed.
+    `deadline` is the number of seconds after which the run stops waiting. `deterministic` means that the same seed must
+    give the same rows and weights.
     """
 
     deadline: float
@@ -48,7 +49,7 @@ def no_settings(wants: SettingConditions) -> Iterable[Setting]:
 
 
 def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """Return the settings that an environment overrides, with their values there."""
+    """Return the settings that an environment sets to other values, with these values."""
     return [
         (setting, environment[setting.name])
         for setting in settings
@@ -57,5 +58,5 @@ def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str])
 
 
 def missing_settings(settings: Iterable[Setting], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set in an environment."""
+    """Return the settings that an environment lacks, as variables with values."""
     return {setting.name: setting.value for setting in settings if setting.name not in environment}

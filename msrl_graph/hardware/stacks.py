@@ -1,7 +1,8 @@
-"""Stacks: packages installed together for a kind of device, and conflicts.
+"""Stacks (packages installed together for a device kind), and version conflicts.
 
-Invariant: the project's knowledge of compatible versions is here, once, as data. Nothing is imported, and no index
-is asked. constraints/NAME.txt has the whole closure of a stack; constraints/resolve.py writes it from here.
+Invariant: everything that the project knows about versions that fit together is in this module, as data. Nothing is
+imported to find versions, and no package index is contacted. constraints/NAME.txt has the complete lock of a stack,
+written by constraints/resolve.py from this data.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .version_pairs import PYTHON, numbers
 class Stack:
     """Packages that are installed together.
 
-    - `kinds`: the device kinds that it is for.
-    - `pythons`: the versions of Python that it is locked for.
-    - `platform`: the platform of its wheels.
-    - `pins`: the chosen versions.
-    - `extras`: the extras of this package that are installed too.
-    - `lowest`: take the lowest allowed versions of their requirements instead of the newest.
-    - `elsewhere`: packages that belong to it but are not in the index, each with its place.
-    - `source`: the source of the pins.
+    - `kinds`: the device kinds that the stack is for.
+    - `pythons`: the versions of Python that the stack is locked for.
+    - `platform`: the platform of the stack's wheels.
+    - `pins`: the chosen versions, by package.
+    - `extras`: the extras of this project that are also installed.
+    - `lowest`: whether dependencies have the lowest versions that are allowed instead of the newest.
+    - `elsewhere`: packages that belong to the stack but are not in the package index, each with where to get it.
+    - `source`: where the pins come from.
 
-    The rest of the lock follows from these.
+    The rest of the lock follows from these fields.
     """
 
     name: str
@@ -108,7 +109,7 @@ STACKS = {
         ),
         Stack(
             name="site",
-            kinds=(),  # it draws pages and runs nothing
+            kinds=(),  # the stack builds the documentation and runs nothing
             pythons=("3.11", "3.12"),
             platform=HOSTS,
             pins={"mkdocs-material": "9.8.2", "pygments": "2.21.0"},
@@ -121,7 +122,7 @@ STACKS = {
 
 @dataclass(frozen=True)
 class VersionRange:
-    """Versions from `least` on and below `below`; "" is no bound."""
+    """Versions that are at least `least` and lower than `below`; "" means no bound."""
 
     least: str = ""
     below: str = ""
@@ -131,7 +132,7 @@ class VersionRange:
         return ", ".join(bound for bound in bounds if bound)
 
     def meets(self, other: VersionRange) -> bool:
-        """Return whether a version can be in both ranges."""
+        """Return whether a version can be in this range and in the other."""
         least = max(numbers(self.least), numbers(other.least))
         return all(least < numbers(versions.below) for versions in (self, other) if versions.below)
 
@@ -145,7 +146,7 @@ def _exact_range(version: str) -> VersionRange:
 class Release:
     """A release of a package, with the versions of Python and packages that it needs.
 
-    `source` says where these are documented.
+    `source` says where these needs are documented.
     """
 
     package: str
@@ -222,9 +223,10 @@ class VersionConflict:
 
 
 def find_conflict(packages: Collection[str]) -> VersionConflict | None:
-    """Return why packages cannot be in one environment, by their newest releases.
+    """Return a conflict between packages that cannot be in one environment, or None.
 
-    None if releases of all of them are compatible, as far as is known.
+    The result is None if some combination of known releases of the packages is compatible. Otherwise the conflict is
+    between the newest releases.
     """
     release_lists = (
         [release for release in RELEASES if release.package == package] for package in dict.fromkeys(packages)

@@ -1,8 +1,8 @@
 """Compatible versions of drivers, toolkits, torch and its plug-ins, and engines.
 
-Invariant: the package's knowledge of compatible versions is here, once, each pair with its source. The caller
-provides the versions; nothing is read to find them. Drivers and CANN have the names below, everything else the name
-of `pip list`.
+Invariant: everything that the package knows about versions that work together is in this module, each pair with its
+source. The caller provides the versions; this module does not look for them. Drivers, CUDA, CANN and Python have the
+names that are defined below. All other packages have their names in `pip list`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ PYTHON = "Python"
 
 @dataclass(frozen=True)
 class VersionPair:
-    """Versions of `package` that are compatible with versions of `other`.
+    """The versions of `other` that are compatible with releases of `package`.
 
-    It applies to releases of `package` that begin with `release`. The compatible versions of `other` are those
-    whose first `same` numbers are the package's own, or those that begin with `exact`, or those from `least` on and
-    below `below`.
+    The rule applies to the releases of `package` that begin with `release`. A version of `other` is compatible in one
+    of three cases, depending on which field is set:
+
+    - `same`: its first `same` numbers are those of the package's version.
+    - `exact`: it begins with `exact`.
+    - `least`: it is at least `least`, and lower than `below` if that is set.
     """
 
     package: str
@@ -37,7 +40,7 @@ class VersionPair:
     below: str = ""
 
     def wanted(self, version: str) -> str:
-        """Describe the versions of `other` that `version` is compatible with."""
+        """Describe the versions of `other` that fit the given `version` of `package`."""
         if self.least:
             return f"{self.least} or later" + (f", below {self.below}" if self.below else "")
         return self.exact or ".".join(map(str, numbers(version)[: self.same]))
@@ -53,7 +56,7 @@ class VersionPair:
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version.
 
-    (2, 10, 0) of `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu`.
+    For example, `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu` all give (2, 10, 0).
     """
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
@@ -81,9 +84,10 @@ PAIRS = (
 
 
 def find_broken_pairs(versions: Mapping[str, str]) -> Iterator[VersionPair]:
-    """Yield the incompatible pairs among versions, the first to fix first.
+    """Yield the pairs whose versions are incompatible, in the order to fix them.
 
-    A package whose version has to change is in no later pair. Packages without a version are skipped.
+    `versions` has the version of each installed package. A pair is skipped if one of its packages has no version. A
+    pair is also skipped if an earlier pair requires another version of one of its packages.
     """
     changed: set[str] = set()
     for pair in PAIRS:

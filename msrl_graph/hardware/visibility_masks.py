@@ -1,11 +1,11 @@
-"""Visibility masks: the host's devices that a process sees, and their numbers.
+"""Visibility masks: which devices of a host a process can see, and their numbers.
 
-A mask is a variable such as ASCEND_RT_VISIBLE_DEVICES=4,5,6,7. It lists devices by the host's numbers; torch
-numbers the listed devices 0, 1 and so on. Ray assigns devices by the host's numbers and shows a process only its
-own, unless RAY_EXPERIMENTAL_NOSET_… disables that: then the process sees all devices that the mask lists.
+A mask is an environment variable such as ASCEND_RT_VISIBLE_DEVICES=4,5,6,7. It lists devices by the host's numbers.
+torch numbers the listed devices 0, 1 and so on. Ray assigns devices by the host's numbers, and a process sees only the
+devices that Ray assigned to it. If RAY_EXPERIMENTAL_NOSET_… is set, a process sees all devices that the mask lists.
 
-Invariant: only this file converts the host's numbers to torch's. Drivers do not report the devices that they leave
-out.
+Invariant: only this module converts the host's numbers to torch's numbers. Drivers do not report which devices of a
+mask they ignore, so this module repeats the rules of the drivers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def parse_mask(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]:
     """Parse a visibility mask; return the accepted ids and why parsing stopped.
 
-    `there` is the number of devices of the host. A driver stops at the first id that it cannot use. Ids that only
-    the driver can resolve (GPU-…, MIG-…) are accepted unchecked.
+    `count` is the number of devices of the host. Parsing stops at the first id that a driver cannot use, as the driver
+    itself does. Ids that only the driver can resolve (GPU-…, MIG-…) are accepted without a check.
     """
     ids = mask.split(",") if mask.strip() else []
     accepted = list[str]()
@@ -41,15 +41,18 @@ def parse_mask(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]
 
 
 def visible_ids(kind: DeviceKind, mask: str | None, count: int) -> list[str]:
-    """Return the ids, in torch's order, of the visible devices; all without a mask.
+    """Return the ids of the visible devices in torch's order; without a mask, all ids.
 
-    `there` is the number of devices of the host.
+    `count` is the number of devices of the host.
     """
     return [*map(str, range(count))] if mask is None else parse_mask(kind, mask, count)[0]
 
 
 def describe_problem(kind: DeviceKind, mask: str | None, count: int) -> str:
-    """Describe the ids of a mask that are not visible; "" if all are."""
+    """Describe the ids of a mask that are not visible; "" if all are visible.
+
+    `count` is the number of devices of the host.
+    """
     if mask is None or not count:
         return ""
     accepted, reason = parse_mask(kind, mask, count)
@@ -63,8 +66,8 @@ def describe_problem(kind: DeviceKind, mask: str | None, count: int) -> str:
 def torch_index(assigned: Sequence[str], mask: str | None) -> int:
     """Return torch's number of the device that Ray assigned to this process.
 
-    It is the device's position in the mask of the process; without a mask it is the host's number. Raises
-    ValueError if the mask does not list it.
+    It is the position of the device in the process's mask. Without a mask it is the host's number of the device. Raises
+    ValueError if the mask does not list the device.
     """
     if not assigned:
         return 0

@@ -1,4 +1,4 @@
 """The intermediate representation: the graph of an algorithm and the plan.
 
-Invariant: both are plain, immutable data.
+Invariant: a graph and a plan are plain, immutable data.
 """

@@ -1,18 +1,21 @@
 """Asynchronous schedule: pools that run ahead of the updates, and their weights.
 
-`staleness` and `every` decide which pools may be ahead, when they begin an iteration, and with which version.
+`staleness` and `every` decide which pools may run ahead of the updates, when such a pool begins an iteration, and with
+which version of the weights it generates.
 
-Invariant: iteration j generates with weights of iteration j - staleness at the oldest, so no pool begins an iteration
-more than `staleness` iterations before its update. Within an iteration, a pool that is ahead does not wait for a pool
-in step, nor for one that has not begun the iteration. So work between two iterations, such as an evaluation, may wait
-for it. A run and its simulation both use `PoolProgress`; the estimate uses its base class `Sends`.
+Invariant: iteration j generates with the weights of iteration j - staleness or newer weights. So a pool begins
+iteration j only when the updates have begun iteration j - staleness. Within an iteration, a pool that is ahead never
+waits for a pool in step, nor for a pool that has not begun the iteration. So work between two iterations, such as an
+evaluation, may wait for a pool that is ahead. A run and its simulation both use `PoolProgress`; the estimate uses the
+base class `Sends`.
 
-A pool with both ends of an edge is ahead of itself (`pipelined`). It generates for the next iteration and then computes
-the rest of the current one, whose rows have arrived meanwhile. The part that it begins early is its `opening`.
+A pipelined pool has both nodes of a resharding edge with `staleness`. It generates for the next iteration, and then
+computes the rest of the current iteration, whose rows have arrived in the meantime. The opening of the pool is the part
+of its instructions that it executes early in this way.
 
-A state has one value per iteration: a function that reads it waits for the value of the previous iteration. So the part
-that functions begin early ends before the first one that reads a state, and no generation that needs such a function is
-ahead.
+A state has one value per iteration: a function that reads a state waits for the value of the previous iteration. So the
+part of the functions' stream that is executed early ends before the first function that reads a state. A generation
+that needs such a function cannot run ahead.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ from .sequences import temperature_states
 
 @once_per_placement
 def lead_of_pools(plan: Plan) -> dict[str, int]:
-    """Return how many iterations each pool ahead may begin before the updates.
+    """Return by how many iterations each pool may run ahead of the updates.
 
-    A pipelined pool begins at most the next iteration, since no pool waits for its weights. Only with `deterministic`,
-    where rows are as old as allowed, it begins more.
+    Pools in step are left out. A pipelined pool begins at most the next iteration early, since no other pool waits for
+    its weights. With `deterministic`, a pipelined pool runs ahead by its full `staleness`, since rows must be as old as
+    allowed.
     """
     staleness_of = staleness_of_edges(plan)
     if not any(staleness_of.values()):
@@ -61,10 +65,10 @@ def lead_of_pools(plan: Plan) -> dict[str, int]:
 
 
 def staleness_bounds(plan: Plan) -> dict[Edge, int]:
-    """Return the staleness bound of each edge into a pool ahead, in versions.
+    """Return the staleness bound in versions of each edge into a pool that is ahead.
 
-    The edges are resharding edges, as (src, dst). Other edges always send the newest weights, even if they state
-    `staleness`.
+    The edges are resharding edges, as (src, dst). An edge into a pool in step is left out: it always sends the newest
+    weights, even if it states `staleness`.
     """
     if not (lead_of_pool := lead_of_pools(plan)):
         return {}
@@ -80,8 +84,9 @@ def staleness_bounds(plan: Plan) -> dict[Edge, int]:
 def row_age_bound(plan: Plan) -> int:
     """Return the largest age that a row can have when it is trained on, in versions.
 
-    The age of a token is the number of versions that the trainer's weights are newer than the weights that drew it. The
-    age of a row is that of its oldest token. A row that is cut `cuts` times (`partial`) is that much older.
+    The age of a token is the number of versions between the weights that drew the token and the trainer's weights. The
+    age of a row is the age of its oldest token. With `partial`, a row may be cut `cuts` times and be this many versions
+    older.
     """
     lags = staleness_bounds(plan)
     return max(
@@ -95,7 +100,7 @@ def row_age_bound(plan: Plan) -> int:
 
 
 def fetched_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `aged` over which weights come from another pool."""
+    """Return the edges of `staleness_bounds` whose weights come from another pool."""
     pool_of = pools_of_nodes(plan)
     return {
         (src, dst): staleness
@@ -105,16 +110,20 @@ def fetched_edges(plan: Plan) -> dict[Edge, int]:
 
 
 def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return the opening of each pool that generates ahead of its own updates."""
+    """Return the nodes in the opening of each pipelined pool.
+
+    Pools that must be in step with the updates are left out.
+    """
     openings, _ = find_openings(plan)
     hindrances = reasons_in_step(plan) if openings else {}
     return {pool: nodes for pool, nodes in openings.items() if pool not in hindrances}
 
 
 def late_states(plan: Plan) -> dict[str, int]:
-    """Return the states used for drawing rows, with their largest age in iterations.
+    """Return the states that decide how rows are drawn, with their largest age.
 
-    These are weights of the source and temperatures. The age is how early a pool may begin an iteration.
+    These states give the sampling weights of the source, or temperatures. The age of a state's value is in iterations.
+    It is the largest number of iterations by which a pool may run ahead of the updates.
     """
     most = max(lead_of_pools(plan).values(), default=0)
     graph = plan.graph
@@ -129,8 +138,13 @@ def late_states(plan: Plan) -> dict[str, int]:
 def count_opening(plan: Plan, stream: InstructionStream) -> int:
     """Return the number of instructions in the opening of a stream.
 
-    It is 0 if there is no opening, as in a stream of an evaluation. If an iteration may begin early, the opening of the
-    functions' stream has all instructions before the first function that reads a state.
+    The opening is the part of a stream that may be executed before the updates begin the iteration.
+
+    - An evaluation's stream, and the stream of a pool that is not pipelined, have no opening: 0.
+    - The opening of a pipelined pool's stream ends after the last node of the pool's opening and the RELEASE and
+      SWAP_IN instructions that follow directly.
+    - The opening of the functions' stream has all instructions before the first function that reads a state, if
+      iterations may begin early.
     """
     if stream.pool == FUNCTIONS and stream.task == "train":
         late = functions_with_states(plan) if lead_of_pools(plan) else {}
@@ -157,10 +171,10 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 
 
 def skipping_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `fetched` that skip versions, with their `every`.
+    """Return the edges of `fetched_edges` that skip versions, with their `every`.
 
-    Weights fetched over such an edge stay on the devices until the next fetch: an iteration may generate with the
-    weights of the previous one.
+    Weights that were fetched over such an edge stay on the devices until the next fetch. So an iteration may generate
+    with the same weights as the previous iteration.
     """
     many = {(reshard.src, reshard.dst): ReshardingEdgeAttributes.of(reshard).every for reshard in plan.graph.reshards()}
     return {edge: many[edge] for edge in fetched_edges(plan) if many[edge] > 1}
@@ -172,14 +186,17 @@ def count_lanes(plan: Plan) -> int:
 
 
 class Sends:
-    """The versions of weights that edges send in a run.
+    """The versions of weights that resharding edges send in a run.
 
-    The run begins with the iteration `first`. The class also knows which iteration the updates must have begun, so that
-    the weights of a pool are not too old.
+    The run begins with the iteration `first`. The class also computes which iteration the updates must have begun
+    before a pool begins an iteration, so that the pool's weights are not too old.
 
-    A version is sent if `every` says so. Three other versions are sent, too: the first of the run; one of which a
-    checkpoint is written, so that a resumed run draws the same rows; and one that an evaluation uses, since the copy of
-    the previous version is then gone.
+    An edge sends these versions:
+
+    - every `every`-th version,
+    - the first version of the run,
+    - a version of which a checkpoint is written, so that a resumed run draws the same rows,
+    - a version that an evaluation uses, since the copy of the previous version is then gone.
     """
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
@@ -198,22 +215,26 @@ class Sends:
         self.into = {pool: [edge for edge in self.staleness_of if pool_of[edge[1]] == pool] for pool in self.leads}
 
     def sends(self, edge: Edge, version: int) -> bool:
-        """Return whether a version with which the updates begin an iteration is sent."""
+        """Return whether an edge sends a version.
+
+        Version n is the version with which the updates begin iteration n.
+        """
         return version == self.first or any(version % many == 0 for many in self.multiples[edge])
 
     def newest(self, edge: Edge, now: int) -> int:
-        """Return the version that a generation uses while the updates are in `now`.
+        """Return the newest version that an edge has sent, which a generation then uses.
 
-        It is the newest version that was sent, of those with which the updates have begun an iteration.
+        `now` is the iteration that the updates are in. Only versions with which the updates have begun an iteration
+        count.
         """
         return next(version for version in count(now, -1) if self.sends(edge, version))
 
     def update_iteration(self, pool: str, number: int) -> int:
         """Return the iteration that updates must begin before a pool begins `number`.
 
-        It is the first with a version that is sent and is not too old for any generation of the pool. With
-        `deterministic`, no version from before the last checkpoint is used: a run that is resumed in this iteration
-        would resume from that checkpoint.
+        `number` is an iteration of the pool. The result is the first iteration whose version is sent and is not too old
+        for any generation of the pool. With `deterministic`, the version must not be from before the last checkpoint.
+        The reason is that a run that is resumed in this iteration would resume from that checkpoint.
         """
         saved = max((number - number % interval for interval in self.saves), default=0) if self.run.deterministic else 0
         least = max(number - self.leads[pool], saved, self.first)
@@ -224,9 +245,9 @@ class Sends:
         )
 
     def share(self, edge: Edge) -> float:
-        """Return the share of versions that is sent in the long run.
+        """Return the share of versions that an edge sends, in the long run.
 
-        These are the multiples of any of some numbers, counted by inclusion and exclusion.
+        An edge sends the multiples of several numbers. Their share is computed by inclusion and exclusion.
         """
         many = self.multiples[edge]
         subsets = chain.from_iterable(combinations(many, size) for size in range(1, len(many) + 1))
@@ -234,11 +255,12 @@ class Sends:
 
 
 class PoolProgress(Sends, ABC):
-    """The progress of pools that may be ahead.
+    """The progress of pools that may run ahead of the updates.
 
-    `begun` is the iteration that each has begun last. A pool begins iteration j when it has ended j - 1 and the updates
-    have begun an iteration with weights that are new enough. Its generations use the newest version that is sent. With
-    `deterministic` it begins with the oldest version that is allowed.
+    `begun` is the last iteration that each pool has begun. A pool begins iteration j when it has ended iteration j - 1
+    and the updates have begun an iteration whose weights are new enough for the pool. The generations of the pool use
+    the newest version that was sent. With `deterministic`, the pool begins as soon as the updates have the oldest
+    version that is allowed, and uses this version.
     """
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
@@ -249,14 +271,15 @@ class PoolProgress(Sends, ABC):
 
     @abstractmethod
     def busy(self, pool: str) -> bool:
-        """Return whether a pool has begun something that it has not ended."""
+        """Return whether a pool has begun work that it has not ended."""
 
     def due(
         self, now: int, iterations: int, foreseen: Callable[[int], bool], pools: Collection[str]
     ) -> Iterator[tuple[str, int]]:
-        """Yield pools that may begin an iteration while the updates are in `now`.
+        """Yield each pool that may begin an iteration, with the iteration.
 
-        Only iterations that can be `foreseen` are yielded. The caller must begin each one before it asks for the next.
+        `now` is the iteration that the updates are in. Only iterations for which `foreseen` returns True are yielded.
+        The caller must begin each yielded iteration before it asks for the next one.
         """
         more = True
         while more:
@@ -268,11 +291,11 @@ class PoolProgress(Sends, ABC):
                     yield pool, number
 
     def must_begin(self, now: int, pools: Collection[str]) -> bool:
-        """Return whether a pool must still begin an iteration with the weights of `now`.
+        """Return whether a pool must begin an iteration before the updates continue.
 
-        `now` is the iteration of the updates. With `deterministic` the updates wait for such a pool: if it began later,
-        its iteration would have newer weights. With `partial` a pool cannot begin an iteration before it has ended the
-        previous one.
+        `now` is the iteration that the updates are in. Only with `deterministic` do the updates wait for a pool that
+        may begin an iteration with the weights of `now`. If the pool began its iteration later, the iteration would
+        have newer weights. With `partial`, the pool may first have to end its previous iteration.
         """
         following = {pool: self.begun[pool] + 1 for pool in pools}
         return self.run.deterministic and any(
@@ -280,7 +303,7 @@ class PoolProgress(Sends, ABC):
         )
 
     def _may(self, pool: str, number: int, now: int) -> bool:
-        """Return whether a pool, and those that it waits for, may begin an iteration."""
+        """Return whether a pool, and the pools that it waits for, may begin an iteration."""
         return all(
             self.begun[other] >= number or (self.begun[other] == number - 1 and self._free(other, number, now))
             for other in (pool, *self.awaits[pool])
@@ -293,7 +316,7 @@ class PoolProgress(Sends, ABC):
         )
 
     def use_version(self, edge: Edge, version: int) -> bool:
-        """Record that a generation uses a version; return whether it must fetch it."""
+        """Record the version that a generation uses; return whether it must be fetched."""
         stays = edge in self.sparse and self.last_version.get(edge) == version
         self.last_version[edge] = version
         return not stays
@@ -306,9 +329,9 @@ def evaluations_of_edge(plan: Plan, edge: Edge) -> list[Evaluation]:
 
 
 def awaited_pools(plan: Plan, pools_ahead: Mapping[str, int]) -> dict[str, set[str]]:
-    """Return the pools whose rows each pool ahead waits for in an iteration.
+    """Return, for each pool in `pools_ahead`, the other pools whose rows it waits for.
 
-    Only pools that may be ahead are considered.
+    Only waits within an iteration, and only pools in `pools_ahead`, are considered. Indirect waits are included.
     """
     pool_of = pools_of_nodes(plan)
     turns = find_openings(plan)[0]

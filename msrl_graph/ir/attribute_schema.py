@@ -1,10 +1,10 @@
-"""Declarations of attributes, as the fields of a frozen dataclass per statement.
+"""Declarations of attributes, as the fields of one frozen dataclass per statement.
 
     epochs: int = attr(COUNT, 1, "Passes over the rows of an iteration.")
 
-Invariant: the kind of an attribute (with its unit), its default and its meaning are in its field and nowhere else. The
-checks of a program, `--explain`, docs/reference/language/ and all code that uses the value read them there. A field
-without `attr` is not an attribute.
+Invariant: the field of an attribute is the only place that states the attribute's kind (with its unit), default and
+meaning. The checks of a program, `--explain`, docs/reference/language/ and all code that uses the value read this
+field. A field without `attr` is not an attribute.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEY = "attribute"
 class Attribute:
     """The kind, the default and the meaning of an attribute.
 
-    - `shown`: the words for a default that no program can state ("all rows").
-    - `must`: there is no default; this value is suggested if the attribute is missing.
-    - `head`: it is written before the braces, not between them.
+    - `shown`: the text that documentation shows for a default that no program can state, such as "all rows".
+    - `must`: if not empty, the attribute is required, and this value is suggested if the attribute is missing.
+    - `head`: whether the attribute is written before the braces of its statement, not between them.
     """
 
     kind: ValueKind
@@ -48,7 +48,7 @@ def attr(
     must: str = "",
     head: bool = False,
 ) -> T:
-    """Declare a field that is an attribute.
+    """Declare a field of a dataclass that is an attribute.
 
     The arguments are the fields of `Attribute`.
     """
@@ -59,7 +59,7 @@ def attr(
 class DeclaredAttributes:
     """Typed values of the attributes of a statement.
 
-    `declared` returns the attributes that it may have.
+    Each subclass declares the attributes of one statement as its fields.
     """
 
     @classmethod
@@ -71,7 +71,10 @@ class DeclaredAttributes:
     @classmethod
     @functools.cache
     def declared(cls) -> Mapping[str, Attribute]:
-        """Return the attributes between the braces by name, in documentation order."""
+        """Return the declarations of the attributes between the braces, by name.
+
+        The order of the declarations is the order of the documentation.
+        """
         return MappingProxyType({name: attribute for name, attribute in cls._fields().items() if not attribute.head})
 
     @classmethod
@@ -81,7 +84,10 @@ class DeclaredAttributes:
 
     @classmethod
     def values(cls, stated: Mapping[str, Expr]) -> dict[str, Any]:
-        """Return the Python values of stated attributes by name."""
+        """Return the Python values of stated attributes by name.
+
+        Unknown attributes, and expressions that do not have the kind of their attribute, are left out.
+        """
         known = cls._fields()
         values = dict[str, Any]()
         for name, expr in stated.items():
@@ -91,18 +97,18 @@ class DeclaredAttributes:
 
     @classmethod
     def of_stated(cls, stated: Mapping[str, Expr]) -> Self:
-        """Return the values of a statement that states these attributes."""
+        """Return an instance with the stated values; other attributes have their defaults."""
         values = cls.values(stated) if stated else None
         return cls(**values) if values else cls._defaults()
 
     @classmethod
     @functools.cache
     def _defaults(cls) -> Self:
-        """Return the defaults, one object for all nodes of a large graph."""
+        """Return the instance with only defaults, which nodes of a large graph share."""
         return cls()
 
     def list_changed(self, names: Iterable[str]) -> list[str]:
-        """Return the attributes among `names` that differ from their defaults."""
+        """Return the attributes among `names` whose values differ from their defaults."""
         declared = self.declared()
         return [name for name in names if name in declared and getattr(self, name) != declared[name].default]
 
@@ -112,7 +118,10 @@ class NodeAttributes(DeclaredAttributes):
 
     @classmethod
     def of(cls, node: Node) -> Self:
-        """Return the values of a node, cached: a planner asks for them millions of times."""
+        """Return the typed values of a node's attributes.
+
+        The values are cached, since a planner asks for them millions of times.
+        """
         views = node.views
         view: Self = views[cls] if cls in views else views.setdefault(cls, cls._of(node))
         return view

@@ -1,12 +1,12 @@
 """Attributes of nodes, edges and workers, and the rules that follow from them.
 
 Invariant: code reads the typed value of an attribute, such as `UpdateAttributes.of(node).mini_batch`. The expression
-that the program states (`node.stated("mini_batch")`) is only for messages about it. A declaration can be applied to any
-node: for a node with another verb it has its defaults.
+that the program states (`node.stated("mini_batch")`) is only for messages about the attribute. A declaration can be
+applied to any node. For a node with another verb, it has its defaults.
 
-To add an attribute of `update`, add a field to `UpdateAttributes` and a line where a pass or an engine reads it. An
-engine that does not support it lists the attributes that it supports (`supported_attributes` in backends/spec.py); a
-run rejects the others.
+To add an attribute of `update`, add a field to `UpdateAttributes` and code in a pass or an engine that reads the field.
+An engine that does not support all attributes lists its supported attributes (`supported_attributes` in
+backends/spec.py). A run rejects an attribute that is not in this list.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOOKS = 8  # how often a partial rollout checks its responses before the longest
 
 @dataclass(frozen=True)
 class WorkerAttributes(DeclaredAttributes):
-    """`worker NAME : KIND { … }`, for kinds with weights."""
+    """Attributes of `worker NAME : KIND { … }`, for kinds of workers with weights."""
 
     model: str = attr(
         NameKind(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name"
@@ -71,7 +71,7 @@ class WorkerAttributes(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class SourceAttributes(NodeAttributes):
-    """`source(COUNT) -> columns { … }`."""
+    """Attributes of `source(COUNT) -> columns { … }`."""
 
     count: int = attr(COUNT, 1, "The number of data rows per iteration.", head=True)
     weights: Expr | None = attr(
@@ -88,7 +88,7 @@ class SourceAttributes(NodeAttributes):
 
 @dataclass(frozen=True)
 class GenerateAttributes(NodeAttributes):
-    """A node that samples responses."""
+    """Attributes of a `generate` node, which samples responses."""
 
     samples: int = attr(COUNT, 1, "Responses per prompt: an iteration has this many times the rows of the source.")
     temperature: Expr = attr(
@@ -200,30 +200,30 @@ class GenerateAttributes(NodeAttributes):
         return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
-        """Return after how many tokens per response `partial` checks for complete prompts."""
+        """Return the tokens per response from one check for complete prompts to the next."""
         return max(1, math.ceil(longest / LOOKS))
 
     @property
     def partner(self) -> Expr | None:
-        """Its environment or agent.
+        """The environment or agent of the generation, or None.
 
-        It also writes in the response, and provides the other columns that are written.
+        An environment or agent writes part of the response, and all other columns that the generation writes.
         """
         return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
-        """Return the most tokens of a response whose column holds `bound`."""
+        """Return the maximum number of tokens of a response whose column holds `bound`."""
         return bound if self.max_tokens is None else min(bound, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class InferAttributes(NodeAttributes):
-    """A node that computes with weights and does not change them."""
+    """Attributes of an `infer` node, which computes with weights but does not train."""
 
 
 @dataclass(frozen=True)
 class UpdateAttributes(NodeAttributes):
-    """A node that takes optimizer steps on a loss."""
+    """Attributes of an `update` node, which takes optimizer steps on a loss."""
 
     loss: Expr = attr(
         LOSS,
@@ -265,19 +265,19 @@ class UpdateAttributes(NodeAttributes):
     every: int = attr(COUNT, 1, "It runs every `every` iterations.")
 
     def step_rows(self, rows: N) -> int | N:
-        """Return the rows of an optimizer step if an iteration has `rows`."""
+        """Return the rows per optimizer step: `mini_batch`, or all `rows` of an iteration."""
         return rows if self.mini_batch is None else self.mini_batch
 
     def steps(self, rows: int) -> int:
-        """Return the optimizer steps of an iteration with `rows` rows."""
+        """Return the number of optimizer steps of an iteration with `rows` rows."""
         return -(-rows // max(1, self.step_rows(rows))) * self.epochs
 
     def due(self, iteration: int) -> bool:
-        """Return whether it runs in an iteration; a node of another verb runs in each."""
+        """Return whether an update runs in an iteration; nodes of other verbs always run."""
         return iteration >= self.after and (iteration - self.after) % self.every == 0
 
     def steps_in_run(self, rows: int, iterations: int) -> int:
-        """Return the most optimizer steps of a run: filters may leave fewer rows."""
+        """Return an upper bound of a run's optimizer steps: filters may leave fewer rows."""
         return self.steps(rows) * max(0, -(-(iterations - self.after) // self.every))
 
     @property
@@ -288,7 +288,7 @@ class UpdateAttributes(NodeAttributes):
 
 @dataclass(frozen=True)
 class CallAttributes(NodeAttributes):
-    """A node of a `function` worker, which calls Python or is a filter."""
+    """Attributes of a node of a `function` worker, which calls Python or filters rows."""
 
     call: Expr | None = attr(
         CALL,
@@ -345,13 +345,13 @@ class CallAttributes(NodeAttributes):
 
     @property
     def functions(self) -> tuple[Expr, ...]:
-        """The calls of the node; that of a filter may be a comparison."""
+        """The calls of the node. A filter may have a comparison in place of a call."""
         return tuple(called for called in (self.call, self.keep, self.select) if called is not None)
 
 
 @dataclass(frozen=True)
 class SampleEdgeAttributes(EdgeAttributes):
-    """`A -> B { … }`: rows are sent from A to B."""
+    """Attributes of a sample edge `A -> B { … }`, which sends rows from A to B."""
 
     stream: int | None = attr(
         COUNT,
@@ -381,7 +381,7 @@ class SampleEdgeAttributes(EdgeAttributes):
 
 @dataclass(frozen=True)
 class ReshardingEdgeAttributes(EdgeAttributes):
-    """`A => B { … }`: the weights of A's worker are sent to B."""
+    """Attributes of `A => B { … }`, which sends the weights of A's worker to B."""
 
     staleness: int = attr(
         COUNT_OR_0,
@@ -413,8 +413,8 @@ CALLED = {
 def place_of_call(node: Node) -> str:
     """Return the place of a node's call in the program, as text.
 
-    If the node calls nothing, it is the place of the node itself. If the node extends another one, these are different
-    lines, often in different files.
+    A node without a call has the place of the node itself. In a node that extends another node, the call is on another
+    line than the node, often in another file.
     """
     calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
     return next((span.place for span in calls if span.line), node.span.place)

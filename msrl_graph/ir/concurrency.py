@@ -15,10 +15,16 @@ MAX_ASYNC_CALLS = 256  # of one `async def` function; a file that needs fewer us
 
 
 def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> int:
-    """Return the number of concurrent calls with `workers` worker processes.
+    """Return the number of concurrent calls of a node's function on one host.
 
-    `signature` is that of the function, or None if it is unknown. A function of a whole batch is called once. The
-    package's own functions are faster than a message to a worker, so they are called in the function host.
+    `workers` is the number of worker processes per host. `signature` is the signature of the function, or None if it is
+    unknown. The result depends on the function:
+
+    - A comparison or a function of the package: 1. The function host itself calls it, since the call is faster than a
+      message to a worker.
+    - A function that gets the whole batch: 1, since it is called only once.
+    - An `async` function: MAX_ASYNC_CALLS.
+    - Any other function: one call per worker process, or 1 if it is marked `parallel=False`.
     """
     call = CallAttributes.of(node).functions[0]
     if call.kind != "call" or ":" not in str(call.value) or node.per == "batch":
@@ -31,7 +37,7 @@ def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> i
 def read_signature(node: Node) -> Signature | None:
     """Read the signature of the user's function that a node calls.
 
-    Return None if its file cannot be read here.
+    Return None if the file of the function cannot be read on this machine.
     """
     path, _, name = str(CallAttributes.of(node).functions[0].value).rpartition(":")
     try:

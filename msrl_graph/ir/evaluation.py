@@ -1,6 +1,7 @@
 """Evaluations of a plan.
 
-Invariant: an evaluation has the fields of `EvaluateOptions`, resolved, with its name and its span in the program.
+Invariant: an `Evaluation` has the resolved values of `EvaluateOptions`, and the evaluation's name and span in the
+program.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from .graph import Graph, Node
 class Draw:
     """Sampling settings of a generation in an evaluation.
 
-    It draws `samples` responses (0: the number of training) at a `temperature` (None: that of training).
+    - `samples`: the number of responses per row; 0 means the same number as in training.
+    - `temperature`: None means the same temperature as in training.
     """
 
     generation: str
@@ -26,15 +28,21 @@ class Draw:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation: the nodes upstream of the reported columns run on all of `data`.
+    """An evaluation of the weights on all rows of a data file.
 
-    It runs before and after training, and after each `every`-th iteration (0: never). Generations that read prompts
-    draw `samples` responses (0: the number of training) at a `temperature` (None: that of training). `draws` are the
-    settings of single generations. A `name` of "" is that of the data.
+    The evaluation runs the nodes that compute its columns. It runs before and after training, and after each `every`-th
+    iteration (0: only before and after).
 
-    `at` are the k of pass@k, best@k and, by the column `vote`, maj@k. A response passes from `passing` on. `by` is the
-    column by whose values rows are split. `best` is the figure by which the best checkpoint is kept ("": none is), and
-    `patience` the number of evaluations in a row that may not improve it (0: any number).
+    - `data`: the name of the data. `report`: the columns whose means are reported.
+    - `samples`, `temperature`: settings of the generations that read prompts. 0 and None mean the same as in training.
+    - `draws`: settings of single generations.
+    - `name`: "" means that the evaluation has the name of the data.
+    - `at`: the k of pass@k and best@k, and of maj@k if `vote` is set.
+    - `passing`: a response passes if its value in the reported column is at least this number.
+    - `vote`: the column with the answer of each response.
+    - `by`: the column that splits the rows: figures are also reported for each value of this column.
+    - `best`: the figure that decides which checkpoint is kept as the best; "" means that no best checkpoint is kept.
+    - `patience`: training ends after this number of evaluations in a row without a better figure; 0 means never.
     """
 
     data: str
@@ -56,24 +64,25 @@ class Evaluation:
 
     @property
     def task(self) -> str:
-        """The name of its tasks in streams and metrics."""
+        """The name of the evaluation's tasks in instruction streams and metrics."""
         return self.name or self.data
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that it reads, which determine its nodes."""
+        """The columns that the evaluation reads. They determine which nodes run."""
         return (*self.report, *filter(None, (self.vote, self.by)))
 
     @property
     def needs_rows(self) -> bool:
-        """Whether its figures need the rows of all processes, not only their sums."""
+        """Whether the figures need the rows of all processes, not only sums per process."""
         return bool(self.at or self.by)
 
     def draw(self, graph: Graph, node: Node) -> Draw:
-        """Return the sampling settings of a generation.
+        """Return the sampling settings of a generation in this evaluation.
 
-        Where its own settings leave something open, a generation that reads prompts uses those of the evaluation. One
-        that reads the text of another generation draws as in training.
+        Settings in `draws` for the generation come first. For a setting that `draws` leaves open, a generation that
+        reads prompts uses the setting of the evaluation. A generation that reads the text of another generation samples
+        as in training.
         """
         own = next((draw for draw in self.draws if draw.generation == node.name), Draw(node.name))
         reads_prompts = graph.level(node) == 0
@@ -84,13 +93,16 @@ class Evaluation:
         )
 
     def samples_of(self, graph: Graph) -> dict[str, int]:
-        """Return the responses per row of each generation that differs from training."""
+        """Return the stated numbers of responses per row, by generation.
+
+        A generation without a stated number samples as in training and is left out.
+        """
         draws = [self.draw(graph, node) for node in graph.verb("generate")]
         return {draw.generation: draw.samples for draw in draws if draw.samples}
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The keys of its figures in the metrics, without those of the groups of `by`."""
+        """The evaluation's figures as metric keys, without the figures per value of `by`."""
         kinds = ("pass", "best", *(("maj",) if self.vote else ()))
         return (
             *self.report,

@@ -1,6 +1,6 @@
 """Evaluated expressions of a program.
 
-Invariant: an expression is immutable, and its params are replaced by their values.
+Invariant: an expression is immutable, and each param in it is replaced by its value.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ Value = bool | int | float | str | None
 class Expr:
     """An evaluated expression.
 
-    `kind` is number, string, bool, quantity (value in bytes, bytes/s, FLOP/s or seconds; `unit` says which), word (an
-    option word), column, state, call, list, neg or an operator sign. `value` is the literal or the name, `args` the
-    operands, `keys` a call's argument names ("" for a positional one).
+    - `kind`: `number`, `string`, `bool`, `quantity`, `word` (an option's word), `column`, `state`, `call`, `list`,
+      `neg` (a negated number) or an operator sign.
+    - `value`: the literal, or the name of the column, state or function. A quantity has its value in bytes, bytes/s,
+      FLOP/s or seconds; `unit` says in which of them.
+    - `args`: the operands of an operator, the items of a list, or the arguments of a call.
+    - `keys`: the argument names of a call; "" for a positional argument.
     """
 
     kind: str
@@ -30,13 +33,16 @@ class Expr:
     span: Span = NOWHERE
 
     def literal(self) -> Any:
-        """Return the Python value of a literal, a word, or a list of them."""
+        """Return the Python value of a literal, a word, or a list of literals and words."""
         if self.kind == "list":
             return [part.literal() for part in self.args]
         return -self.args[0].literal() if self.kind == "neg" else self.value
 
     def calls(self) -> tuple[Expr, ...]:
-        """Return the outermost calls in an expression, perhaps itself."""
+        """Return the outermost calls in the expression.
+
+        If the expression is a call, the result is the expression itself.
+        """
         return (self,) if self.kind == "call" else tuple(call for part in self.args for call in part.calls())
 
     def options(self) -> dict[str, Any]:
@@ -48,7 +54,10 @@ class Expr:
         }
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that a call binds to parameters of other names, by parameter."""
+        """Return the columns that a call passes by name, by parameter.
+
+        For example, the result for `f(reward = score)` is `{"reward": "score"}` if `score` is a column.
+        """
         return {
             key: str(argument.value)
             for key, argument in zip(self.keys, self.args, strict=True)

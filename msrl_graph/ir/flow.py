@@ -1,7 +1,7 @@
 """The flow of rows along sample edges: order of nodes, columns of edges.
 
-Invariant: no import of torch, and none of networkx, which would take a quarter of each start of the compiler. networkx
-is only imported for a cycle of edges, and for `digraph`.
+Invariant: the module never imports torch. It imports networkx only in `digraph` and for edges that form a cycle, since
+this import would take a quarter of the compiler's start time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ class Flow:
         self.graph = graph
 
     def after(self, node: str) -> set[str]:
-        """Return the nodes that sample edges lead to from a node, without itself."""
+        """Return the nodes that come after `node` along sample edges, without `node`."""
         return _collect_reachable(node, lambda name: (edge.dst for edge in self.graph.out_of(name)))
 
     def before(self, node: str) -> set[str]:
-        """Return the nodes from which sample edges lead to a node, without itself."""
+        """Return the nodes that come before `node` along sample edges, without `node`."""
         return _collect_reachable(node, lambda name: (edge.src for edge in self.graph.into(name)))
 
     def leads(self, src: str, dst: str) -> bool:
-        """Return whether a path of sample edges, perhaps empty, leads from `src` to `dst`."""
+        """Return whether a path of sample edges leads from `src` to `dst`.
+
+        The result is True if `src` and `dst` are the same node.
+        """
         return src == dst or dst in self.after(src)
 
     def digraph(self) -> nx.DiGraph[str]:
-        """Return the nodes and the sample edges, by name, as a graph of networkx."""
+        """Return a networkx graph with the names of the nodes and the sample edges."""
         import networkx as nx
 
         digraph: nx.DiGraph[str] = nx.DiGraph()
@@ -46,9 +49,9 @@ class Flow:
 
     @cached_property
     def knots(self) -> list[list[str]]:
-        """The nodes of each knot, by name.
+        """The strongly connected components that contain a cycle, as names of nodes.
 
-        These are nodes that sample edges lead from and back to. A check makes sure that an algorithm has none.
+        The components are those of the sample edges. An algorithm that passes the checks has none.
         """
         place = {node.name: index for index, node in enumerate(self.graph.nodes)}
         return [] if all(place[edge.src] < place[edge.dst] for edge in self.graph.samples()) else knots(self.digraph())
@@ -59,10 +62,10 @@ class Flow:
 
     @cached_property
     def _writers_above(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The writers above each node, as bits.
+        """The bit of each writer, and for each node the bits of the writers before it.
 
-        Only writers that some reader has no edge from have a bit. The second item has, for each node, the bits of the
-        writers from which a path leads to it.
+        The first dict has a bit for each writer that is not connected to all of its readers by a direct edge. The
+        second dict has, for each node, the bits of the writers from which a path leads to the node.
         """
         graph = self.graph
         joined = self._edge_pairs
@@ -75,7 +78,7 @@ class Flow:
         )
         bits = {name: 1 << index for index, name in enumerate(dict.fromkeys(indirect))}
         above: dict[str, int] = {}
-        # In dependency order, each knot as a unit: all that is above a node is known when its turn comes.
+        # Nodes are visited in dependency order, the nodes of a cycle together. So all writers before a node are known.
         parts: Sequence[Collection[str]] = [[node.name] for node in graph.nodes]
         if self.knots:
             import networkx as nx
@@ -90,9 +93,9 @@ class Flow:
         return bits, above
 
     def arrives(self, column: str, node: str) -> bool:
-        """Return whether sample edges lead from the writer of a column to a node.
+        """Return whether a path of sample edges leads from a column's writer to a node.
 
-        Some node must read the column.
+        The column must have at least one reader in the graph.
         """
         writer = self.graph.writer(column).name
         bits, above = self._writers_above
@@ -100,10 +103,11 @@ class Flow:
 
     @cached_property
     def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """The columns that each sample edge carries.
+        """The columns that each sample edge carries, by (src, dst).
 
-        A column that the end of the edge reads is carried by the edge from its writer, else by the first edge to the
-        reader that a path leads to from the writer.
+        Each column that a node reads is carried to the node by one edge. If an edge leads from the writer of the column
+        to the node, it is this edge. If not, it is the first edge into the node whose start is the end of a path from
+        the writer.
         """
         graph = self.graph
         columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}
@@ -130,7 +134,10 @@ def _collect_reachable(node: str, neighbours: Callable[[str], Iterable[str]]) ->
 
 
 def knots(flow: nx.DiGraph[str]) -> list[list[str]]:
-    """Return the nodes of each knot by name; cycles that share a node are one knot."""
+    """Return the strongly connected components of a graph that contain a cycle.
+
+    Each component is a list of names of nodes. Cycles that share a node are in one component.
+    """
     import networkx as nx
 
     parts: list[list[str]] = [sorted(part) for part in nx.strongly_connected_components(flow)]
@@ -140,7 +147,7 @@ def knots(flow: nx.DiGraph[str]) -> list[list[str]]:
 def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
     """Return the nodes in dependency order.
 
-    The source is first, ties are ordered by name, and nodes of a cycle are last.
+    The source is first, and ties are ordered by name. Nodes of a cycle, and nodes after a cycle, are last.
     """
     waits: dict[str, set[str]] = {name: set() for name in nodes}
     for edge in edges:

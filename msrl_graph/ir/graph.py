@@ -1,7 +1,8 @@
 """The graph of an algorithm, independent of its placement.
 
-Invariant: a Graph is immutable, its names are resolved, and its expressions are evaluated as far as params reach. Every
-part knows its span in the program. The graph is logical: it has one node per worker state, never one per rank.
+Invariant: a Graph is immutable, its names are resolved, and its expressions are evaluated as far as params reach. Each
+node, edge, column, state and worker has its span in the program. The graph is logical: it has one node per worker
+state, never one node per rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ KINDS = {
 class Dimension:
     """A dimension of a column.
 
-    Its length is `size`, at most `size` if `ragged`, or that of the column `like` of the same row.
+    The length of the dimension is `size`. With `ragged`, it is at most `size`. With `like`, it is the length of the
+    column `like` in the same row.
     """
 
     size: int = 0
@@ -41,8 +43,8 @@ class Dimension:
 class Column:
     """A field of the rows of a level.
 
-    Level 0 are the source's rows (prompts). Each generation adds a level under that of its prompts. `per` is the column
-    after `per` in the type, whose rows this column has one value for.
+    Level 0 has the rows of the source (prompts). Each generation adds a level below the level of its prompts. `per` is
+    the column that is named after `per` in the type: this column has one value for each row of that column.
     """
 
     name: str
@@ -55,7 +57,10 @@ class Column:
 
 @dataclass(frozen=True)
 class State:
-    """A value that outlives the iteration; with `per`, one for each row of a column."""
+    """A value that the algorithm keeps from one iteration to the next.
+
+    With `per`, there is one value for each row of the column `per`.
+    """
 
     name: str
     element: str
@@ -78,12 +83,12 @@ class Worker:
     decay: float = 0.0
 
     def due(self, number: int) -> bool:
-        """Return whether its weights change after iteration `number`."""
+        """Return whether a follower's weights change after iteration `number`."""
         return bool(self.follows) and (number + 1) % self.every == 0
 
     @property
     def following_description(self) -> str:
-        """Which worker it follows, and how, in words; "" for none."""
+        """Which worker this worker follows, and how, as text; "" if it follows none."""
         if not self.follows:
             return ""
         how = f" every {self.every} iterations" if self.every > 1 else ""
@@ -91,9 +96,9 @@ class Worker:
 
 
 class WithAttributes:
-    """A part of a graph with `attributes` as the program states them.
+    """A node or an edge with its attributes, as the program states them.
 
-    A declaration has their typed values: `UpdateAttributes.of(node)`.
+    `attributes` has expressions. For typed values, use a declaration: `UpdateAttributes.of(node)`.
     """
 
     attributes: dict[str, Expr]
@@ -104,7 +109,7 @@ class WithAttributes:
         return self.attributes.get(key)
 
     def span_of(self, key: str) -> Span:
-        """Return the span of an attribute, or that of the part itself if it is unknown."""
+        """Return the span of an attribute; if unknown, the span of the node or edge."""
         expr = self.stated(key)
         return expr.span if expr is not None and expr.span.line else self.span
 
@@ -117,11 +122,12 @@ class WithAttributes:
 class Node(WithAttributes):
     """A node of the graph: a worker state, such as `actor.generate`.
 
-    - `per`: what one call gets: a row, the batch, or the name of a column whose rows stay together, such as `prompt`.
-    - `states`: the states that it reads, with the values that the previous iteration left. `gives`: if it sets states,
-      all that it writes, columns and states, in order.
-    - Of an update: `whole`: a term of its loss needs all rows of the mini-batch at once. `scores`: the token columns
-      of which terms use the score of each row.
+    - `per`: the rows that one call gets. `row` means one row, `batch` all rows, and the name of a column, such as
+      `prompt`, all rows below one row of that column.
+    - `states`: the states that the node reads, with the values that the previous iteration left.
+    - `gives`: if the node sets states, all columns and states that it writes, in order.
+    - `whole` (of an update): whether a term of its loss needs all rows of the mini-batch at once.
+    - `scores` (of an update): the token columns for which a term of its loss uses one score per row.
     """
 
     name: str
@@ -139,26 +145,27 @@ class Node(WithAttributes):
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The states that it sets."""
+        """The states that the node sets."""
         return tuple(name for name in self.gives if name not in self.writes)
 
     @property
     def weight_columns(self) -> tuple[str, ...]:
-        """The columns of the source that the weights of its rows are computed from."""
+        """The columns of the source from which its sampling weights are computed."""
         call = self.stated("weights")
         return () if call is None else tuple(name for name in self.writes if name in call.columns().values())
 
     @property
     def filters(self) -> bool:
-        """Whether rows leave the iteration here.
+        """Whether rows may leave the iteration at this node.
 
-        It is a filter, or rows leave if they fail or if their responses continue in the next iteration.
+        Rows leave at a filter, at a node that drops failed rows, and at a generation whose responses may continue in
+        the next iteration.
         """
         return "keep" in self.attributes or "select" in self.attributes or self.fails or self.cuts
 
     @property
     def cuts(self) -> bool:
-        """Whether it is a generation whose responses may continue in the next iteration."""
+        """Whether responses of the generation may continue in the next iteration."""
         stated = self.stated("partial")
         return stated is not None and float(stated.literal()) > 0
 
@@ -173,7 +180,7 @@ class Node(WithAttributes):
 class Edge(WithAttributes):
     """An edge from `src` to `dst`.
 
-    Over an edge of the kind `sample` rows are sent, over one of the kind `reshard` the weights of the worker of `src`.
+    An edge of the kind `sample` sends rows. An edge of the kind `reshard` sends the weights of the worker of `src`.
     """
 
     kind: Literal["sample", "reshard"]
@@ -232,7 +239,7 @@ class Graph(GraphViews):
 
     @cached_property
     def writers(self) -> dict[str, list[Node]]:
-        """The writers of each column, in the order of the text; checks ensure one."""
+        """The writers of each column, in program order; checks ensure exactly one."""
         writers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for column in node.writes:
@@ -244,7 +251,7 @@ class Graph(GraphViews):
 
     @cached_property
     def changing_workers(self) -> tuple[str, ...]:
-        """The workers whose weights change in a run: first trained ones, then followers."""
+        """The workers whose weights change in a run: trained workers, then followers."""
         trained = [node.worker for node in self.verb("update")]
         return tuple(
             dict.fromkeys(
@@ -255,7 +262,7 @@ class Graph(GraphViews):
     def sharing(self, worker: str) -> tuple[Node, ...]:
         """Return the nodes that share the weights of a worker.
 
-        Its updates are first, then its infers, both in the order of the text.
+        The updates of the worker are first, then its infers. Updates and infers are in program order.
         """
         return self._sharing.get(worker, ())
 
@@ -325,7 +332,7 @@ class Graph(GraphViews):
         }
 
     def level(self, node: Node) -> int:
-        """Return the deepest level that a node reads, that of its rows (source: 0)."""
+        """Return the level of a node's rows: the deepest level that it reads (source: 0)."""
         return self._levels[node.name]
 
     def depth(self, level: int) -> int:
@@ -333,7 +340,10 @@ class Graph(GraphViews):
         return 0 if level == 0 else 1 + self.depth(self.under[level])
 
     def row_column(self, level: int) -> str:
-        """Return the column that names the rows of a level: tokens, or the first one."""
+        """Return the column that names the rows of a level.
+
+        It is the first column of tokens that is written at this level, or else the first column.
+        """
         columns = [
             column
             for node in self.verb("generate" if level else "source")
@@ -351,23 +361,27 @@ class Graph(GraphViews):
         return one
 
     def fan(self, level: int, above: int = 0) -> int:
-        """Return the rows of a level under each row of the level `above`, before filters."""
+        """Return the number of rows of `level` under each row of `above`, before filters."""
         return max(1, self.rows[level] // max(1, self.rows[above]))
 
     def row_level(self, node: Node) -> int:
         """Return the level of the rows that a node makes.
 
-        It is a generation's own level, otherwise that of the rows that the node works on.
+        For a generation, it is the level of the responses. For other nodes, it is the level of the rows that they work
+        on.
         """
         return max([self.level(node), *(self.column(column).level for column in node.writes)], key=self.depth)
 
     def unit_level(self, node: Node) -> int:
-        """Return the level of a node's units: that of its `per` column or of its rows."""
+        """Return the level of a node's units: of its `per` column, or else of its rows."""
         return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
 
     @cached_property
     def optional(self) -> frozenset[str]:
-        """The columns that may lack values: numbers that are only used for their mean."""
+        """The columns that may lack values: single numbers that no node reads.
+
+        Such a column is used only for its mean.
+        """
         read = {column for node in self.nodes for column in (*node.reads, *node.weight_columns)}
         return frozenset(
             column.name
@@ -376,9 +390,9 @@ class Graph(GraphViews):
         )
 
     def bound(self, column: str) -> int:
-        """Return the most elements of a column in a row.
+        """Return the maximum number of elements of a column in one row.
 
-        Text and json columns have no bound: they count as their declared dimensions.
+        Text and json have no maximum. For such a column, the result is the product of its declared dimensions.
         """
         total = 1
         for dim in self.column(column).dims:
@@ -386,12 +400,12 @@ class Graph(GraphViews):
         return total
 
     def row_bytes(self, column: str) -> int:
-        """Return the most bytes of a column in a row."""
+        """Return the maximum number of bytes of a column in one row."""
         return self.bound(column) * ELEMENTS[self.column(column).element]
 
     @cached_property
     def column_bytes(self) -> dict[str, int]:
-        """The bytes of each column in an iteration, at its bound."""
+        """The maximum bytes of each column in an iteration; 0 for text and json."""
         # Text has no bound, and `row_bytes` of a scalar text column would be one byte: unknown sizes count as 0.
         sized = (column for column in self.columns if column.element not in ("text", "json"))
         return {column.name: 0 for column in self.columns} | {

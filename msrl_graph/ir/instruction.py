@@ -1,7 +1,8 @@
 """Instructions for the processes of a pool, and the walk through their streams.
 
-Invariant: all code that executes, times or checks streams is a `Walker`, with a method per instruction, and uses a
-`Walk`. A new instruction is added to `Op`; mypy then names the code that does not handle it yet.
+Invariant: all code that executes, times or checks instruction streams implements `Walker`, which has a method per
+instruction, and uses a `Walk`. A new instruction is added to `Op`. mypy then reports the code that does not handle the
+new instruction yet.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ Op = Literal["RESHARD", "RUN", "RELEASE", "SWAP_IN", "WAIT", "AGAIN"]
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction about a node; `Walker` has the meaning of each `op`.
+    """An instruction about a node; the methods of `Walker` explain each `op`.
 
-    Two have an `other`: RESHARD is about the edge `node` => `other`, and AGAIN goes back to `other`.
+    Two instructions use `other`. RESHARD is about the resharding edge `node` => `other`. AGAIN continues the walk at
+    the node `other`.
     """
 
     op: Op
@@ -31,7 +33,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class InstructionStream:
-    """The instructions of a pool; `task` is `train` or the name of an evaluation."""
+    """The instructions of a pool for a task: `train` or the name of an evaluation."""
 
     pool: str
     task: str
@@ -39,54 +41,61 @@ class InstructionStream:
 
 
 class Walker(ABC):
-    """A visitor of streams, with a method per instruction of the stream of `pool`."""
+    """A visitor of instruction streams, with one method per instruction.
+
+    In each method, `pool` is the pool whose stream has the instruction.
+    """
 
     def ready(self, pool: str, node: str, /) -> bool:
-        """Return whether RUN of a node can be done now.
+        """Return whether RUN of a node can be executed immediately.
 
-        A walker that can only wait for the rows returns True and waits in `run`.
+        A walker that can only block until the rows arrive returns True, and blocks in `run`.
         """
         return True
 
     def weights_ready(self, pool: str, src: str, dst: str, /) -> bool:
-        """Return whether a RESHARD can be done now.
+        """Return whether RESHARD can be executed immediately.
 
-        A walker that can only wait for the weights returns True and waits in `reshard`.
+        A walker that can only block until the weights arrive returns True, and blocks in `reshard`.
         """
         return True
 
     @abstractmethod
     def run(self, pool: str, node: str, /) -> None:
-        """RUN: the node computes, as long as it gets rows."""
+        """RUN: compute a node as long as the node gets rows."""
 
     @abstractmethod
     def reshard(self, pools: Sequence[str], src: str, dst: str, /) -> None:
-        """RESHARD: the weights of the update `src` go to the generation `dst`.
+        """RESHARD: move the weights of the update `src` to the generation `dst`.
 
-        It is called once for all `pools` that take part.
+        The method is called once for all `pools` that take part.
         """
 
     @abstractmethod
     def release(self, pool: str, node: str, /) -> None:
-        """RELEASE: the weights of a generation leave the devices."""
+        """RELEASE: remove the weights of a generation from the devices."""
 
     @abstractmethod
     def swap_in(self, pool: str, node: str, /) -> None:
-        """SWAP_IN: the weights of an update start to return from host memory."""
+        """SWAP_IN: start to copy the weights of an update back from host memory."""
 
     @abstractmethod
     def wait(self, pool: str, node: str, /) -> None:
-        """WAIT: wait until these weights are back on the devices."""
+        """WAIT: wait until the weights of the update are back on the devices."""
 
     @abstractmethod
     def again(self, pool: str, node: str, rounds: int, /) -> bool:
-        """AGAIN: return whether the filter needs another round of prompts after `rounds`."""
+        """AGAIN: return whether the filter needs another round of prompts.
+
+        `rounds` is the number of rounds that have already run.
+        """
 
 
 class Walk:
-    """Progress through the streams of a task, by pool, in parallel.
+    """The progress of pools through their instruction streams of one task.
 
-    A process walks only its own stream. A RESHARD is done when all pools that have it have reached it.
+    The pools advance in parallel, and a process walks only the stream of its own pool. A RESHARD is executed when all
+    pools whose streams have this instruction have reached it.
     """
 
     def __init__(self, streams: Mapping[str, Sequence[Instruction]], begin: int = 0) -> None:
@@ -102,13 +111,13 @@ class Walk:
                     pools += [pool] if pool not in pools else []
 
     def step(self, pool: str) -> Instruction | None:
-        """Return the next instruction of a pool; None at the end of its stream."""
+        """Return the next instruction of a pool; None at the end of the pool's stream."""
         stream = self.streams[pool]
         index = self._position[pool]
         return stream[index] if index < len(stream) else None
 
     def advance(self, pool: str, walker: Walker) -> bool:
-        """Take the next step of a pool; return whether that was possible."""
+        """Execute the next instruction of a pool; return whether that was possible."""
         stream = self.streams[pool]
         index = self._position[pool]
         if index == len(stream):
@@ -145,7 +154,7 @@ class Walk:
         return True
 
     def finish(self, walker: Walker) -> bool:
-        """Take all possible steps; return whether all streams have ended."""
+        """Execute all instructions that are possible; return whether all streams ended."""
         while any(self.advance(pool, walker) for pool in self.streams):
             pass
         return all(self.step(pool) is None for pool in self.streams)
@@ -154,8 +163,8 @@ class Walk:
 def find_round_start(stream: Sequence[Instruction], index: int) -> int:
     """Return the index where a walk continues after an AGAIN at `index`.
 
-    It is that of the RUN of the round's first node, or of the RESHARD before it if the weights that the node needs have
-    been released since.
+    This is the index of the RUN of the round's first node. If the weights that this node needs were released after that
+    RUN, it is the index of the RESHARD that moves the weights to the node.
     """
     other = stream[index].other
     begin = [

@@ -1,8 +1,8 @@
 """Kinds of attribute values: numbers, words, strings, quantities, special forms.
 
-Invariant: the `str` of a kind describes what it accepts. `value` returns the Python value of an expression that was
-read as this kind, or None if the expression has another kind, which only a plan edited by hand has. dsl/attributes.py
-reads text as a kind.
+Invariant: `str(kind)` describes the values that a kind accepts. `kind.value(expr)` returns the Python value of an
+expression that was read as this kind. For an expression of another kind it returns None; only a plan that was edited by
+hand has such an expression. dsl/attributes.py reads the text of a program as a kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ValueKind(Protocol):
 
 @dataclass(frozen=True)
 class NumericKind:
-    """A plain number from `low` to `high`; `whole` for a count."""
+    """A plain number from `low` to `high`; with `whole`, a whole number."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -69,7 +69,7 @@ class FlagKind:
 
 @dataclass(frozen=True)
 class WordsKind:
-    """One of some words."""
+    """One word out of several fixed words."""
 
     words: tuple[str, ...]
 
@@ -99,7 +99,10 @@ class StringKind:
 
 @dataclass(frozen=True)
 class NameKind:
-    """A bare word that the statement looks up; with `several`, also a list of them."""
+    """A name without quotes that a statement refers to.
+
+    With `several`, a list of names is also accepted.
+    """
 
     several: bool = False
 
@@ -144,7 +147,7 @@ class DrawsKind:
         return tuple(self._draw(call) for call in expr.args if call.args)
 
     def expr(self, draws: tuple[Draw, ...]) -> Expr:
-        """Return the expression from which `value` makes these draws."""
+        """Return the expression for which `value` returns `draws`."""
         calls = []
         for draw in draws:
             stated = {"samples": draw.samples or None, "temperature": draw.temperature}
@@ -168,7 +171,7 @@ class DrawsKind:
 class FormKind:
     """An expression that is read together with its node (dsl/node_calls.py).
 
-    With `word`, the result is a word.
+    `takes` describes the expressions that are accepted. With `word`, the value is a word instead of an expression.
     """
 
     takes: str
@@ -204,7 +207,7 @@ REDUCE = FormKind("`tokens`, `sequences` or `constant(n)`")
 
 
 def join_words(words: tuple[str, ...], last: str = " or ") -> str:
-    """List words of the language: `a`, `b` or `c`."""
+    """Return a text that lists words of the language: `a`, `b` or `c`."""
     quoted = [f"`{word}`" for word in words]
     return last.join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
 

@@ -1,7 +1,7 @@
-"""Guesses of the node that was meant to write a column with no writer or with two.
+"""Guesses of the intended writer of a column that has no writer or two writers.
 
-Invariant: a single node is returned only if nothing speaks for another. Otherwise the result is no node, or all
-possible ones.
+Invariant: a function returns a single node only if there is no sign that another node was meant. If there is one, the
+function returns no node, or all possible nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .graph import Graph, Node
 def is_named_after(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a column seems to be named after a node.
 
-    That is: a word of one name begins with a word of the other. Columns of a frozen worker are often called `ref_…`,
-    and those of the trained one `old_…`.
+    The column is named after the node if a word of one name begins with a word of the other name. Words of one or two
+    letters do not count. Columns of a frozen worker are often called `ref_…`, and columns of a trained worker `old_…`.
     """
     words = _words(node)
     worker = next((candidate for candidate in graph.workers if candidate.name == node.worker), None)
@@ -32,11 +32,12 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
 
 
 def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str) -> list[Node]:
-    """Choose the writers of `column` that may be meant to write `other`.
+    """Return the writers of `column` that may be meant to write `other`.
 
-    It is one of the two, or both if nothing tells them apart.
+    A writer that reads `other` is left out. If the names of the columns and nodes suggest exactly one writer, the
+    result is this writer. If not, the result is all writers that are left.
     """
-    # A writer that reads the other column comes after it.
+    # A writer that reads `other` comes after the writer of `other`.
     able = [writer for writer in writers if other not in writer.reads]
     if len(able) < 2:
         return able
@@ -47,9 +48,10 @@ def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str
 
 
 def find_idle_writer(graph: Graph, column: str) -> Node | None:
-    """Find the function node without outputs that should likely write a column.
+    """Return the function node that was likely meant to write a column, or None.
 
-    It calls a function and writes nothing. It is named after the column, or its rows go to a node that reads it.
+    Such a node calls a function and writes nothing. It is named after the column, or an edge leads from the node to a
+    reader of the column. The result is None if there is not exactly one such node.
     """
     idle = [
         node

@@ -1,7 +1,7 @@
 """Names of the built-in metrics.
 
-Invariant: every run reports these by itself, as keys of a line of metrics.jsonl. A reported column must have another
-name.
+Invariant: a run reports these metrics without being asked, as keys of a line of metrics.jsonl. So a reported column
+must have a name that is not in this list.
 """
 
 from __future__ import annotations

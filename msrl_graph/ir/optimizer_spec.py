@@ -1,7 +1,7 @@
-"""Optimizers: the update rule of each tensor and the state that it keeps.
+"""Optimizers: the update rule of each tensor, and its optimizer states.
 
-Invariant: no import of torch, and a function of the call in the program. The planner counts memory by it and engines
-step by it.
+Invariant: the module does not import torch, and a spec depends only on the optimizer's call in the program. The planner
+counts memory with this spec, and engines take optimizer steps with this spec.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 from ..sharding.layout import Tensor, TensorKind, TensorKinds
 
 MASTER = 4  # bytes of the float32 copy of a weight of another type, which any optimizer updates
-# An optimizer with states in host memory steps in this number of parts (MindSpeed's --swap-optimizer-times). AT_ONCE
-# parts are on the device: the current one, and the next one on its way.
+# An optimizer with states in host memory divides a step into this number of parts (MindSpeed's --swap-optimizer-times).
+# The states of AT_ONCE parts are on the device: of the current part, and of the next part, which is being copied.
 PARTS = 16
 AT_ONCE = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The update rule of tensors: the class `name` of torch.optim with `options`.
+    """The update rule of tensors.
 
-    The learning rate is not among the options. `keeps` are its states, in bytes per element by name; each is as large
-    as the weights. `whole`: a step needs the whole matrix, otherwise elements are updated independently.
+    - `name`: the class of torch.optim. `options`: the options of this class, without the learning rate.
+    - `keeps`: the optimizer states by name, each in bytes per element. Each state has as many elements as the weights.
+    - `whole`: whether a step needs the whole matrix. If not, each element is updated independently of all others.
     """
 
     name: str
@@ -35,22 +36,24 @@ class Rule:
 
     @property
     def bytes(self) -> float:
-        """Bytes of its states per element."""
+        """The bytes of all optimizer states, per element of the tensor."""
         return sum(self.keeps.values())
 
     def state_bytes(self, master: bool) -> float:
-        """Return the bytes per element of its states and float32 copies.
+        """Return the bytes per element of the optimizer states and float32 copies.
 
-        With `master`, weights are of another type and have such a copy.
+        With `master`, the weights have a type other than float32, so the optimizer updates a float32 copy of them.
         """
         return self.bytes + MASTER * master
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
-    """The rule of all tensors, or of all but the `matrices` of the layers.
+    """An optimizer: which rule updates which tensors.
 
-    If it does not run (`runs`), it can be planned only, and `why` is the reason.
+    - `rule`: the rule of all tensors, or if `matrices` is set, of all tensors except the matrices of the layers.
+    - `matrices`: the rule of the matrices of the layers.
+    - `runs`: False if the optimizer is only for planning. `why`: the reason for this.
     """
 
     rule: Rule
@@ -61,7 +64,8 @@ class OptimizerSpec:
     def rule_of(self, tensor: Tensor) -> Rule:
         """Return the rule of a tensor.
 
-        Embedding, head, norms and biases are not matrices of layers. Each expert is a matrix of its own.
+        The embedding, the head, norms and biases do not count as matrices of layers. Each expert is a matrix of its
+        own.
         """
         matrix = 0 <= tensor.layer < tensor.layers and len(tensor.shape) - tensor.experts == 2
         return self.matrices if self.matrices is not None and matrix else self.rule

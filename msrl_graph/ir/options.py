@@ -1,6 +1,6 @@
 """Options of clusters and of the statements of a deploy, with their defaults.
 
-Invariant: that of attributes.py. A plan stores the declaration itself for the statements `dock`, `reshard` and `run`.
+Invariant: code reads typed values (attributes.py). A plan stores a `DockOptions`, a `ReshardOptions` and a `Run`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OF_DEVICE = "of the device"
 
 @dataclass(frozen=True)
 class ClusterOptions(DeclaredAttributes):
-    """`cluster NAME { … }`. Its figures of a device replace those of the preset."""
+    """Options of `cluster NAME { … }`. Stated figures replace the preset's figures."""
 
     device: str = attr(
         StringKind(known=tuple(DEVICES)),
@@ -92,14 +92,17 @@ class ClusterOptions(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class ModelOptions(DeclaredAttributes):
-    """`model NAME = "…" { … }`."""
+    """Options of `model NAME = "…" { … }`."""
 
     dtype: str | None = attr(DTYPE, None, "The type of the weights.", "of the config")
 
 
 @dataclass(frozen=True)
 class LayoutOptions(DeclaredAttributes):
-    """`layout NODES { … }`. A placement chooses a `dp` of 0, an engine an `etp` of 0."""
+    """Options of `layout NODES { … }`.
+
+    If `dp` is 0, the placement chooses it. If `etp` is 0, the engine chooses it.
+    """
 
     tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: shards matrices and heads.")
     cp: int = attr(COUNT, Layout.cp, "Context parallelism: shards sequences.")
@@ -129,7 +132,7 @@ class LayoutOptions(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class EngineOptions(DeclaredAttributes):
-    """`engine NODES = NAME { … }`: options of all engines; each has some."""
+    """Options of `engine NODES = NAME { … }`. Each engine supports some of them."""
 
     dtype: str | None = attr(DTYPE, None, "The type that it computes in.", "of the model")
     memory: float = attr(SHARE, 0.9, "The share of a device's memory that a generator may use, weights included.")
@@ -209,7 +212,7 @@ class DockOptions(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class ReshardOptions(DeclaredAttributes):
-    """`reshard { … }`. The plan chooses an `order` of "" and a `bucket` of 0."""
+    """Options of `reshard { … }`. The plan chooses an omitted `order` or `bucket`."""
 
     mode: str = attr(
         WordsKind(("swap", "naive")),
@@ -232,9 +235,10 @@ class ReshardOptions(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class EvaluateOptions(DeclaredAttributes):
-    """`evaluate NAME { … }`.
+    """Options of `evaluate NAME { … }`.
 
-    `data` "": the data of its name. `every` 0: never in between. `samples` 0 and `temperature` None: as in training.
+    `data` "" means the data with the name of the evaluation. `every` 0 means only before and after training. `samples`
+    0 and `temperature` None mean the same as in training.
     """
 
     data: str = attr(
@@ -318,10 +322,10 @@ class EvaluateOptions(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class Run(DeclaredAttributes):
-    """`run { … }`.
+    """Options of `run { … }`.
 
-    `save` 0: no checkpoint. `resume` "": a new run. The `warn_…` options and `max_drift` are the thresholds of
-    health_checks.py.
+    `save` 0 means no checkpoint. `resume` "" means a new run. The `warn_…` options and `max_drift` are the thresholds
+    of health_checks.py.
     """
 
     iterations: int = attr(COUNT, 1, "The number of iterations; `msrl-run --evaluate` runs only the evaluations.")

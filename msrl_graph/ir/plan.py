@@ -1,8 +1,8 @@
 """The plan: everything that a run needs, and everything computed about it.
 
-Invariant: a plan is plain data. `to_json` and `from_json` are inverse up to the form of paths, and compiling twice
-gives the same bytes. Passes fill the plan from top to bottom: placements, docks, reshards, schedule, then traffic,
-memory and estimate.
+Invariant: a plan is plain data. `from_json` restores the plan that `to_json` wrote; only the form of paths may differ.
+Compiling a program twice gives the same bytes. Passes fill the plan from top to bottom: placements, docks, reshards,
+schedule, then traffic, memory and estimate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FUNCTIONS = "functions"
 
 
 def shared_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
-    """Return the edges with `staleness` whose ends share the devices of one pool."""
+    """Return the resharding edges with `staleness` whose two nodes are in one pool."""
     return [
         edge
         for edge in graph.reshards()
@@ -43,7 +43,7 @@ def shared_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
 def is_reported(graph: Graph, column: str) -> bool:
     """Return whether a run reports the mean of a column.
 
-    It does so for scalars that are not fields of the data.
+    A run reports columns with one floating-point number per row, except the columns of the source.
     """
     kind = graph.column(column)
     return graph.writer(column).verb != "source" and kind.element in ("f32", "bf16") and not kind.dims
@@ -51,9 +51,9 @@ def is_reported(graph: Graph, column: str) -> bool:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data file and its fields, by column.
+    """A data file and the field of the file that each column is read from.
 
-    `stated` has the spans where the program names fields.
+    `stated` has the span of each field that the program names.
     """
 
     name: str
@@ -65,7 +65,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine and its options; `chosen` says who chose it."""
+    """An engine and its options; `chosen` is a text about the origin of the choice."""
 
     name: str
     options: dict[str, Value] = field(default_factory=dict)
@@ -73,15 +73,18 @@ class EngineChoice:
     span: Span = NOWHERE
 
     def shared(self) -> dict[str, Value]:
-        """Return the options that nodes with shared weights share: not the micro-batch."""
+        """Return the options that nodes with shared weights have in common.
+
+        These are all options except `micro_batch`.
+        """
         return {key: value for key, value in self.options.items() if key != "micro_batch"}
 
 
 @dataclass(frozen=True)
 class Pool(DeviceRange):
-    """Nodes with a range of devices of their own.
+    """Nodes that share a range of devices.
 
-    In a deploy, `devices` 0 leaves the range to the planner.
+    In a deploy, `devices` is 0 if the planner chooses the range.
     """
 
     nodes: tuple[str, ...]
@@ -95,7 +98,7 @@ class Pool(DeviceRange):
 
 @dataclass(frozen=True)
 class Deployment:
-    """The deploy of a program: where and how it runs, as the file states it."""
+    """The deploy of a program: where and how the program runs, as the file states."""
 
     name: str
     models: dict[str, Model]  # by the name that workers use
@@ -119,15 +122,15 @@ class Deployment:
         )
 
     def evaluation(self, task: str) -> Evaluation | None:
-        """Return the evaluation with this name of tasks; None for training."""
+        """Return the evaluation whose tasks have the name `task`; None for training."""
         return next((evaluation for evaluation in self.evaluations if evaluation.task == task), None)
 
 
 @dataclass(frozen=True)
 class Placement(DeviceRange):
-    """The place of a node: the first `layout.devices` of a pool, or the hosts' CPUs.
+    """The devices of a node: the first `layout.devices` of a pool, or the hosts' CPUs.
 
-    Nodes on CPUs are in the pool `functions`.
+    Nodes that run on the hosts' CPUs are in the pool `functions`.
     """
 
     node: str
@@ -154,7 +157,7 @@ class ControllerSpec:
 
     @property
     def streams(self) -> bool:
-        """Whether batches are taken from the rows that are ready."""
+        """Whether the node takes batches of ready rows, without waiting for all rows."""
         return self.chunk > 0 or self.chunk_tokens > 0
 
 
@@ -179,12 +182,12 @@ class Step:
 
 @dataclass(frozen=True)
 class ReshardRoute:
-    """The way of weights of a kind to the ranks that generate with them.
+    """How one kind of weights is moved to the ranks that generate with them.
 
-    `of` is the kind: weights, embeddings or experts. `how` is in place, all-gather, all-to-all or send. `block`
-    consecutive ranks take part together: with `block` 2 the ranks 0 and 1, 2 and 3, and so on. If layers change their
-    pipeline stage, the move is `across` stages: the same block of every stage takes part, `ranks` in all. `bytes` is
-    what the busiest device receives.
+    - `of`: the kind of weights: weights, embeddings or experts. `how`: in place, all-gather, all-to-all or send.
+    - `block`: the number of consecutive ranks that exchange weights. For 2, ranks 0 and 1 do, ranks 2 and 3, and so on.
+    - `across`: whether layers change their pipeline stage. Then the same block of every stage takes part.
+    - `ranks`: the number of ranks that take part, in all stages. `bytes`: the bytes that the busiest device receives.
     """
 
     of: str
@@ -197,10 +200,10 @@ class ReshardRoute:
 
 @dataclass(frozen=True)
 class Reshard:
-    """An allgather-swap, or (mode `send`) a send between two pools.
+    """The plan of a resharding edge: an allgather-swap, or a `send` to another pool.
 
-    If the other pool may be ahead, weights are sent from a copy that the update makes as it begins (`copied`). Bytes
-    are those of the busiest device.
+    If the other pool may run ahead, the update sends a copy of its weights, which it makes as it begins (`copied`).
+    Bytes are those of the busiest device.
     """
 
     src: str
@@ -222,18 +225,18 @@ class Reshard:
 
     @property
     def name(self) -> str:
-        """The edge as in the program; ranks count its bytes under this name."""
+        """The edge as the program writes it; ranks count the edge's bytes under this name."""
         return f"{self.src} => {self.dst}"
 
     @property
     def received_bytes_per_device(self) -> int:
-        """Bytes received each time that weights are sent."""
+        """The bytes that a device receives each time the weights are sent."""
         return next((step.bytes for step in self.steps if step.name.endswith("by bucket")), 0)
 
     def route_of(self, tensor: Tensor) -> ReshardRoute:
         """Return the route of a tensor.
 
-        Embeddings without a route of their own use that of weights.
+        Embeddings without a route of their own use the route of weights.
         """
         kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"
         ways = {way.of: way for way in self.ways}
@@ -242,7 +245,7 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of a sample edge in an iteration, at the bounds of its columns."""
+    """The traffic of a sample edge per iteration, for columns of maximum length."""
 
     src: str
     dst: str
@@ -256,7 +259,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The memory of a phase on one device or one host, at its peak."""
+    """The peak memory of a phase on one device or one host."""
 
     place: str  # device or host
     pool: str
@@ -293,7 +296,10 @@ class StalenessEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated time of an iteration; no `staleness` if all pools are in step."""
+    """The estimated time of an iteration.
+
+    `staleness` is None if all pools are in step with the updates.
+    """
 
     phases: tuple[Phase, ...]
     iteration_seconds: Figure
@@ -305,8 +311,8 @@ class Estimate:
 class ProcessEnvironment:
     """The environment of the processes of a pool.
 
-    `settings` are environment variables, set unless the user has set them. `python` is the interpreter, "" for that of
-    the run.
+    `settings` are environment variables, which are set unless the user has set them. `python` is the Python
+    interpreter; "" means the interpreter of the run.
     """
 
     pool: str
@@ -353,7 +359,7 @@ class Plan(PlanViews):
         return next(pool for pool in self.pools if pool.name == name)
 
     def pool_of(self, device: int) -> Pool | None:
-        """Return the pool of a device; None if it is idle."""
+        """Return the pool of a device; None if no pool has the device."""
         per_host = self.cluster.devices_per_node
         return next((pool for pool in self.pools if 0 <= pool.rank(device, per_host) < pool.devices), None)
 

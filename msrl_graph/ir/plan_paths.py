@@ -1,7 +1,8 @@
-"""Paths of a plan's files, rewritten so that it runs from any folder.
+"""Paths of a plan's files, rewritten so that the plan runs from any folder.
 
-Invariant: only paths change: those of data, models, functions in files, interpreters, and of the run to resume. Files
-at a URL keep the URL on all hosts; each process reads the copy on its own host.
+Invariant: nothing in a plan changes except the paths of data, models, files with functions, Python interpreters, and
+the run to resume. A file at a URL has the same URL on all hosts; each process reads the copy of the file on its own
+host.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ T = TypeVar("T", Model, DataSource)
 
 
 def make_absolute(plan: Plan) -> Plan:
-    """Make all paths absolute: processes of Ray have another working directory."""
+    """Make all paths absolute, since processes of Ray have another working directory."""
     return _map_paths(plan, lambda path: path if urls.is_url(path) else str(Path(path).absolute()))
 
 
 def pin_urls(plan: Plan) -> Plan:
-    """Pin each URL to its current version. Raises Fault.
+    """Pin each URL of a model or a data file to its current version.
 
-    So all readers use the same version.
+    So all processes read the same version of a file. Raises Fault.
     """
     return _replace_urls(
         plan,
@@ -40,9 +41,9 @@ def pin_urls(plan: Plan) -> Plan:
 
 
 def copy_to_host(plan: Plan, data: bool = True) -> Plan:
-    """Replace URLs by copies on this host, fetched if missing. Raises Fault.
+    """Replace URLs by paths of copies on this host, which are fetched if missing.
 
-    URLs of models are always replaced, those of data if `data` is true.
+    URLs of models are always replaced. URLs of data are replaced if `data` is true. Raises Fault.
     """
     return _replace_urls(
         plan,
@@ -52,7 +53,7 @@ def copy_to_host(plan: Plan, data: bool = True) -> Plan:
 
 
 def copy_model_heads(plan: Plan) -> Plan:
-    """Replace URLs of models by copies of the files that the compiler reads."""
+    """Replace URLs of models by paths of copies of the files that the compiler reads."""
     return _replace_urls(
         plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data.path
     )

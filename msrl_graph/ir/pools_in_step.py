@@ -1,7 +1,11 @@
 """Pools that must be in step with the updates, and openings of pipelined pools.
 
-Invariant: a pool is in step if it gives a generation the newest weights, runs an update, or waits for rows of a node in
-step. async_schedule.py has the pools that may be ahead.
+A pool in step computes the same iteration as the updates. Other pools may run ahead of the updates (async_schedule.py).
+A pipelined pool has both nodes of a resharding edge with `staleness`, and runs some of its nodes for the next iteration
+before it ends the current iteration. These nodes are the opening of the pool.
+
+Invariant: a pool is in step if it runs a generation with the newest weights, runs an update, or waits for rows of a
+node that is in step.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ T = TypeVar("T")
 
 
 def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
-    """Cache a function of a plan for all plans with the same nodes in each pool.
+    """Cache the results of a function of a plan by the placement of the nodes.
 
-    A planner asks for thousands of plans. The results must not be changed.
+    All plans of a graph with the same nodes in each pool (and the same `deterministic`) share one result, since a
+    planner asks for thousands of plans. Callers must not change the results.
     """
 
     @wraps(function)
@@ -37,7 +42,7 @@ def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
 
 
 def functions_with_states(plan: Plan) -> dict[str, str]:
-    """Return the functions that read states, each with the first state that it reads."""
+    """Return the function nodes that read states, each with its first state."""
     graph = plan.graph
     readers = (node for node in graph.nodes if previous_states(graph, node))
     return {node.name: node.states[0] for node in readers if graph.worker(node.worker).kind == "function"}
@@ -47,7 +52,7 @@ def functions_with_states(plan: Plan) -> dict[str, str]:
 def reasons_in_step(plan: Plan) -> dict[str, str]:
     """Return the pools that must be in step with the updates, each with the reason.
 
-    The reason is the end of a sentence that begins with the pool.
+    A reason is the end of a sentence whose subject is the pool, such as "runs `actor.update`".
     """
     reasons = dict[str, str]()
     pool_of = pools_of_nodes(plan)
@@ -82,9 +87,9 @@ def reasons_in_step(plan: Plan) -> dict[str, str]:
 
 
 def reasons_in_turns(plan: Plan) -> dict[str, str]:
-    """Return the pools that state `staleness` but cannot be pipelined, with reasons.
+    """Return the pools that cannot be pipelined despite `staleness`, with reasons.
 
-    They have both ends of an edge with `staleness`. A reason is a sentence.
+    Only pools with both nodes of a resharding edge with `staleness` are considered. A reason is a complete clause.
     """
     turns, reasons = find_openings(plan)
     return reasons | {pool: f"its pool {why}" for pool, why in reasons_in_step(plan).items() if pool in turns}
@@ -92,11 +97,17 @@ def reasons_in_turns(plan: Plan) -> dict[str, str]:
 
 @once_per_placement
 def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
-    """Return the nodes of openings, and for pools that cannot have one the reason.
+    """Return the opening of each pipelined pool, and why other pools have no opening.
 
-    Only pools with both ends of an edge with `staleness` are considered. An opening has the generations, the nodes that
-    they need, and frozen nodes that need rows of no other functions, unless their weights follow the update's. So
-    nothing in it waits, and functions get their rows as early as possible.
+    The first result maps a pool to the nodes of its opening. The second result maps a pool that cannot have an opening
+    to the reason. Only pools with both nodes of a resharding edge with `staleness` are considered.
+
+    The opening of a pool has these nodes of the pool:
+
+    - the generations, and the nodes that the generations need,
+    - nodes whose weights never change in the run, if they need rows only from nodes of the opening and from the source.
+
+    So no node of the opening waits for nodes outside of it, and functions get their rows as early as possible.
     """
     graph = plan.graph
     pool_of = pools_of_nodes(plan)
@@ -122,7 +133,7 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
 def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str) -> str:
     """Return why a pool cannot begin its generations early; "" if it can.
 
-    The generations need the nodes `needed`.
+    `edges` are the resharding edges to the generations. `needed` are the generations and all nodes before them.
     """
     graph = plan.graph
     pool_of = pools_of_nodes(plan)
@@ -152,9 +163,10 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
 
 
 def describe_state_wait(plan: Plan, generations: Sequence[str]) -> str:
-    """Describe a function with a state that a generation waits for; "" if none does.
+    """Describe the wait of generations for a function that reads a state.
 
-    The text is the end of a sentence that begins with the generation.
+    The text is the end of a sentence whose subject is the generation. It is "" if no generation waits for such a
+    function.
     """
     late = functions_with_states(plan)
     before = {name for dst in generations for name in plan.graph.flow.before(dst)}
@@ -163,15 +175,15 @@ def describe_state_wait(plan: Plan, generations: Sequence[str]) -> str:
 
 
 def pools_of_nodes(plan: Plan) -> dict[str, str]:
-    """Return the pool of each node on devices.
+    """Return the pool of each node that is placed on devices.
 
-    Some nodes may have none yet: the planner places some at a time.
+    A node may have no placement yet, since the planner places only some nodes at a time.
     """
     return {placement.node: placement.pool for placement in plan.placements if placement.pool != FUNCTIONS}
 
 
 def staleness_of_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the `staleness` of each resharding edge whose ends are placed."""
+    """Return the `staleness` of each resharding edge whose two nodes are placed."""
     pool_of = pools_of_nodes(plan)
     edges = [edge for edge in plan.graph.reshards() if edge.src in pool_of and edge.dst in pool_of]
     return {(edge.src, edge.dst): ReshardingEdgeAttributes.of(edge).staleness for edge in edges}

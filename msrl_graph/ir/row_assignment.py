@@ -1,8 +1,8 @@
 """Assignment of the units of a round to data-parallel groups.
 
-Invariant: the result depends only on the arguments, and each unit is assigned once. A unit stays on the host that has
-most of it, and together with the others of its prompt, unless a group's share would exceed `imbalance` times an even
-one.
+Invariant: the result depends only on the arguments, and each unit is assigned to exactly one group. A unit stays on the
+host that has most of its data, and together with the other units of its prompt. Units are separated or moved to another
+host only if a group's share would exceed `imbalance` times an even share.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ T = TypeVar("T")
 class Units:
     """The units to assign.
 
-    Each unit has a prompt, the host that has most of it (-1: no host with a group), a weight (None: all are equal), and
-    the size that would move to another host.
+    - `prompts`: the prompt of each unit.
+    - `homes`: the host that has most of each unit's data; -1 if this host has no group.
+    - `weights`: the load of each unit; None means that all units are equal.
+    - `sizes`: the amount of data that is moved if the unit is assigned to another host.
     """
 
     prompts: Sequence[int]
@@ -46,11 +48,11 @@ def assign_units(
 ) -> list[list[int]]:
     """Return the positions of the units of each group, ascending.
 
-    `hosts` is the host of each group, `had` the load that it got before: the heaviest share of a host goes to the group
-    that had least.
+    `hosts` is the host of each group. `had` is the load that each group got before: on each host, the heaviest share
+    goes to the group with the smallest earlier load.
 
     Example: there are 8 units of equal weight, 6 of them on host 0, and a group on each of two hosts. Then 2 units move
-    to host 1; with `imbalance = 1.5` none does.
+    to host 1. With `imbalance = 1.5`, no unit moves.
     """
     everyone = range(len(units.prompts))
     even = units.load(everyone) / len(hosts)
@@ -75,7 +77,10 @@ def assign_units(
 
 
 def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
-    """Return the units of each host, if possible none with more than its room."""
+    """Return the units of each host.
+
+    `room` is the load that each host may get. If possible, no host gets more than this.
+    """
     bins: dict[int, list[int]] = {host: [] for host in room}
     homeless: dict[int, list[int]] = {}
     for unit, home in enumerate(units.homes):
@@ -95,7 +100,8 @@ def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
 def _assign_to_groups(units: Units, own: list[int], groups: int, most: float) -> list[list[int]]:
     """Partition the units of one host among its groups.
 
-    Units of equal weight are split into even ranges, others by the method of Karmarkar and Karp.
+    Units of equal weight are split into even ranges. Units of different weights are partitioned by the method of
+    Karmarkar and Karp.
     """
     if units.weights is None:
         return split(sorted(own, key=lambda unit: (units.prompts[unit], unit)), groups)
@@ -113,9 +119,10 @@ def _group_by_key(units: Iterable[int], key: Callable[[int], int]) -> list[list[
 
 
 def _balance(units: Units, bins: list[list[int]], room: Sequence[float]) -> list[list[int]]:
-    """Move units out of bins that exceed their room.
+    """Move units out of bins whose load exceeds their room; return the new bins.
 
-    Whole prompts move first, then units, each time the largest that fits. None moves twice.
+    First all units of a prompt move together, then single units. Each move takes the largest item that fits. No unit
+    moves twice.
     """
     excess = [units.load(own) - most for own, most in zip(bins, room, strict=True)]
     moved: list[list[int]] = [[] for _ in bins]
@@ -156,8 +163,10 @@ class _Item:
 def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
     """Partition items by the largest differencing method (Karmarkar and Karp 1982).
 
-    The two partial solutions that differ most are merged, the heaviest part of one with the lightest of the other.
-    Items of a part are in ascending order. The loads of the parts differ by no more than the heaviest item.
+    A partial solution is a list of parts, and its difference is the load of its heaviest part minus the load of its
+    lightest part. Each step merges the two partial solutions with the largest differences: the heaviest part of one
+    solution with the lightest part of the other, and so on. The items of a part are in ascending order. The loads of
+    the resulting parts differ by no more than the heaviest item.
     """
     if parts == 1 or not weights:
         return [[*range(len(weights))], *([] for _ in range(parts - 1))]
@@ -177,7 +186,10 @@ def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _leaves(items: Any) -> Iterator[int]:
-    """Yield the items in nested pairs, whose depth may be the number of items."""
+    """Yield the items in nested pairs.
+
+    The pairs may be nested as deep as there are items, so the function does not recurse.
+    """
     todo = [items]
     while todo:
         item = todo.pop()

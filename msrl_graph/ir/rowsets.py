@@ -1,9 +1,9 @@
-"""Sets of rows that nodes work on: parents, numbers, and passed filters.
+"""Row sets that nodes work on: their parents, row numbers and passed filters.
 
-Invariant: the sets of a graph are a tree. A generation makes a set under that of the rows it generates from, a `select`
-one under that of the rows it chooses from. The number of a row gives the rows above it, without communication: response
-r of fan N belongs to prompt r // N, and the k-th repeat of row r is row r + k * (the largest possible number of rows).
-Rows that a filter drops leave gaps.
+Invariant: the row sets of a graph are a tree. A generation makes a row set below the set from which it generates. A
+`select` makes a row set below the set from which it selects. The number of a row gives the rows above it without
+communication. With N responses per prompt, response r belongs to prompt r // N. The k-th repeat of row r is row r + k *
+(the largest possible number of rows). Rows that a filter drops leave gaps in the numbers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ NUMBERS = 1 << 62  # a limit for the numbers of rows: fewer repeats are possible
 class Rowset:
     """A set of rows of a level.
 
-    `above` is the set that they came from (-1: they are the source's). `fan` is the number of rows that a `generation`
-    makes of each of those. `repeats`: a `select` chose them, so some may be repeats of others.
+    - `above`: the index of the set from which these rows were made; -1 for the rows of the source.
+    - `fan`: the number of rows that the generation makes of each row above.
+    - `repeats`: whether a `select` chose the rows, so that some rows may be repeats of others.
+    - `generation`: the generation that made the rows.
     """
 
     level: int
@@ -46,9 +48,12 @@ class Rowset:
 class Sieve:
     """A node where rows leave the iteration.
 
-    `rows` is the set that a filter chooses from, `left` the set of the rows that remain, the same one unless rows may
-    repeat. `refill` is the number of extra rounds of prompts that it may request. `failures`: the node is not a filter,
-    but a generation or a function whose failed rows leave, also in evaluations. `generates`: it is a generation.
+    - `rows`: the set of the rows that enter this node. `remaining`: the set of the rows that remain, which is the same
+      set unless rows may repeat.
+    - `refill`: the maximum number of extra rounds of prompts that the filter may request.
+    - `failures`: whether the node is a generation or function, not a filter, whose failed rows leave. This also happens
+      in evaluations.
+    - `generates`: whether the node is a generation.
     """
 
     node: str
@@ -60,20 +65,20 @@ class Sieve:
 
     @property
     def column(self) -> str:
-        """The name in the dock of the column with the repeats of each row."""
+        """The name of the dock's column that says how often each row is repeated."""
         return f"{self.node}.times"
 
 
 @dataclass
 class Rowsets:
-    """The sets of rows of each column and node of a graph, as indices into `sets`.
+    """The row sets of each column and node of a graph, as indices into `sets`.
 
-    - `nodes`: the set that a node works on. `units`: the set of the units that it gets; with `per = prompt` that of
-      prompts.
-    - `sieves`: the filters of the graph. `passed`: the filters before each node, in the order of the graph. A check
-      makes sure that at most one is `refilling`.
-    - `apart`: nodes that would need rows of two sets of which neither is above the other, with the two sets. A check
-      rejects them.
+    - `columns`: the set of each column's rows. `nodes`: the set that each node works on.
+    - `units`: the set of the units that each node gets. With `per = prompt`, it is the set of prompts.
+    - `sieves`: the filters of the graph. A check makes sure that at most one filter is `refilling`.
+    - `passed`: the filters before each node, in the order of the graph.
+    - `disjoint`: nodes that would need rows of two sets of which neither is above the other, with the two sets. A check
+      rejects these nodes.
     """
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
@@ -89,14 +94,14 @@ class Rowsets:
         return next((sieve for sieve in self.sieves.values() if sieve.refill), None)
 
     def up(self, rows: int, level: int) -> int:
-        """Return the deepest set of a level that is `rows` or above it, or else 0.
+        """Return the deepest set of a level among the set `rows` and the sets above it.
 
-        0 is the set of the source.
+        The result is 0, the set of the source, if there is no such set.
         """
         return next((index for index in chain(self.sets, rows) if self.sets[index].level == level), 0)
 
     def add(self, graph: Graph, node: Node) -> None:
-        """Add a node whose predecessors have been added."""
+        """Add a node to the row sets; all nodes before it must have been added."""
         before = {
             sieve.node: sieve
             for edge in graph.into(node.name)
@@ -144,9 +149,9 @@ class Rowsets:
 
 
 def rowsets(graph: Graph) -> Rowsets:
-    """Return the sets of rows of a graph.
+    """Return the row sets of a graph.
 
-    Its names are resolved and its sample edges make no cycle.
+    The names of the graph must be resolved, and its sample edges must not form a cycle.
     """
     sets = Rowsets()
     for node in graph.nodes:
@@ -157,17 +162,19 @@ def rowsets(graph: Graph) -> Rowsets:
 def find_refill(graph: Graph) -> tuple[str, frozenset[str]]:
     """Return the filter that refills, and the nodes that work in rounds of prompts.
 
-    These are the filter and all nodes before it. Without such a filter the result is "" and an empty set.
+    These nodes are the filter and all nodes before the filter. In a graph without such a filter, the result is "" and
+    an empty set.
     """
     filter = next((node.name for node in graph.nodes if CallAttributes.of(node).refill), "")
     return filter, frozenset((filter, *graph.flow.before(filter))) if filter else frozenset()
 
 
 def nodes_upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
-    """Return the nodes that columns need.
+    """Return the nodes that are needed to compute columns.
 
-    These are their writers and, recursively, the writers of what those read. The source, which provides the states of a
-    row, is always one of them. A column without a writer, which a check rejects, needs none.
+    These nodes are the writers of the columns and, recursively, the writers of the columns that these nodes read. The
+    source, which provides the states of a row, is always included. A column without a writer, which a check rejects,
+    needs no node.
     """
     needed = {source.name for source in graph.verb("source")}
     todo = [*columns]
@@ -196,9 +203,12 @@ def common(sets: Sequence[Rowset], one: int, other: int) -> int:
 class Numbers:
     """The numbering of rows in one pass over a graph.
 
-    `prompts` is the number of prompts in all rounds. `samples` is the number of rows that a generation makes of each,
-    where it differs from the program. `size` is the number of rows that each set can have without repeats. The numbers
-    of a set are below `space`. A `select` may repeat a row of a set `repeats` times.
+    - `prompts`: the number of prompts in all rounds.
+    - `samples`: the number of rows that a generation makes of each row, for generations where it differs from the
+      program.
+    - `size`: the maximum number of rows of each set, without repeats.
+    - `space`: a bound for each set: the numbers of its rows are below this bound.
+    - `repeats`: for each set, how often a `select` may repeat a row.
     """
 
     def __init__(self, sets: Sequence[Rowset], prompts: int, samples: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -219,9 +229,9 @@ class Numbers:
             self.repeats.append(min(max(self.size[-1], REPEATS), NUMBERS // max(self.space[-1], 1)))
 
     def above(self, rows: Rows, start: int, end: int) -> Rows:
-        """Return the rows of the set `end` that rows of the set `start` came from.
+        """Return, for rows of the set `start`, the rows of the set `end` above them.
 
-        `start` is under `end`.
+        The set `start` must be below the set `end`, or the same set.
         """
         while start != end:
             rowset = self.sets[start]

@@ -1,6 +1,6 @@
 """Record of a search over layouts: its extent, its choice, its reasons.
 
-Invariant: plain data. The same program gives the same record, unless a budget of seconds ended the search.
+Invariant: a record is plain data. The same program gives the same record, unless a budget of seconds ended the search.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ NOTHING_FITS = "nothing fits"
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layouts that the search looked at: pools in words, layout and engine by node.
+    """A combination of pools and layouts that the search considered.
 
-    `seconds` is the time of an iteration, or a lower bound of it if `exact` is False. `loses` are the seconds lost
-    against the plan by phase (negative: gained). `wrong` is the reason why the candidate cannot be used.
+    - `pools`: a text about each pool. `layouts`: the layout and engine of each node, as text.
+    - `seconds`: the time of an iteration. If `exact` is False, it is a lower bound of this time.
+    - `loses`: for each phase, the seconds by which this candidate is slower than the plan (negative: faster).
+    - `wrong`: the reason why this candidate cannot be used.
     """
 
     pools: tuple[str, ...]
@@ -28,12 +30,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rival:
-    """The best candidate of the other kind, synchronous or asynchronous.
+    """The best candidate of the kind that the search did not choose.
 
-    It exists if a program allows staleness and the file leaves pools open. The kinds are pools that may be `ahead`, and
-    all pools in step. `seconds` is the time of an iteration, 0 if none fits. `mean` and `bound` belong to the
-    asynchronous one of the two, the rival or the choice: the weights that generate are `mean` versions old on average,
-    and a row is at most `bound` versions old.
+    There are two kinds of candidates: asynchronous candidates, with pools that may run ahead of the updates, and
+    synchronous candidates, with all pools in step with the updates. A record has a rival if the program allows
+    staleness and the file leaves pools open.
+
+    - `ahead`: whether the rival is asynchronous.
+    - `seconds`: the time of an iteration of the rival; 0 if no candidate of its kind fits.
+    - `mean`, `bound`: the staleness of the asynchronous candidate, which is either the rival or the choice. The weights
+      that generate are `mean` versions old on average, and a row is at most `bound` versions old.
     """
 
     ahead: bool
@@ -47,9 +53,11 @@ class Rival:
 class SearchRecord:
     """The record of a search.
 
-    `candidates` is the number of combinations of divisions and layouts that the devices and engines allow, of which
-    `evaluated` went through all passes. No other takes less than `bound` seconds. `optimal`: nothing is better,
-    according to the plan's own cost model.
+    - `candidates`: the number of combinations of pools and layouts that the devices and engines allow.
+    - `evaluated`: the number of candidates that went through all passes.
+    - `seconds`: the time of an iteration with the best candidate; 0 if no candidate fits.
+    - `bound`: a lower bound of the time of an iteration with any candidate.
+    - `optimal`: whether no candidate is better than the best one, according to the plan's own cost model.
     """
 
     candidates: int
@@ -64,15 +72,15 @@ class SearchRecord:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the search is complete and nothing fits."""
+        """Whether the search is complete and no candidate fits."""
         return not self.seconds and self.ended == NOTHING_FITS
 
     @property
     def gap(self) -> float:
-        """The largest possible gain of another candidate, as a share of the seconds."""
+        """The largest possible gain of another candidate, as a fraction of `seconds`."""
         return 0.0 if self.optimal or not self.seconds else max(0.0, 1 - self.bound / self.seconds)
 
     @property
     def percent(self) -> str:
-        """The gap as text, with two digits."""
+        """The gap in percent as text, with two digits."""
         return f"{max(0.01, 100 * self.gap):.2g} %"

@@ -1,7 +1,8 @@
 """The token columns that a node with weights computes on.
 
-Invariant: a node makes one sequence per row for each column that it scores: the context, then that column. If it scores
-none, the sequence is the context alone. The columns that a generation writes count as the columns that it scores.
+Invariant: for each row and each column that a node scores, the node computes on one sequence: the context, followed by
+the scored column. A node that scores no column computes on one sequence per row, the context alone. For a generation,
+the columns that it writes count as scored columns.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ TEXT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Sequences:
-    """The columns of a node's sequences: all of `context`, then one of `scored`.
+    """The columns of a node's sequences.
 
-    `context` is in the order of the reads.
+    Each sequence has all columns of `context`, in the order in which the node reads them, followed by one column of
+    `scored`.
     """
 
     context: tuple[str, ...]
@@ -34,9 +36,14 @@ class Sequences:
 def sequences(graph: Graph, node: Node) -> Sequences:
     """Return the sequences of a node with weights.
 
-    An infer scores the columns whose length its outputs have. An update scores the columns whose length a column that
-    it reads has, and those whose scores a term uses; otherwise the generated columns, otherwise its last column of
-    tokens.
+    The columns that a node scores depend on its verb:
+
+    - A generation scores the columns of tokens that it writes.
+    - An infer scores the columns of tokens whose length its outputs have: with an output of type `f32[response]`, it
+      scores `response`.
+    - An update scores `response` if it reads a column of a type such as `f32[response]`, or if a loss term uses the
+      score of `response`. If it scores no column in this way, it scores the generated columns that it reads. If it
+      reads no generated column, it scores the last column of tokens that it reads.
     """
     tokens = [column for column in node.reads if _is_read(graph, node, column)]
     if node.verb == "generate":
@@ -53,10 +60,11 @@ def sequences(graph: Graph, node: Node) -> Sequences:
 
 
 def scores_texts(graph: Graph, node: Node) -> bool:
-    """Return whether the number of a token is the score of the text up to it.
+    """Return whether a node's number for a token is the score of the text up to it.
 
-    A reward model gives such scores, and the last one is that of the row. Otherwise the number belongs to the state
-    before the token: the prediction of a policy, the value of a value worker.
+    This is so for a reward model, and the score at the last token is the score of the row. For other workers, the
+    number of a token is computed from the hidden state before the token: the prediction of a policy, or the value of a
+    value worker.
     """
     return graph.worker(node.worker).kind == "reward_model"
 
@@ -68,10 +76,11 @@ def is_tokens(graph: Graph, column: str) -> bool:
 
 
 def length_columns(graph: Graph, node: Node) -> dict[str, int]:
-    """Return the columns that determine the length of a node's rows.
+    """Return the columns that determine the length of a node's rows, with factors.
 
-    Each has the number of times that it counts. These are the tokens that the node computes on. For a function they are
-    the token columns that it reads, or all columns that it reads if there are none.
+    The length of a row is the sum over the columns of factor times length. For a node with weights, the columns are the
+    tokens that the node computes on; responses that do not exist yet are left out. For a function, they are the token
+    columns that it reads, or all columns that it reads if it reads no tokens.
     """
     if graph.worker(node.worker).kind != "function":
         read = sequences(graph, node)
@@ -82,9 +91,10 @@ def length_columns(graph: Graph, node: Node) -> dict[str, int]:
 
 
 def find_response_column(graph: Graph, node: Node, element: str) -> str:
-    """Return the column of an element type that a generation writes for each token.
+    """Return the column that a generation writes with one value per response token.
 
-    It is the column of log-probabilities (f32), of the mask (bool) or of versions (i32); "" if there is none.
+    `element` decides which column: log-probabilities (f32), the mask (bool) or versions (i32). The result is "" if the
+    generation writes no such column.
     """
     responses = [column for column in node.writes if is_tokens(graph, column)]
     columns = (column for column in map(graph.column, node.writes) if column.element == element)
@@ -94,7 +104,8 @@ def find_response_column(graph: Graph, node: Node, element: str) -> str:
 def temperature(graph: Graph, column: str) -> Expr:
     """Return the temperature at which the tokens of a column were sampled.
 
-    It is a number, or the column or state that holds the temperature of each row; 1 if they were not sampled.
+    The temperature is a number, or the column or state that holds the temperature of each row. It is 1 if the tokens
+    were not sampled.
     """
     drawn = (
         GenerateAttributes.of(writer).temperature
@@ -105,9 +116,9 @@ def temperature(graph: Graph, column: str) -> Expr:
 
 
 def temperature_exprs(graph: Graph, node: Node) -> tuple[Expr, ...]:
-    """Return the columns and states with the temperatures of a node's samples.
+    """Return the columns and states that hold the temperatures of a node's samples.
 
-    The node samples with them, or scores what was sampled with them.
+    The node samples at these temperatures, or it scores tokens that were sampled at these temperatures.
     """
     if node.verb == "generate":
         exprs = [GenerateAttributes.of(node).temperature]
@@ -119,15 +130,15 @@ def temperature_exprs(graph: Graph, node: Node) -> tuple[Expr, ...]:
 
 
 def drawn_name(state: str) -> str:
-    """Return the name of the value of a state with which rows were drawn.
+    """Return the name of the value that a state had when rows were drawn with it.
 
-    It may be older than the value that the previous iteration left.
+    This value may be older than the value that the previous iteration left.
     """
     return f"{state}/drawn"
 
 
 def temperature_name(stated: Expr) -> str:
-    """Return the name of the values of a temperature that a column or a state holds."""
+    """Return the name of a temperature's values: a column, or `drawn_name` of a state."""
     return drawn_name(str(stated.value)) if stated.kind == "state" else str(stated.value)
 
 
@@ -137,18 +148,20 @@ def temperature_states(graph: Graph, node: Node) -> tuple[str, ...]:
 
 
 def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
-    """Return the states that a node reads as the previous iteration left them.
+    """Return the states of which a node reads the value that the last iteration left.
 
-    Models before the update read only temperatures from states, and the source only weights. Both draw rows, which may
-    happen ahead of the updates.
+    The source reads states only for its weights, and generations and infers read states only as temperatures. These
+    states are used for drawing rows, which may happen ahead of the updates, with an older value. So the result is empty
+    for such nodes.
     """
     return () if node.verb in ("source", "generate", "infer") else node.states
 
 
 def is_whole_conversation(graph: Graph, node: Node) -> bool:
-    """Return whether a node computes on conversations without a context.
+    """Return whether a node scores only whole conversations, without a context.
 
-    The conversation of an agent or an environment contains the text before the policy's first token.
+    A whole conversation is a response of an agent or an environment that also contains the text before the policy's
+    first token.
     """
     read = sequences(graph, node)
     partnered = [
@@ -164,7 +177,10 @@ def is_whole_conversation(graph: Graph, node: Node) -> bool:
 
 
 def conversations(graph: Graph, column: str) -> int:
-    """Return how many conversations, each a sequence, a response may hold."""
+    """Return the maximum number of conversations in one value of a response column.
+
+    Each conversation is a separate sequence.
+    """
     return max(
         (
             GenerateAttributes.of(writer).conversations
@@ -176,9 +192,10 @@ def conversations(graph: Graph, column: str) -> int:
 
 
 def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
-    """Return scored columns with several conversations, and their begins columns.
+    """Return the scored columns that may hold several conversations.
 
-    That column, known only to the dock, has the tokens at which the conversations begin.
+    Each scored column is mapped to the name of its begins column, which only the dock knows. The begins column marks
+    the tokens at which conversations begin.
     """
     columns = (
         name for name in sequences(graph, node).scored if is_tokens(graph, name) and conversations(graph, name) > 1
@@ -189,7 +206,8 @@ def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
 def source_worker(graph: Graph) -> Worker | None:
     """Return the worker whose tokenizer made the tokens of the source.
 
-    It is a policy, or else another worker with weights; of these the first trained one, or else the first.
+    The worker is a policy if there is one, or else another worker with weights. Of several such workers, it is the
+    first trained worker, or else the first worker. The result is None if no worker has weights.
     """
     trained = {node.worker for node in graph.verb("update")}
     candidates = [worker for worker in graph.workers if worker.kind != "function"]
@@ -203,9 +221,9 @@ def nodes_with_weights(graph: Graph) -> list[Node]:
 
 
 def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return the responses of the source, with the columns before each.
+    """Return the source's columns that are responses, with the columns before each.
 
-    These are columns of the source that some node scores and no node has as context.
+    A column of the source is a response if some node scores it and no node has it as context.
     """
     read = [sequences(graph, node) for node in nodes_with_weights(graph)]
     source_columns = {column for node in graph.verb("source") for column in node.writes}
@@ -231,15 +249,15 @@ def columns_before(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def token_columns(graph: Graph) -> list[str]:
-    """Return all columns of tokens, and the texts that models read."""
+    """Return all columns of tokens, and the text columns that models read."""
     read = {column for node in nodes_with_weights(graph) for column in sequences(graph, node).context}
     return [column.name for column in graph.columns if is_tokens(graph, column.name) or column.name in read]
 
 
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
-    """Return whether a node's model reads a column: tokens, or text that is tokenized.
+    """Return whether a node's model reads a column: tokens, or text to be tokenized.
 
-    Environments and agents read their text themselves.
+    Environments and agents read their text themselves, without the model.
     """
     return is_tokens(graph, column) or (
         graph.column(column).element == "text" and GenerateAttributes.of(node).partner is None
@@ -247,10 +265,10 @@ def _is_read(graph: Graph, node: Node, column: str) -> bool:
 
 
 def bound(graph: Graph, column: str) -> int:
-    """Return the most tokens of a column.
+    """Return the maximum number of tokens of a column.
 
-    A text without a stated bound has as many tokens as all columns together that its writer reads and whose bound is
-    known, at least TEXT_TOKENS.
+    A text column without a stated maximum has the sum of the bounds of the columns that its writer reads, but at least
+    TEXT_TOKENS. Columns whose bound is unknown are left out of the sum.
     """
     kind = graph.column(column)
     if kind.element != "text" or kind.dims:
@@ -264,9 +282,9 @@ def bound(graph: Graph, column: str) -> int:
 
 
 def reads_tempered(graph: Graph, node: Node) -> Node:
-    """Add the temperatures of its samples to the reads of a node.
+    """Return a node with the temperatures of its samples added to what it reads.
 
-    Its results depend on them.
+    Temperatures are columns or states. The results of the node depend on its temperatures.
     """
     if node.verb == "source":
         return node

@@ -1,44 +1,57 @@
 """Signatures of the Python functions that programs call: parameters, never bodies.
 
-Invariant: signatures are read from the source, which is never run. Functions of the package and of users' files are
-read alike.
+Invariant: signatures are read from source code, which is never run. Functions of the package and functions of users'
+files are read in the same way.
 
-Marks:
+A decorator of the function states how the function is used:
 
-- `@function(scope=…)`: whether a function needs all rows of a group or of the batch at once.
-- `@function(parallel=False)`: only one process may call it.
-- `@loss_term`: a term of a loss; `@loss_term(scope="mini_batch")`: one that needs all rows of the mini-batch at once.
+- `@function(scope=…)`: a function that needs all rows of a group, or of the batch, in one call.
+- `@function(parallel=False)`: a function that only one process may call.
+- `@loss_term`: a term of a loss. `@loss_term(scope="mini_batch")`: a term that needs all rows of the mini-batch in one
+  call.
 - `@optimizer`: an optimizer. `@schedule`: a learning rate.
-- `@option`: a value of the options that are annotated with its return type.
+- `@option`: a function whose call is a value for options. An option accepts the call if the option is annotated with
+  the function's return type.
 
-Positional parameters bind columns by name; one with a default may be missing. `*columns` binds all other columns that
-the node reads, in its order. Keyword-only parameters are options, given in the call by order or by name; one annotated
-`Sequence[float]` takes all the numbers. Plain types are checked, and the types of registry.py: `Count`, `Positive`,
-`NotNegative`, `Share`, `Below`, `Betas`, `Rate`.
+Parameters are of three kinds:
 
-The runtime fills `rng`, `tokenizer` and `iteration`. For a loss term it fills `rng` only if its scope is the mini-batch
-(the draws of a micro-batch would depend on its size). It also fills these parameters of a loss term, with the rows of a
-micro-batch, or of the mini-batch, concatenated:
+- Positional parameters bind columns by name. A column may be missing if its parameter has a default.
+- `*columns` binds all other columns that the node reads, in the order in which the node reads them.
+- Keyword-only parameters are options. A call gives options in their order or by name. An option that is annotated
+  `Sequence[float]` gets all the numbers of the call. The values of options with a plain type are checked. Plain types
+  are those of Python, and the types of registry.py: `Count`, `Positive`, `NotNegative`, `Share`, `Below`, `Betas`,
+  `Rate`.
 
-- `logp`: the log-probability of each response token under the weights being updated. `entropy`: that of its
-  distribution, in nats.
+The runtime fills some parameters:
+
+- Of a function or an environment's method: `rng`, `tokenizer` and `iteration`.
+- Of an agent: also `base_url`, `api_key` and `model`, with which the agent calls the policy.
+- Of a schedule: `step`, the number of the optimizer step counted from 1, and `last`, the number of the run's last step.
+  Other positional parameters of a schedule bind states.
+- Of a loss term: `rng`, but only if the scope of the term is the mini-batch, since draws for a micro-batch would depend
+  on its size.
+
+The runtime also fills these parameters of a loss term, with the concatenated rows of a micro-batch or of the
+mini-batch:
+
+- `logp`: the log-probability of each response token under the weights being updated.
+- `entropy`: for each response token, the entropy in nats of the distribution that predicts the token.
 - `values`: a value worker's prediction before each response token, or a reward model's score of the text that ends with
-  it.
-- `lengths`: the number of response tokens of each row. `NAME_lengths`: that of the column that the parameter NAME
-  binds.
-- `rounding`: a number, by how many nats the `logp` of a token may differ between two forward passes with the same
-  weights, since they round in another order. If a term has a kink at equal log-probabilities, a smaller difference has
-  no sign.
+  the token.
+- `lengths`: the number of response tokens of each row.
+- `NAME_lengths`: for each row, the number of tokens in the column that the parameter NAME binds.
+- `rounding`: a number of nats. The `logp` of a token may differ by this number between two forward passes with the same
+  weights, since the passes round in different orders. If a term has a kink at equal log-probabilities, the sign of a
+  smaller difference means nothing.
 
-For an agent it also fills `base_url`, `api_key` and `model`, with which the agent calls the policy.
+Some annotations of a loss term have a meaning:
 
-For a schedule it fills `step`, the number of the optimizer step from 1, and `last`, that of the run's last step; other
-positional parameters bind states.
-
-A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights
-being updated. One annotated `Scores` binds a column of token ids and receives one number per row: the score that the
-reward model being updated gives the row's context followed by this column's tokens, nan if there are none. A term that
-returns `Rows` gives one number per row, others give one per token.
+- A parameter annotated `LogProbs` binds a column of token ids. The parameter receives the log-probabilities of these
+  tokens under the weights being updated.
+- A parameter annotated `Scores` binds a column of token ids. The parameter receives one number per row: the score that
+  the reward model being updated gives to the row's context followed by the tokens of this column. The number is nan if
+  there are no tokens.
+- A term that returns `Rows` gives one number per row. Other terms give one number per token.
 """
 
 from __future__ import annotations
@@ -74,8 +87,10 @@ ENDPOINT = ("base_url", "api_key", "model")  # filled for agents
 class Option:
     """A keyword-only parameter.
 
-    `words` are the words that it accepts. `calls` are the functions of which it accepts a call. `kind` is its annotated
-    plain type. `several`: it takes a list of numbers.
+    - `words`: the words that the option accepts.
+    - `kind`: the annotated plain type, or None.
+    - `calls`: the functions whose calls the option accepts as a value.
+    - `several`: whether the option takes a list of numbers.
     """
 
     name: str
@@ -90,14 +105,19 @@ class Option:
 class Signature:
     """The signature of a function.
 
-    - `columns`: the parameters that bind columns. `optional`: those of them that may be missing. `text`: those that
-      receive decoded text. `logps`: those that receive the log-probabilities of their column. `scores`: those that
-      receive the score of each row up to the end of their column. `rest`: the parameter for all other columns.
-    - `together`: parameters, options too, of which a call passes all or none.
+    - `columns`: the parameters that bind columns.
+    - `optional`: the parameters in `columns` whose column may be missing.
+    - `text`: the parameters that receive decoded text.
+    - `logps`: the parameters that receive log-probabilities of the tokens of their column.
+    - `scores`: the parameters that receive one score per row: the score of the text up to the end of their column.
+    - `rest`: the parameter `*columns`, which binds all other columns; "" if there is none.
+    - `together`: parameters (options included) of which a call must pass all or none.
     - `fills`: the parameters that the runtime fills.
-    - `rows`: a term gives one number per row. `scope`: the rows that it needs at once.
-    - `gives`: the results by the annotation: an array per row (`list[Array]`), a number per row, or "" (unknown).
-    - `waits`: it is `async`. `parallel`: several processes may call it at once.
+    - `scope`: the rows that one call needs. `rows`: whether a loss term returns one number per row.
+    - `gives`: what the annotation says of each result: an array per row (`list[Array]`), a number per row, or ""
+      (unknown).
+    - `waits`: whether the function is `async`. `parallel`: whether several processes may call the function at the same
+      time.
     """
 
     name: str
@@ -119,11 +139,11 @@ class Signature:
 
     @property
     def seeded(self) -> bool:
-        """Whether it has the keywords `seed` and `options` of gymnasium's `reset`."""
+        """Whether the function has gymnasium's options of `reset`: `seed` and `options`."""
         return {"seed", "options"} <= {option.name for option in self.options}
 
     def unfit(self, kind: str) -> list[str]:
-        """Return the inputs that weights of this kind do not provide: names of GIVEN_BY."""
+        """Return the inputs that a kind of worker does not provide, as keys of GIVEN_BY."""
         bound = [name for name, parameters in (("LogProbs", self.logps), ("Scores", self.scores)) if parameters]
         return [name for name, kinds in GIVEN_BY.items() if name in (*self.fills, *bound) and kind not in kinds]
 
@@ -138,7 +158,7 @@ class Signature:
 def read_signatures(source: str) -> dict[str, Signature]:
     """Read the signatures of the top-level functions of a Python source, by name.
 
-    Only functions for function nodes may be `async`. Raises SyntaxError.
+    An `async` function is left out if it is a loss term, optimizer, schedule or option. Raises SyntaxError.
     """
     items = [item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     items = [item for item in items if isinstance(item, ast.FunctionDef) or _kind(item) == "function"]
@@ -147,10 +167,10 @@ def read_signatures(source: str) -> dict[str, Signature]:
 
 
 def read_signatures_as(kind: CallKind, source: str) -> dict[str, Signature]:
-    """Read the signatures of the functions of a user's file that are called as `kind`.
+    """Read the signatures of a user's functions, for calls of the kind `kind`.
 
-    These are its top-level functions. Loss terms and schedules need no mark: the place of the call decides. Functions
-    are read by their marks.
+    The result has the top-level functions of the source, by name. A loss term or a schedule needs no decorator, since
+    the attribute with the call decides what the function is. For the kind "function", the decorators decide.
     """
     if kind == "function":
         return read_signatures(source)
@@ -165,7 +185,7 @@ def coroutines(source: str) -> set[str]:
 
 
 def describe_binding(source: str, name: str) -> str:
-    """Describe a top-level name that is not a function.
+    """Describe what a top-level name of a Python source is, if it is not a function.
 
     Return "a class", "assigned", "imported" or "".
     """
@@ -183,15 +203,19 @@ def describe_binding(source: str, name: str) -> str:
 
 
 def read_agents(source: str) -> dict[str, Signature]:
-    """Read the signatures of the top-level functions, async ones too, as agents."""
+    """Read the signatures of all top-level functions of a Python source, as agents.
+
+    `async` functions are included.
+    """
     functions = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
     return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in functions}
 
 
 def read_classes(source: str) -> dict[str, dict[str, Signature]]:
-    """Read the signatures of the methods of top-level classes, by class and name.
+    """Read the signatures of the methods of top-level classes, by class and method.
 
-    Methods inherited within the source are included. The instance parameter is left out. Raises SyntaxError.
+    A class also has the methods that it inherits from classes of the same source. The first parameter of a method,
+    `self`, is left out. Raises SyntaxError.
     """
     signatures_of: dict[str, dict[str, Signature]] = {}
     for item in (item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)):
@@ -233,7 +257,7 @@ def _signature(
         name=item.name,
         kind=kind,
         columns=tuple(parameter.arg for parameter in columns),
-        # For the same reason none of them can be missing.
+        # Parameters before `*columns` are passed by position, so none of their columns can be missing.
         optional=frozenset() if arguments.vararg else frozenset(parameter.arg for parameter in columns) & with_default,
         text=frozenset(
             parameter.arg
@@ -293,7 +317,7 @@ def _names(annotation: ast.expr | None) -> set[str]:
 
 
 def _is_text(annotation: ast.expr | None) -> bool:
-    """Return whether it is text or texts.
+    """Return whether an annotation means a text or several texts.
 
     Examples are `str`, `list[str]`, `"Sequence[str]"` and `str | None`.
     """
@@ -334,9 +358,10 @@ def _plain(annotation: ast.expr | None) -> Plain | None:
 
 
 def _mark(item: Def, key: str) -> object:
-    """Return a keyword of a mark, such as `scope` of `@function(scope="group")`.
+    """Return the value of a decorator's keyword argument, or None if it is unknown.
 
-    Return None if it is missing or not a literal.
+    An example is `scope` of `@function(scope="group")`. The value is unknown if the argument is missing or not a
+    literal.
     """
     values = [
         keyword.value

@@ -1,8 +1,10 @@
-"""The verifier of plans: consistency that can be checked without the program.
+"""Verifier of plans: checks of consistency that do not need the program.
 
-Invariant: each part relies on the parts before it and yields a description of each fault. A pass names the verifier of
-the part that it fills, and the compiler calls it after the pass. A plan from a file goes through all of them, `names`
-first.
+Each compiler pass fills one section of a plan. For each section, this module has a function that yields a text for each
+fault in the section. The compiler calls this function after the pass. For a plan from a file, all functions are called,
+`names` first.
+
+Invariant: a function relies only on sections that were verified before its own section.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ LITERALS = {"number": 0, "string": 0, "bool": 0, "quantity": 0, "word": 0, "colu
 def names(plan: Plan) -> Iterator[str]:
     """Verify names and expressions.
 
-    Each name is that of a node, column, worker, pool or model of the plan, and each expression has the operands of its
-    kind. The checks ensure that for a program, but a file may have been edited.
+    Each name must be the name of a node, column, worker, pool or model of the plan. Each expression must have the
+    number of operands that its kind needs. For a program, the checks ensure this; but a plan file may have been edited.
     """
     if not plan.pools:
         yield "it does not say which devices its states share"
@@ -92,7 +94,7 @@ def _check_graph(graph: Graph) -> Iterator[str]:
 
 
 def _check_operands(expr: Expr) -> Iterator[str]:
-    """Yield expressions with a wrong number of operands for their kind."""
+    """Yield a text for each subexpression with the wrong number of operands."""
     parts = {"call": len(expr.keys), "list": len(expr.args)} | LITERALS
     if len(expr.args) != parts.get(expr.kind, 2):
         yield f"an expression of the kind `{expr.kind}` has {len(expr.args)} parts"
@@ -133,7 +135,7 @@ def _check_plan(plan: Plan) -> Iterator[str]:
     )
 
 
-# The parts that passes fill.
+# Verifiers of the sections that passes fill.
 
 
 def _describe_incomplete(name: str) -> str:
@@ -145,15 +147,16 @@ def _every_node_once(plan: Plan, names: Iterable[str]) -> bool:
 
 
 def _is_on_hosts(plan: Plan, node: Node) -> bool:
-    """Return whether a node is a Python function or the source."""
+    """Return whether a node runs on the hosts: a Python function or the source."""
     return node.verb == "source" or plan.graph.worker(node.worker).kind == "function"
 
 
 def placements(plan: Plan) -> Iterator[str]:
     """Verify placements.
 
-    Every node has one place: a function on the hosts, a node with weights on the devices of its pool. No two pools
-    share a device. Ranks that train are in the order that a program states, by which process groups and FSDP2 count.
+    Every node must have one placement: a function on the hosts, a node with weights on the devices of its pool. No two
+    pools may share a device. Only generations may place replicas next to each other (`inner` > 1). The ranks of nodes
+    that train are in the order that the program states, since process groups and FSDP2 number ranks in this order.
     """
     if not _every_node_once(plan, [placement.node for placement in plan.placements]):
         yield _describe_incomplete("place")
@@ -190,7 +193,8 @@ def placements(plan: Plan) -> Iterator[str]:
 def docks(plan: Plan) -> Iterator[str]:
     """Verify docks.
 
-    Every node but the source has one controller, with the columns that the node reads.
+    Every node except the source must have one controller. The controller must have the columns that the node reads and
+    the number of the node's data-parallel groups. Warehouses must be on different hosts.
     """
     if sorted(controller.node for controller in plan.docks.controllers) != sorted(
         node.name for node in plan.graph.nodes[1:]
@@ -213,7 +217,10 @@ def docks(plan: Plan) -> Iterator[str]:
 
 
 def reshards(plan: Plan) -> Iterator[str]:
-    """Verify reshards: every `=>` is planned, and each tensor is in one bucket."""
+    """Verify reshards.
+
+    Every resharding edge (`=>`) must have a plan, and each tensor must be in exactly one bucket.
+    """
     if [(reshard.src, reshard.dst) for reshard in plan.reshards] != [
         (edge.src, edge.dst) for edge in plan.graph.reshards()
     ]:
@@ -231,8 +238,9 @@ def reshards(plan: Plan) -> Iterator[str]:
 def schedule(plan: Plan) -> Iterator[str]:
     """Verify the schedule.
 
-    Each task runs its nodes once, where they are placed. Weights are on the devices when a node needs them. No stream
-    waits for ever, even if a filter requests one more round of prompts.
+    - Each task (training or an evaluation) must run each of its nodes once, in the pool where the node is placed.
+    - The weights of a node must be on the devices when the node runs.
+    - No instruction stream may wait forever, even if a filter requests one more round of prompts.
     """
     if not _every_node_once(plan, nodes_run(plan.schedule)):
         yield _describe_incomplete("schedule")
@@ -262,7 +270,7 @@ def schedule(plan: Plan) -> Iterator[str]:
 
 
 def _list_misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instruction, str]]:
-    """Yield instructions that can never be in this stream, with the reason."""
+    """Yield each instruction that must not be in a stream, with the reason."""
     edges = {
         (reshard.src, reshard.dst): {plan.placement(node).pool for node in (reshard.src, reshard.dst)}
         for reshard in plan.reshards
@@ -286,9 +294,10 @@ def _list_misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instr
 
 
 class _Streams(Walker):
-    """A walk through the streams of a task that tracks runs and places of weights.
+    """A simulated walk through the instruction streams of one task.
 
-    A filter that refills requests one more round.
+    The walk tracks how often each node must still run, and which weights are on the devices. A filter with `refill`
+    requests one more round of prompts.
     """
 
     def __init__(self, plan: Plan, task: str, streams: Sequence[InstructionStream]) -> None:
@@ -338,7 +347,7 @@ class _Streams(Walker):
             self.problems.append(f"reshard into `{dst}` while its weights are on the devices")
         self.loaded.add(dst)
         if self.edges[dst].mode == "swap":
-            # It begins when returning weights have arrived, as in the next round of a filter.
+            # The swap begins when returning weights have arrived, for example in the next round of a filter.
             self.returning = {other for other in self.returning if self._worker(other) != self._worker(src)}
             self.swapped_out.add(self._worker(src))
 
@@ -365,13 +374,13 @@ class _Streams(Walker):
 
 
 def traffic(plan: Plan) -> Iterator[str]:
-    """Verify that every sample edge is counted."""
+    """Verify that the plan has the traffic of every sample edge."""
     if [(item.src, item.dst) for item in plan.traffic] != [(edge.src, edge.dst) for edge in plan.graph.samples()]:
         yield _describe_incomplete("traffic")
 
 
 def memory(plan: Plan) -> Iterator[str]:
-    """Verify that the devices of every pool and the hosts are counted."""
+    """Verify that the plan has the memory of the hosts and of every pool's devices."""
     if {(phase.place, phase.pool) for phase in plan.memory} != {
         *(("device", pool.name) for pool in plan.pools),
         ("host", "hosts"),
@@ -380,6 +389,6 @@ def memory(plan: Plan) -> Iterator[str]:
 
 
 def estimate(plan: Plan) -> Iterator[str]:
-    """Verify that there is an estimate."""
+    """Verify that the plan has an estimate of the iteration time."""
     if plan.estimate is None:
         yield _describe_incomplete("estimate")

@@ -1,7 +1,7 @@
 """Text, HTML and networkx views of graphs and plans in Python.
 
-Invariant: a view shows the same as the command line. This package does not import those above it: the root package
-passes in the emitters, which are loaded on first use. A plan that is run or sent loads none of them.
+Invariant: a view shows the same content as the command line. `ir` does not import packages above it: the root package
+sets `emitter`, which loads a module of `emit` on first use. A process that runs or sends a plan loads no such module.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class GraphViews:
         return f"<Graph {self.name}: {len(self.nodes)} states>"
 
     def _repr_html_(self: Graph) -> str:  # type: ignore[misc]
-        """Return the picture that a notebook shows, with nodes by worker."""
+        """Return the HTML picture that a notebook shows, with nodes grouped by worker."""
         return str(emitter("html").graph_fragment(self))
 
     def to_networkx(self: Graph) -> nx.MultiDiGraph[str]:  # type: ignore[misc]
-        """Return all nodes and edges, with `node=` and `edge=` data."""
+        """Return a networkx graph; its nodes have `node=` data and its edges `edge=` data."""
         import networkx as nx
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
@@ -54,14 +54,15 @@ class PlanViews:
     def explain(self: Plan, width: int = 100) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile` shows; `width` is in characters.
 
-        It says what runs where, what moves, what fits, how long it takes, and why.
+        The text says which node runs where, what data is moved, whether the memory suffices, how long an iteration
+        takes, and the reasons for all of this.
         """
         return str(emitter("text").plan_text(self, width))
 
     def to_json(self: Plan) -> str:  # type: ignore[misc]
-        """Return what `msrl-compile --format json` writes.
+        """Return the JSON text that `msrl-compile --format json` writes.
 
-        The paths of the plan's files are included, so that it runs from any folder.
+        Paths of existing files are absolute in this text, so that the plan runs from any folder.
         """
         return str(emitter("json").plan_json(self))
 
@@ -75,5 +76,5 @@ class PlanViews:
         return f"<Plan of {on}: {len(self.graph.nodes)} states, {self.cluster.devices} devices>"
 
     def _repr_html_(self: Plan) -> str:  # type: ignore[misc]
-        """Return the picture that a notebook shows, with nodes by pool."""
+        """Return the HTML picture that a notebook shows, with nodes grouped by pool."""
         return str(emitter("html").plan_fragment(self))

@@ -1,6 +1,6 @@
-"""The workload of a node: all that an engine needs to account for its memory.
+"""The workload of a node: all that an engine needs to count the node's memory.
 
-Invariant: plain numbers of one rank, at the bounds of the columns. cost/holdings.py computes them.
+Invariant: a workload is plain numbers of one rank, for columns of maximum length. cost/holdings.py computes it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from .optimizer_spec import OptimizerSpec
 
 @dataclass(frozen=True)
 class Workload:
-    """What a node computes at once on one rank.
+    """The work that a node computes at one time on one rank.
 
-    - `rows`: rows of a micro-batch (of a generation: prompts at once). They have `prompts` different beginnings of
-      `prompt` tokens, and `response` tokens each. 8 responses to 2 prompts are 8 rows of 2 prompts.
-    - `after`: the last token of a row is fed, too, since its own state is scored; otherwise it predicts nothing.
-    - `batches`: micro-batches before an optimizer step. `divided`: weights at rest are sharded over dp. `trained`: the
-      weights have an optimizer.
-    - `activations_away`: activations for the backward pass are in host memory in between. `optimizer_away`: bytes of
-      optimizer state that are in host memory between steps. `on_host`: the devices are cores of a host.
-    - Of an update: `entropy`: its loss has an entropy. `given`: it has log-probabilities of ids other than the tokens.
-      `optimizer`: the optimizer.
+    - `rows`: the rows of a micro-batch. For a generation: the prompts for which it generates at one time.
+    - `prompts`: the number of different prompts with which these rows begin. 8 responses to 2 prompts are 8 rows of 2
+      prompts.
+    - `prompt`: the number of tokens of each prompt. `response`: the number of tokens of each response.
+    - `after`: whether the last token of a row is an input of the model. Its hidden state is needed only for a score; a
+      policy needs no prediction after the last token.
+    - `batches`: the number of micro-batches before an optimizer step.
+    - `divided`: whether weights at rest are sharded over dp. `trained`: whether the weights have an optimizer.
+    - `activations_away`: whether activations are in host memory between the forward and the backward pass.
+    - `optimizer_away`: the bytes of optimizer state that are in host memory between steps.
+    - `on_host`: whether the devices are cores of a host.
+    - `entropy` (of an update): whether the loss uses the entropy.
+    - `scores_other_ids` (of an update): whether it has log-probabilities of token ids other than the row's tokens.
+    - `optimizer` (of an update): the optimizer.
     """
 
     model: Model
@@ -49,32 +54,33 @@ class Workload:
 
     @property
     def fed(self) -> int:
-        """Tokens of a row that are fed to the model, including its prompt."""
+        """The number of tokens of a row that are inputs of the model, prompt included."""
         return max(1, self.prompt + self.response - (not self.after))
 
 
 def micro_batches(rows: int, size: int, layout: Layout) -> int:
     """Return the number of micro-batches of at most `size` rows for `rows` rows.
 
-    Interleaved stages take them pp at a time (arXiv:2104.04473, section 2.2). Then there are more micro-batches, some
-    of them smaller or empty.
+    Interleaved pipeline stages take micro-batches in groups of pp (arXiv:2104.04473, section 2.2). For such stages, the
+    number is rounded up to a multiple of pp, so some micro-batches are smaller or empty.
     """
     number = max(1, -(-rows // size))
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 
 def kv_elements(model: Model, layout: Layout) -> int:
-    """Return the KV elements per token on one rank, in all of its layers."""
+    """Return the number of KV-cache elements per token on one rank, over its layers."""
     per_layer = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
     return layout.most_layers(model.layers) * per_layer
 
 
 def in_flight(work: Workload, stage: int) -> float:
-    """Return the micro-batches whose activations a stage keeps at once.
+    """Return the number of micro-batches whose activations a stage keeps at once.
 
-    The unit is the activations of all layers of the stage. With one forward, one backward (arXiv:2104.04473) it is pp
-    less the number of stages before it. Interleaved, it is 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each of 1 /
-    vpp of the layers.
+    One micro-batch means the activations of all layers of the pipeline stage. With the schedule of one forward, one
+    backward (arXiv:2104.04473), the number is pp - stage. With interleaved stages, the stage keeps 2 (pp - stage - 1) +
+    (vpp - 1) pp + 1 chunks, and each chunk is 1 / vpp of the stage's layers. The stage never keeps more than all
+    micro-batches of an optimizer step.
     """
     pp = work.layout.pp
     vpp = work.layout.vpp

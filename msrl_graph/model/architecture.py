@@ -1,6 +1,6 @@
 """A model's architecture: its sizes, and its tensors by name and shape.
 
-Invariant: plain data, without particular weights. models.py builds it.
+Invariant: the classes are plain data, without the values of weights. models.py creates the objects.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ CORRECTION = "e_score_correction_bias"
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether all tp ranks have a copy, with a gradient from their own tokens.
+    """Return whether each tp rank copies a tensor, with a gradient of its own tokens.
 
-    With sequence parallelism (arXiv:2205.05198) that is true of all copied tensors except a score head, which sees
-    all tokens.
+    With sequence parallelism (arXiv:2205.05198), each tp rank has a copy of such a tensor, and computes the gradient
+    from its part of the tokens. The score head is an exception: each rank has a copy of it, but computes the gradient
+    from all tokens.
     """
     return tensor.tp_dim < 0 and tensor.name != HEAD
 
@@ -28,10 +29,12 @@ def is_copied(tensor: Tensor) -> bool:
 class ExpertSizes:
     """The sizes of a layer's experts.
 
-    - `active`: experts that a router picks for each token.
-    - `shared`: the width of the experts that every token passes.
+    - `number`: the number of experts.
+    - `active`: the number of experts that a router picks for each token.
+    - `intermediate`: the intermediate size of one expert.
+    - `shared`: the intermediate size of all shared experts together, which every token passes.
     - `first`: the first layer that has experts.
-    - `corrected`: a bias corrects the router's scores (arXiv:2412.19437).
+    - `corrected`: whether a bias corrects the router's scores (arXiv:2412.19437).
     """
 
     number: int
@@ -44,9 +47,10 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434).
+    """The sizes of multi-head latent attention (arXiv:2405.04434).
 
-    The ranks of the latents, and the sizes of a head's parts. `q_rank` 0: queries have no latent.
+    `q_rank` and `kv_rank` are the ranks of the latents; with `q_rank` 0, queries have no latent. `nope`, `rope` and
+    `value` are the sizes of a head's parts: without rotary position, with rotary position, and of the value.
     """
 
     q_rank: int
@@ -58,7 +62,7 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a model."""
+    """The sizes of a model's layers, heads and vocabulary."""
 
     hidden: int
     layers: int
@@ -75,7 +79,7 @@ class Shape:
 
     @property
     def outputs(self) -> int:
-        """Return the size of the head's output for one token."""
+        """The size of the output of the model's head for one token."""
         return 1 if self.scores else self.vocabulary
 
 
@@ -83,7 +87,7 @@ class Shape:
 class Model(Shape):
     """A model's architecture.
 
-    `path` is the folder of its weights, empty for a preset. `family` is one of models.FAMILIES.
+    `path` is the folder of the model's weights; it is empty for a preset. `family` is one of models.FAMILIES.
     """
 
     name: str
@@ -95,10 +99,10 @@ class Model(Shape):
 
     @cached_property
     def fixed(self) -> tuple[Tensor, ...]:
-        """Return the tensors that no run changes: the biases of its routers' scores.
+        """The tensors that training does not change: the bias of each router's scores.
 
-        Each engine reads them from the model's folder, whole and in float32, whatever the weights' type. They are
-        never moved.
+        Each engine reads these tensors from the model's folder, without sharding and in float32, whatever the dtype of
+        the weights is. Resharding never moves them.
         """
         if self.experts is None or not self.experts.corrected:
             return ()
@@ -115,14 +119,14 @@ class Model(Shape):
 
     @cached_property
     def norms_heads(self) -> bool:
-        """Return whether queries and keys have a norm of their own, head by head."""
+        """Whether each head of the queries and keys is normalized (q_norm and k_norm)."""
         return any(tensor.name.endswith(".q_norm.weight") for tensor in self.tensors)
 
     @cached_property
     def scoring(self) -> Model:
-        """Return the model with a head of one number per token instead of logits.
+        """This model with a head that returns one number per token instead of logits.
 
-        It is the model of a value worker, or a reward model.
+        It is the model of a value worker or of a reward model.
         """
         head = Tensor(HEAD, (1, self.hidden), layer=self.layers, layers=self.layers)
         body = tuple(
@@ -138,14 +142,14 @@ class Model(Shape):
 
     @cached_property
     def largest(self) -> int:
-        """Return the elements of its largest tensor."""
+        """The number of elements of the model's largest tensor."""
         return max((tensor.elements for tensor in self.tensors), default=0)
 
     @cached_property
     def largest_read(self) -> int:
-        """Return the elements of the largest tensor in its files.
+        """The number of elements of the largest tensor in the model's files.
 
-        Files have one tensor per expert.
+        The files have a separate tensor for each expert.
         """
         return max(
             (tensor.elements // (tensor.shape[0] if tensor.experts else 1) for tensor in self.tensors), default=0
@@ -153,19 +157,20 @@ class Model(Shape):
 
     @cached_property
     def active_parameters(self) -> int:
-        """Return the number of parameters that are active for one token."""
+        """The number of parameters that are active for one token."""
         routed = sum(tensor.elements for tensor in self.tensors if tensor.experts)
         return self.parameters - (routed - routed * self.experts.active // self.experts.number if self.experts else 0)
 
     @property
     def kv_elements(self) -> int:
-        """Return the elements that a token leaves in one layer's cache, all heads.
+        """The number of elements that a token adds to one layer's KV cache, for all heads.
 
-        Without latent attention these are keys and values, with it the latent and the rotary key.
+        Without latent attention, the elements are the keys and values. With latent attention, they are the latent and
+        the rotary key.
         """
         return self.latent.kv_rank + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values per token, over all layers and heads."""
+        """The bytes of keys and values per token, over all layers and heads."""
         return self.layers * self.kv_elements * (4 if self.dtype == "f32" else 2)

@@ -1,7 +1,7 @@
 """Checks of a model's config.json: each field that an engine reads.
 
-Invariant: a config that passes builds the model that was planned for. Engines get the fields from `fields`, never the
-file itself.
+Invariant: from a config that passes the checks, each engine builds the model that was planned for. Engines get the
+config's fields from `fields`, and never read the file themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ LAYERS = 4096
 
 
 class FieldKind(NamedTuple):
-    """The values that a field may have, in words; `make` converts them to its type."""
+    """The allowed values of a field: a description, a check, and a conversion.
+
+    `words` describes the values in messages, `holds` checks a value, and `make` converts a value to the field's type.
+    """
 
     words: str
     holds: Callable[[Any], bool]
@@ -24,9 +27,9 @@ class FieldKind(NamedTuple):
 
 
 class ConfigError(NamedTuple):
-    """A field that no engine supports, and what is wrong with it.
+    """An error in a config: the field, and a message that says what is wrong with it.
 
-    `feature`: the feature of the model that no engine supports yet; "" if the config itself is wrong.
+    `feature` is the feature of the model that no engine supports yet; it is "" if the config itself is wrong.
     """
 
     field: str
@@ -73,7 +76,7 @@ ACTIVATIONS = (
 )
 ACTIVATION = FieldKind(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
 
-# Null is the same as absent.
+# The checked fields. A field that is null counts as absent.
 FIELDS = {
     "hidden_size": SIZE,
     "num_hidden_layers": DEPTH,
@@ -168,12 +171,12 @@ ROPE_MORE = (
     "mscale_all_dim",
 )
 THETA = 10_000.0
-# The meaning of a config without max_position_embeddings, by the class of the family.
+# The number of positions if a config has no max_position_embeddings, by family: the default of its class.
 POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
 
 
 def find_config_error(config: Config, family: str) -> ConfigError | None:
-    """Return the first error in the config.json of a model of a family, or None."""
+    """Return the first error in the config.json of a model of `family`, or None."""
     for name, kind in FIELDS.items():
         if (value := config.get(name)) is not None and not kind.holds(value):
             return ConfigError(name, f"has {_format_value(value)} for `{name}`, which must be {kind.words}")
@@ -229,9 +232,9 @@ def _check_heads(config: Config, family: str) -> ConfigError | None:
 
 
 def _check_router(config: Config, family: str) -> ConfigError | None:
-    """Check experts whose router first chooses groups, by the two best of each.
+    """Check a router that first chooses groups of experts, then experts in the groups.
 
-    The source is arXiv:2412.19437.
+    A group is chosen by the scores of its two best experts (arXiv:2412.19437), so it needs two or more experts.
     """
     if family != "deepseek_v3":
         return None
@@ -296,7 +299,10 @@ def _check_rope(config: Config) -> ConfigError | None:
 
 
 def _normalize_scaling(table: Config) -> Config:
-    """Return how positions are scaled, whichever name the config uses for the kind."""
+    """Return how positions are scaled, with the kind under the name `rope_type`.
+
+    Configs name the kind `rope_type` or `type`. `rope_theta` and null values are left out.
+    """
     kind = table.get("rope_type", table.get("type", "default"))
     return {
         "rope_type": kind,
@@ -340,7 +346,7 @@ def _check_windows(config: Config) -> ConfigError | None:
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields from which an engine builds a model, from a checked config.
 
-    Omitted fields get the values that the plan assumed.
+    A field that the config omits gets the value that the plan assumes for it.
     """
     result = {name: kind.make(config[name]) for name, kind in FIELDS.items() if config.get(name) is not None}
     table = result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {}
@@ -356,7 +362,7 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def count_positions(config: Config, family: str) -> int:
-    """Return the number of positions of a sequence, scaled ones included."""
+    """Return the largest number of positions of a sequence, with scaled positions."""
     stated: int = config.get("max_position_embeddings") or POSITIONS.get(family, 32768)
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if table.get("rope_type", table.get("type")) in ("linear", "dynamic", "yarn"):

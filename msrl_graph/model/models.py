@@ -2,10 +2,10 @@
 
 The presets are in presets.py.
 
-Invariant: tensors are derived from an architecture, never read from weights. Names are those of the safetensors
-files; the order is the model's own (embedding, layers, norm, head). Families differ by biases and norms of the
-attention, its latent form (arXiv:2405.04434), and experts, which form one tensor per projection. Multi-token
-prediction heads are left out.
+Invariant: tensors are derived from an architecture, never read from weights. Their names are those in the safetensors
+files. Their order is the model's own: embedding, layers, norm, head. Families differ in the biases and norms of the
+attention, in its latent form (arXiv:2405.04434), and in their experts. The experts of a layer form one tensor per
+projection. Heads for multi-token prediction are left out.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL b
 
 
 def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
-    """Return the text of each token id, by the tokenizer.json of a model's folder.
+    """Return the text of each token id, from the tokenizer.json of a model's folder.
 
-    `special`: include special tokens. Returns None if there is no readable tokenizer.json.
+    `special` includes special tokens. Returns None if there is no readable tokenizer.json.
     """
     try:
         content = json.loads((Path(path) / "tokenizer.json").read_bytes())
@@ -65,10 +65,15 @@ def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
     """Load the model that `target` names.
 
-    `target` without a slash is a preset. With a slash it is a folder relative to `folder` or, if there is no such
-    folder, the name of a preset on the Hugging Face Hub.
-    `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an unsupported architecture),
-    bad-value.
+    `target` is one of four:
+
+    - A name without a slash: a preset.
+    - A folder, relative to `folder`.
+    - A model's name on the Hugging Face Hub, if it means a preset and no such folder exists.
+    - The URL of a folder.
+
+    `dtype` (f32 or bf16) overrides the dtype of the model's config. Raises Fault: unknown-model, not-yet (an
+    unsupported architecture or feature), bad-value.
     """
     if urls.is_url(target) and not hub_name(target):
         return _load_url(target, dtype, span)
@@ -83,7 +88,10 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
 
 
 def _load_url(url: str, dtype: str | None, span: Span) -> Model:
-    """Load the model of a folder at a URL; its path is the URL with the version read."""
+    """Load the model of a folder at a URL.
+
+    The model's `path` is the URL with the version of its content that was read.
+    """
     path = urls.pin_version(url, True, span)
     folder = urls.copy(path, True, SHAPE, span)
     if not is_file(folder / "config.json"):
@@ -101,7 +109,7 @@ def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: 
 
 
 def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
-    """Make the diagnostic of an unknown model, with help to name it correctly."""
+    """Return the diagnostic of an unknown model, with help to name it correctly."""
     shape = "a plan needs only the model's `config.json`, in a folder"
     if hub:
         message = (
@@ -126,7 +134,10 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
 
 
 def read_config(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
-    """Read the config.json of a model's folder. Raises Fault: unknown-model."""
+    """Read the config.json of a model's folder; `name` is the folder in messages.
+
+    Raises Fault (unknown-model) if the file cannot be read or is not a JSON object.
+    """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -143,7 +154,7 @@ def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str |
     classes = {family: architecture for architecture, family in FAMILIES.items()}
     named = classes.get(kind, kind) if isinstance(kind, str) else "unknown"
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(named)
-    # With another head: Model.scoring.
+    # A model with a classification head has the body of the causal model (see Model.scoring).
     architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)
     if architecture not in FAMILIES:
         known = ", ".join(f"`{known_name}`" for known_name in FAMILIES)
@@ -232,9 +243,10 @@ def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str |
 
 
 def _iterate_tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """Yield the tensors in the model's order.
+    """Yield the tensors of a model in the model's order.
 
-    Dim 1 of a projection is its input, so q, k, v, gate and up shard dim 0, o and down dim 1.
+    Dim 1 of a projection is its input. So tensor parallelism shards dim 0 of q, k, v, gate and up, and dim 1 of o and
+    down.
     """
     layers = shape.layers
     hidden = shape.hidden
@@ -285,12 +297,15 @@ def _iterate_linear(
 
 
 def _list_projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """Return (name, shape, sharded dim) of the projections of a gated MLP."""
+    """Return the (name, shape, sharded dim) of each projection of a gated MLP."""
     return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
 
 
 def _iterate_attention(shape: Shape, make: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """Yield the tensors of attention with grouped key-value heads, which stay whole."""
+    """Yield the tensors of attention with grouped key-value heads.
+
+    A head is never split between ranks: if there are more ranks than key-value heads, heads are copied.
+    """
     unit = shape.head_dim
     q = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
@@ -308,7 +323,7 @@ def _iterate_attention(shape: Shape, make: Callable[..., Tensor], o_bias: bool, 
 def _iterate_latent(shape: Shape, latent: Latent, make: Callable[..., Tensor]) -> Iterator[Tensor]:
     """Yield the tensors of multi-head latent attention.
 
-    Projections down to the latents are copied on all ranks; projections up from them are sharded by heads.
+    Projections down to the latents are copied on all ranks. Projections up from the latents are sharded by heads.
     """
     hidden = shape.hidden
     heads = shape.heads

@@ -1,8 +1,9 @@
 """Presets: models that a plan knows by name, without a folder.
 
-Invariant: a preset's fields are those of the model's own config.json, as published with its weights, and its
-parameter count is the published one (tests/model/test_models.py). A name means a preset if it differs only in case, the
-owner on the Hub, and words that change no size (`Instruct`, `Base`, a date). Any other name is unknown.
+Invariant: a preset's fields are those of the model's own config.json, as published with its weights, and its parameter
+count is the published one (tests/model/test_models.py). A name means a preset if it differs from the preset's name only
+in case, in the owner on the Hub, and in words that change no size (`Instruct`, `Base`, a date). Any other name is
+unknown.
 """
 
 from __future__ import annotations
@@ -85,14 +86,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "llama3.3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
-# Names without a size, because only one exists.
+# Names without a size, for series that have only one size.
 _SIZES = {"deepseek-v3": "deepseek-v3-671b", "deepseek-v3.1": "deepseek-v3-671b", "deepseek-r1": "deepseek-r1-671b"}
 # Words of a name that do not change the size: what the weights were trained for, and when.
 _WORDS = re.compile(r"-(?:instruct|base|chat|thinking|zero|\d{4})(?=-|$)")
 _SUBJECTS = re.compile(r"^(qwen2\.5|qwen3)-(?:math|coder)-")
-# `Llama-3.1` and `Meta-Llama-3` are `llama3.1` and `llama3` here.
+# The presets of `Llama-3.1` and `Meta-Llama-3` begin with `llama3.1` and `llama3`.
 _SERIES = re.compile(r"^(?:meta-)?(llama|qwen)-(?=\d)")
-# The tokenizer of presets, by a prefix of the name. Sizes of a series share it; `tiny` has none.
+# The tokenizer of presets, by a prefix of the preset's name. All sizes of a series share one; `tiny` has none.
 TOKENIZERS = {
     "qwen2.5": "Qwen2.5",
     "qwen3": "Qwen3",
@@ -104,7 +105,7 @@ TOKENIZERS = {
 
 
 def find_preset(target: str) -> str:
-    """Return the preset that a name or a Hub name means, or ""."""
+    """Return the preset that a name, or a name on the Hub, means; "" if none."""
     name = _normalize_name(target)
     for candidate in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
         if (preset := _SIZES.get(candidate, candidate)) in PRESETS:
@@ -113,7 +114,7 @@ def find_preset(target: str) -> str:
 
 
 def download(hub: str) -> str:
-    """Return how to download a model's folder from the Hub, which a run needs."""
+    """Return help that says how to download the folder of a model from the Hub."""
     folder = f"./{hub.rsplit('/', 1)[-1]}"
     return f'download it, `hf download {hub} --local-dir {folder}`, and name the folder: `"{folder}"`'
 
@@ -124,16 +125,16 @@ def _normalize_name(target: str) -> str:
 
 
 def find_tokenizer_name(name: str) -> str | None:
-    """Return the tokenizer's name of a model that is a preset, or None."""
+    """Return the name of a preset's tokenizer; None if it has none."""
     preset = find_preset(name)
     prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
     return TOKENIZERS.get(prefix)
 
 
 def find_similar_preset(hub: str) -> str:
-    """Return the preset with which a Hub name begins, or "".
+    """Return the longest preset name with which a name on the Hub begins, or "".
 
-    Its shape may be that of the model.
+    The named model may have the same shape as that preset.
     """
     return max(
         (preset for preset in PRESETS if re.match(rf"{re.escape(preset)}(?:-|$)", _normalize_name(hub))),
@@ -143,7 +144,7 @@ def find_similar_preset(hub: str) -> str:
 
 
 def suggest_presets(target: str) -> str:
-    """Return help for an unknown preset: the probable name, or all presets."""
+    """Return help for an unknown preset: the most similar preset, or all presets."""
     name = _normalize_name(target)
     numbers = _find_numbers(name)
     for tolerance in (0.0, 0.1):  # 33b is close to 32b, and 8b is another model than 7b
@@ -156,9 +157,10 @@ def suggest_presets(target: str) -> str:
 
 
 def _match_numbers(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
-    """Return whether the numbers in a name are those of a preset.
+    """Return whether the numbers in a name are those of a preset's name.
 
-    Only the last one, its size, may differ a little."""
+    The last number is the model's size. It may differ by the share `tolerance`.
+    """
     pairs = [*zip(map(float, numbers), map(float, preset), strict=False)]
     exact = len(pairs) if len(numbers) < len(preset) else len(preset) - 1
     return all(number == preset_number for number, preset_number in pairs[:exact]) and all(
@@ -171,7 +173,7 @@ def _find_numbers(name: str) -> list[str]:
 
 
 def _format_series() -> Iterator[str]:
-    """Yield the presets by series: `qwen2.5-` 7b, 32b."""
+    """Yield the presets, one text per series: `qwen2.5-` 0.5b 1.5b 3b."""
     sizes_by_series: dict[str, list[str]] = {}
     for name in PRESETS:
         series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*b))?", name).groups()  # type: ignore[union-attr]

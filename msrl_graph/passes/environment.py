@@ -1,8 +1,8 @@
-"""environment: the interpreter and the variables of each pool's processes.
+"""The Python interpreter and the environment variables of each pool's processes.
 
 The variables are those that the pool's devices and engines need. Invariant: a variable occurs once in a pool. If two
-sources want different values, the first wins and a note reports the other; devices come before engines, and engines
-follow the order of the graph.
+sources of variables need different values, the first source wins, and a note reports the other value. The devices are
+the first source; the engines follow in the order of the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class PrepareEnvironments(Pass):
-    """The pass that fills in process environments; `engines` are the specs by name."""
+    """The pass that fills in process environments; `engines` are specs by name."""
 
     name = "environment"
     needs = ("place",)

@@ -1,9 +1,10 @@
-"""estimate: seconds of each phase and of an iteration, and the throughput.
+"""Estimate: the seconds of each phase and of an iteration, and the throughput.
 
-The iteration follows its critical path; the throughput is in tokens per second and device (eq. 5). Invariant: this
-module only composes; cost/time.py holds the cost of each piece. Every row has the length of its bound and nothing is
-measured here. The source of a figure is its weakest input's, and its basis is its formula. Pipeline bubbles and the
-work of Python functions are left out, and a note says so.
+Without staleness, the seconds of an iteration are the length of its critical path. The throughput is in tokens per
+second and device (arXiv:2507.19017, eq. 5). Invariant: this module only adds up seconds; cost/time.py computes the
+seconds of each operation. Every row has the length of its bound. Nothing is measured in this module. The source of a
+figure is the weakest source of its inputs, and its basis is its formula. The work of Python functions is not counted,
+and a note says so.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ EXCHANGE = "gradient exchange"
 class EstimateTime(Pass):
     """The pass that estimates time.
 
-    `engines` are the specs by name. `rows` are the responses of an iteration where their lengths are known, not only
-    their bounds.
+    `engines` are the engine specs by name. `rows` are the responses of an iteration, if their lengths are known. If
+    `rows` is None, all rows have the length of their bound.
     """
 
     name = "estimate"
@@ -134,9 +135,9 @@ class EstimateTime(Pass):
         return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, staleness), notes=notes)
 
     def of_node(self, plan: Plan, node: str) -> tuple[Figure, Figure]:
-        """Return a node's seconds in an iteration, and those of its gradient exchanges.
+        """Return the seconds of a node and of its gradient exchanges in an iteration.
 
-        Of the plan's placements only the node's own matters.
+        Of the plan's placements, only the placement of the node is read.
         """
         costs = Costs(plan, self.engines, node)
         exchange = costs.exchange()
@@ -170,9 +171,10 @@ class EstimateTime(Pass):
         return Figure(seconds, source, basis)
 
     def _sample_rows(self, node: Costs, rows: Rows, count: float) -> Rows:
-        """Return `count` of an iteration's rows.
+        """Return the token counts of `count` rows of an iteration.
 
-        Rows of an update's mini-batch are sampled from all prompts and then split in order.
+        In an update, the rows of a mini-batch are first sampled from all prompts. The mini-batch is then split in the
+        order of its rows.
         """
         samples = max(
             (holdings.samples(node.plan, generation.name) for generation in node.plan.graph.verb("generate")), default=1
@@ -229,7 +231,7 @@ def _scale_by_share(figure: Figure, share: float) -> Figure:
 
 
 def describe_filters(graph: Graph) -> str:
-    """Return a note on the filters, whose functions are not run; "" if there are none."""
+    """Return a note that filters are not run, with their names; "" without filters."""
     names = [node.name for node in graph.nodes if "keep" in node.attributes or "select" in node.attributes]
     return (
         f"rows that filters drop count as kept, and the rounds of a refill are not counted: {', '.join(names)}"
@@ -239,9 +241,10 @@ def describe_filters(graph: Graph) -> str:
 
 
 def _throughput(plan: Plan, iteration: Figure) -> Figure:
-    """Return the throughput by eq. 5.
+    """Return the throughput in tokens per second and device (eq. 5).
 
-    The token columns are those of the longest generated rows; off-line, those of the rows that an update reads.
+    The tokens are those of the first generation's rows at their bounds. Without a generation, the tokens are those of
+    the rows that the first update reads.
     """
     nodes = [graph_node.name for graph_node in plan.graph.verb("generate")] or [
         graph_node.name for graph_node in plan.graph.verb("update")

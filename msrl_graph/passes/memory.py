@@ -1,7 +1,7 @@
-"""memory: the peak memory of each phase, on a device and on a host.
+"""The peak memory of each phase, on a device and on a host.
 
-Invariant: every phase is listed, whether it fits or not; checks/memory.py judges. Items are those of the busiest device
-and the busiest host.
+Invariant: every phase is listed, even if it does not fit; checks/memory.py reports phases that do not fit. Items are
+those of the busiest device and of the busiest host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
 @dataclass(frozen=True)
 class CountMemory(Pass):
-    """The pass that counts memory; `engines` are the specs by name."""
+    """The pass that counts memory; `engines` are the engine specs by name."""
 
     name = "memory"
     needs = ("place", "dock", "reshard")
@@ -52,9 +52,9 @@ class CountMemory(Pass):
         return replace(plan, memory=(*devices, *hosts))
 
     def devices(self, plan: Plan) -> list[PhaseMemory]:
-        """Return the phases of every pool's devices.
+        """Return the memory of every phase on every pool's devices.
 
-        Needs no docks; needs the reshards only if the caller wants their phase.
+        The plan needs no docks. It needs reshards only if the caller wants the phase "reshard".
         """
         return [entry for pool in plan.pools for entry in self._pool_phases(plan, pool.name)]
 
@@ -103,11 +103,11 @@ class CountMemory(Pass):
         )
 
     def _building_phases(self, plan: Plan, pool: str) -> Iterator[PhaseMemory]:
-        """Yield the memory of generators while they are built.
+        """Yield the memory of generation engines while they are built.
 
-        Generators are built one after the other, before anything else, and free their own memory again. Where no
-        process group can be made while they sleep, they are built last, next to what the device holds during
-        generation.
+        The engines are built one after the other, before anything else, and free their own memory again. On devices
+        where no process group can be created while these engines sleep, they are built last. The device then also holds
+        what it holds during a generation.
         """
         early = plan.cluster.device.kind.groups_beside_sleep
         nodes = [*plan.graph.verb("generate")]
@@ -128,7 +128,7 @@ class CountMemory(Pass):
             )
 
     def _items_before_update(self, plan: Plan, pool: str, node: str) -> dict[str, int]:
-        """Return the items on a device during a generation before the first update."""
+        """Return the bytes by item during a generation before the first update."""
         items = holdings.generation_items(plan, self.engines, node)
         return {item: size for item, size in items.items() if not item.endswith(LATER)} | holdings.masters(
             plan, self.engines, pool
@@ -215,7 +215,7 @@ class CountMemory(Pass):
     ) -> PhaseMemory:
         """Return a phase's memory on the busiest host.
 
-        `offloaded_bytes` are by item, `rows` the bytes of an iteration's rows.
+        `offloaded_bytes` are by item. `rows` is the number of bytes of an iteration's rows.
         """
         cluster = plan.cluster
         items = dict(offloaded_bytes)
@@ -254,9 +254,10 @@ class CountMemory(Pass):
 
 
 def _rounds_by_column(graph: Graph) -> dict[str, int]:
-    """Return, by column, from how many rounds of prompts the dock may hold rows.
+    """Return for each column the number of rounds whose rows the dock may hold.
 
-    Only columns that are not written after a refilling filter are listed.
+    A refilling filter may ask for further rounds of prompts in an iteration. Columns that are written after such a
+    filter are not in the result, because the dock holds rows of one round of them.
     """
     rounds_of: dict[str, int] = {}
     for filter in (node for node in graph.nodes if CallAttributes.of(node).refill):
@@ -268,7 +269,7 @@ def _rounds_by_column(graph: Graph) -> dict[str, int]:
 
 
 def describe_overflow(memory: Iterable[PhaseMemory]) -> str:
-    """Describe the worst phase that does not fit; "" if all fit."""
+    """Describe the phase that exceeds its memory most; "" if all phases fit."""
     too_large = [entry for entry in memory if entry.total > entry.capacity.value]
     if not too_large:
         return ""

@@ -1,7 +1,7 @@
-"""All passes, in their order.
+"""All passes, in the order in which they run.
 
-Invariant: this is the only list. The compiler runs it, the search evaluates combinations with it, and advice uses it to
-find out what fits.
+Invariant: this is the only list of passes. The compiler runs the passes of this list, the search evaluates combinations
+with them, and advice uses them to find out what fits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .traffic import CountTraffic
 def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True) -> Passes:
     """Return all passes.
 
-    `place` is the pass that places nodes: the search, or a pass that follows a given decision. `engines` are the specs
-    by name; `compare` is passed to InsertResharding.
+    `place` is the pass that places nodes: the search, or a pass that follows a given decision. `engines` are the engine
+    specs by name. `compare` is passed to InsertResharding.
     """
     return Passes(
         (

@@ -1,8 +1,9 @@
-"""reshard: each `=>` becomes an allgather-swap, or a send between two pools.
+"""Resharding: each `=>` becomes an allgather-swap, or a send between two pools.
 
-Each has steps with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes are those of the busiest device
-(rank 0). Exactly the update's weights leave the device, whatever the two layouts are. In mode naive nothing leaves; nor
-in mode send, where the generation is on other devices.
+The pass plans the steps of each resharding edge, with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes
+are those of the busiest device (rank 0). In mode swap, exactly the update's weights leave the device, whatever the two
+layouts are. In mode naive no weights leave the device. In mode send none leave either, because the generation is on
+other devices.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ FEW = 4
 class InsertResharding(Pass):
     """The pass that plans resharding.
 
-    `engines` are the specs by name. `compare` says whether to count what naive resharding would leave behind; nothing
-    else needs that number.
+    `engines` are the engine specs by name. If `compare` is True, the pass also counts the elements that naive
+    resharding would leave on the devices. Nothing else needs that number.
     """
 
     name = "reshard"
@@ -68,8 +69,9 @@ class InsertResharding(Pass):
     def _send(self, plan: Plan, edge: Edge) -> Reshard:
         """Plan a send between two pools, bucket by bucket.
 
-        On each host, one of the generation ranks that want the same box receives it, in exact overlaps from the ranks
-        that have them, and passes it on to the others.
+        Several generation ranks of a host may need the same box (an index range in each dimension of a tensor). One of
+        them receives the box from the update ranks that hold parts of the box, and passes it on to the other ranks.
+        Each update rank sends exactly the overlap of the box with its own box.
         """
         cluster = plan.cluster
         model = plan.model(edge.src)
@@ -127,7 +129,7 @@ class InsertResharding(Pass):
         def movement_key(tensor: Tensor) -> tuple[Tensor, int, int]:
             """Return a key that is equal for tensors that move the same way.
 
-            Only layers that change their pipeline stage differ by their two stages.
+            Tensors of different layers have different keys only if their pipeline stages differ.
             """
             source_stage, target_stage = (
                 side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target)
@@ -210,17 +212,17 @@ def list_routes(
 ) -> list[tuple[ReshardRoute, Movement]]:
     """Return the routes of weights between two layouts on the same devices.
 
-    `item` is the bytes of an element. Each route comes with what it moves.
+    Each route is returned with the number of elements that it moves. `item` is the number of bytes of an element.
     """
     families = _group_families(kinds, source, target)
     return [_choose_route(name, family, source, target, per_host, item) for name, family in families.items()]
 
 
 def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
-    """Group weights that gather in the same blocks.
+    """Group weights into families that are gathered in the same blocks of ranks.
 
-    Experts are sharded in a mesh of their own. A vocabulary that two engines pad to different sizes is cut at other
-    rows than the other weights.
+    Experts are a family of their own, because they are sharded over a mesh of their own. A vocabulary that two engines
+    pad to different sizes is a family of its own, because it is cut at other rows than the other weights.
     """
     families: dict[str, tuple[TensorKind, ...]] = {}
     for kind in kinds:
@@ -237,8 +239,8 @@ def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
     """Return lower bounds for the seconds of a reshard, by instruction.
 
-    What the first and the last host lack must come in over the network. Swapped weights go over the host link, out and
-    in.
+    The weights that the first and the last host lack must come in over the network. Weights that are swapped are copied
+    to host memory and back.
     """
     cluster = plan.cluster
     model = plan.model(edge.src)
@@ -258,8 +260,8 @@ def _choose_route(
 ) -> tuple[ReshardRoute, Movement]:
     """Choose the route of a family of weights.
 
-    The default is an all-gather in the smallest blocks. If sending exactly each rank's own part moves at most half as
-    much, it is an all-to-all.
+    The default is an all-gather within the smallest blocks of ranks. An all-to-all, which sends each rank exactly what
+    it needs, is chosen if it moves at most half as much as the all-gather.
     """
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, kind.tensor.layers) for kind in kinds)
@@ -272,9 +274,9 @@ def _choose_route(
 
 
 def _sum_movements(movements: list[Movement]) -> Movement:
-    """Add up the movements of one edge, which follow one another.
+    """Return the sum of the movements of one resharding edge.
 
-    The busiest device is taken to be the same in each.
+    The movements follow one another. The busiest device is assumed to be the same in all movements.
     """
     return Movement(
         *(
@@ -292,10 +294,10 @@ def _count_wanted(tensor: Tensor, target: Side) -> int:
 def _order_by_stage(
     tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool
 ) -> Mapping[str, int]:
-    """Return sizes in the order of the buckets.
+    """Return the sizes of tensors in the order in which buckets are filled.
 
-    This is the model's order. Where layers cross stages it takes a layer of each stage in turn, so that all stages
-    send.
+    The order is the model's order. If layers change their pipeline stage (`across`), the order alternates between the
+    layers of all stages, so that all stages send.
     """
     if not across:
         return {tensor.name: sizes[tensor.name] for tensor in tensors}
@@ -309,7 +311,7 @@ def _order_by_stage(
 def _split_into_buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
     """Split tensors, in order, into buckets of at most `limit` bytes.
 
-    A tensor larger than that is a bucket of its own.
+    A tensor that is larger than `limit` gets a bucket of its own.
     """
     buckets: list[list[str]] = []
     filled = 0
@@ -323,7 +325,10 @@ def _split_into_buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str
 
 
 def _choose_order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:
-    """Choose the order of a reshard; return it with the reason."""
+    """Return the order of a reshard, `direct` or `staged`, and the reason.
+
+    `others`, `update`, `generate` and `bucket` are bytes per device.
+    """
     options = plan.deploy.reshard
     capacity = holdings.capacity(plan.cluster).value
     need = others + update + generate + bucket
@@ -354,10 +359,10 @@ def _copy_seconds(cluster: ClusterSpec, amount: int) -> Figure:
 
 
 def _seconds(cluster: ClusterSpec, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
-    """Return the seconds of a movement between two sides.
+    """Return the seconds of a movement from the update's to the generation's devices.
 
-    Between hosts the busier end's links count, then the links within the host. Devices of another pool take turns at
-    sending.
+    Between hosts, the bytes of the busiest host go over its links, and the bytes that are passed on within the host go
+    over device links. Within a host, the devices of another pool share the sending evenly.
     """
     if not moved.received:
         return Figure(0.0, "derived", "every rank has its slices")

@@ -1,12 +1,14 @@
-"""schedule: the instructions of each pool's processes, in order.
+"""The schedule: the instructions of each pool's processes, in order.
 
-Invariants:
-- Every node of a task runs exactly once per turn of its stream.
-- All streams of all tasks follow one order of the whole graph, so that two pools never wait for each other. A RESHARD
-  between two pools is in both streams, before the generation's turn.
-- Update weights are on the device whenever a node uses them: RESHARD removes them, WAIT ends their return.
-- A generation's weights are released after its turn, unless the next iteration may generate with them (`every`).
-- The nodes up to a refilling filter come first. AGAIN after them repeats them while the filter asks for more prompts.
+A stream is the list of a pool's instructions for one task (training or an evaluation). Invariants:
+- Every node of a task runs exactly once in each pass through its stream.
+- All streams of all tasks follow one order of the whole graph, so that two pools never wait for each other in a
+  deadlock. A RESHARD between two pools is in the streams of both pools, before the generation.
+- An update's weights are on the device whenever a node uses them: RESHARD removes the weights, WAIT waits until they
+  have returned.
+- A generation's weights are released after the generation, unless the next iteration may use them again (`every`).
+- The nodes up to a refilling filter come first. AGAIN after these nodes repeats them while the filter asks for more
+  prompts.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class BuildSchedule(Pass):
-    """The pass that schedules nodes.
+    """The pass that schedules the nodes of each pool.
 
-    Colocated nodes run in turn: generations first, then frozen nodes (the swap-in overlaps with them), then the rest.
-    Functions need no device: each runs as early as the graph allows.
+    Nodes that share devices run in turn: first generations, then frozen nodes (the swap-in overlaps with them), then
+    the other nodes. Functions need no device: each function runs as early as the graph allows.
     """
 
     name = "schedule"
@@ -69,8 +71,9 @@ def _add_again(
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
     """Add an AGAIN to each stream, after the instructions that a round repeats.
 
-    A round that ends with a generation leaves its weights for the next round. Otherwise the weights are resharded
-    again, possibly from another pool; the sending pool then repeats that RESHARD and everything in between.
+    If a round ends with a generation, the generation's weights remain for the next round. If it does not, the weights
+    are resharded again in each round, possibly from another pool. The sending pool then repeats that RESHARD. A stream
+    repeats all instructions from the first to the last instruction that a round needs.
     """
     resharded = set[str]()  # generations
     known = -1
@@ -94,7 +97,7 @@ def _add_again(
 def _find_round(stream: tuple[Instruction, ...], repeated: Collection[str], resharded: Collection[str]) -> slice | None:
     """Return the part of a stream that a round repeats; None if there is none.
 
-    The weights of the generations `resharded` come in each round.
+    `resharded` are the generations whose weights are resharded again in each round.
     """
     runs = [i for i, instruction in enumerate(stream) if instruction.op == "RUN" and instruction.node in repeated]
     weights = [
@@ -154,9 +157,9 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
 def _order_nodes(plan: Plan, repeated: Collection[str]) -> list[Node]:
     """Return all nodes in an order that respects the graph.
 
-    Of the nodes that could run next the order is: nodes that a refill repeats or a pool begins early, then functions,
-    generations, frozen nodes, nodes whose weights return, updates; each group in the graph's order. Where pools may be
-    ahead, functions that wait for the iteration before come last.
+    Of the nodes that could run next, the nodes that a refill repeats or that a pool begins early come first. Then the
+    order is: functions, generations, frozen nodes, infers of trained workers (whose weights are returning), updates. If
+    pools may be ahead, functions that wait for the previous iteration come last. Equal nodes are in the graph's order.
     """
     graph = plan.graph
     first = {*repeated, *chain.from_iterable(pipelined_openings(plan).values())}

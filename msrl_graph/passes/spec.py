@@ -1,7 +1,7 @@
-"""The interface of a pass, and a list of passes.
+"""The interface of a pass, and sequences of passes.
 
-Invariant: passes run in the order of their list, after the passes that they need. A caller that wants part of a list
-names its first and last pass, so that a new pass is one file and one line in the list.
+Invariant: passes run in the order of their sequence, after the passes that they need. A caller that wants a part of a
+sequence states it by the names of passes. Therefore a new pass needs only one file and one line in the list of passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..ir.plan import Plan
 class Pass(ABC):
     """A function `Plan -> Plan`.
 
-    It `needs` the passes whose parts of the plan it reads. Its fields are its options.
+    `needs` are the names of the passes whose parts of the plan this pass reads. The fields of a subclass are its
+    options.
     """
 
     name: ClassVar[str]
@@ -25,12 +26,13 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, plan: Plan) -> Plan:
-        """Return the plan with the part that this pass fills."""
+        """Return the plan with the part that this pass fills in."""
 
     def verify(self, plan: Plan) -> Iterator[str]:
-        """Yield the errors in that part, in words: a part of ir/verify.py.
+        """Yield the errors in the part of the plan that this pass fills in, as text.
 
-        The parts before it must be correct. A pass that only adds notes has nothing to verify.
+        The checks are in ir/verify.py. They assume that the parts of all earlier passes are correct. A pass that only
+        adds notes yields no errors.
         """
         return iter(())
 
@@ -68,9 +70,9 @@ class Passes:
         return plan
 
     def verify(self, plan: Plan) -> Iterator[str]:
-        """Yield the errors in the parts that these passes fill.
+        """Yield the errors in the parts of the plan that these passes fill in.
 
-        Only the first error is certain: later passes rely on the part that it is in.
+        Only the first error is certain, because each check assumes that the parts of earlier passes are correct.
         """
         for step in self.steps:
             yield from step.verify(plan)

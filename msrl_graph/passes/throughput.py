@@ -1,13 +1,17 @@
-"""How often an iteration ends, from the seconds of its pieces.
+"""The time between the ends of two iterations, from the seconds of instructions.
 
-The pieces are followed along the streams of all pools, which run in parallel while rows arrive over the edges.
+The instructions are followed along the streams of all pools. The pools run in parallel, while rows arrive over the
+sample edges.
 
-Invariant: this module only composes, and the result never decreases if a piece takes longer. Without staleness an
-iteration takes its critical path. Where pools may be ahead it takes the long-run mean: all pools iterate equally often,
-and no cycle of dependencies can run faster than its seconds divided by the iterations that it spans (a maximum cycle
-mean; Baccelli et al., Synchronization and Linearity, 1992). Where not every version is sent, iterations differ by their
-position between two sent versions: each position is a vertex of its own. The first iterations, which fill the pipeline,
-do not count, nor do checkpoints and evaluations.
+Invariant: this module only adds up seconds, and the result never decreases if an instruction takes longer. Without
+staleness, an iteration takes the length of its critical path. If pools may be ahead of the updates, an iteration takes
+the mean of a long run. All pools then run equally many iterations, and no cycle of dependencies can run faster than its
+seconds divided by the iterations that it spans (a maximum cycle mean; Baccelli et al., Synchronization and Linearity,
+1992).
+
+If not every version of the weights is sent, iterations differ by their position between two sent versions. Each
+position is then a vertex of its own in the graph of dependencies. The first iterations, which fill the pipeline, are
+not counted. Checkpoints and evaluations are not counted either.
 """
 
 from __future__ import annotations
@@ -30,10 +34,11 @@ ROUNDS = 50  # the staleness of the long run is simulated over this many times t
 
 @dataclass(frozen=True)
 class _Arc:
-    """A dependency: `dst` begins an iteration at least `seconds` after `src`.
+    """A dependency between the iterations of two pools.
 
-    `src` counts from when it began the iteration that many `iterations` before. The arc belongs to iterations at one
-    `place` between two sent versions.
+    `dst` begins an iteration at least `seconds` after `src` began the iteration that is `iterations` earlier. The
+    dependency holds for iterations of `dst` at the position `place` between two sent versions. `path` is the chain of
+    nodes that takes the seconds.
     """
 
     src: str
@@ -46,9 +51,10 @@ class _Arc:
 
 @dataclass(frozen=True)
 class Throughput:
-    """`seconds` between the ends of two iterations, and the reason `why`.
+    """The seconds between the ends of two iterations, and the reason.
 
-    `arcs` are the dependencies where pools may be ahead; `places` is the number of positions between two sent versions.
+    `arcs` are the dependencies between pools, if pools may be ahead of the updates. `places` is the number of positions
+    between two sent versions of the weights.
     """
 
     seconds: float
@@ -57,9 +63,9 @@ class Throughput:
     places: int = 1
 
     def mean_staleness(self, plan: Plan) -> float:
-        """Return the age of the weights that generate, in versions.
+        """Return the mean age, in versions, of the weights that generate.
 
-        It is the long-run mean over their resharding edges.
+        The mean is over a long run and over the resharding edges of all pools that may be ahead.
         """
         sends = Sends(plan)
         run = plan.deploy.run
@@ -90,9 +96,9 @@ class Throughput:
 
 
 def critical_path(plan: Plan, seconds: Seconds) -> tuple[float, str]:
-    """Return the length of an iteration and its critical path.
+    """Return the seconds of an iteration, and the nodes on its critical path.
 
-    All pools begin the iteration at once.
+    All pools are assumed to begin the iteration at the same time.
     """
     clock = _Clock(plan, seconds, _streams(plan), {pool.name: 0.0 for pool in plan.pools})
     return clock.length, clock.path()
@@ -101,7 +107,7 @@ def critical_path(plan: Plan, seconds: Seconds) -> tuple[float, str]:
 def estimate_pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
     """Return the throughput of a plan.
 
-    `around` are the seconds that begin and end an iteration of pools that run on their own.
+    `seconds` is by instruction and node. `around` are the seconds to begin and to end an iteration.
     """
     if not lead_of_pools(plan):
         length, path = critical_path(plan, seconds)
@@ -123,8 +129,8 @@ def estimate_pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
 def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
     """Return the dependencies between pools.
 
-    Each pool that may be ahead is on its own. All others begin an iteration together, when the one before has ended
-    completely.
+    Each pool that may be ahead of the updates begins its iterations independently. All other pools begin an iteration
+    together, when the previous iteration has ended completely.
     """
     edges = frozenset(fetched_edges(plan))
     turns = pipelined_openings(plan)
@@ -170,7 +176,7 @@ def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places
 
 
 def _find_slowest_cycle(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
-    """Return the cycle with the most seconds per iteration."""
+    """Return the cycle of dependencies with the most seconds per iteration."""
     best = [arcs[0]] * places  # the updates alone
     while True:
         rate = math.fsum(arc.seconds for arc in best) / sum(arc.iterations for arc in best)
@@ -182,7 +188,7 @@ def _find_slowest_cycle(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
 def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
     """Return a cycle with more seconds per iteration than `rate`, or None.
 
-    Longest paths are computed as by Bellman and Ford: only those around such a cycle grow without end.
+    Longest paths are computed as in the Bellman-Ford algorithm. Only paths around such a cycle grow without end.
     """
     rounding = 1e-12 * max(arc.seconds for arc in arcs)
     ends = {arc: ((arc.src, (arc.place - arc.iterations) % places), (arc.dst, arc.place)) for arc in arcs}
@@ -209,7 +215,10 @@ def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_
 
 
 def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
-    """Return the training instructions of each pool, each in one piece."""
+    """Return the instructions of each pool's training stream.
+
+    The instructions of an opening are included; `_parts` splits them off.
+    """
     return {
         stream.pool: stream.instructions
         for stream in plan.schedule
@@ -218,7 +227,11 @@ def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
 
 
 def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
-    """Return the same, with the opening of a pipelined pool as a stream of its own."""
+    """Return the training streams, with the openings of pipelined pools split off.
+
+    A pipelined pool runs the opening of a later iteration before the rest of the current iteration. In the result, the
+    opening is a stream of its own.
+    """
     parts: dict[str, Sequence[Instruction]] = {}
     for stream in plan.schedule:
         if stream.task == "train" and stream.pool != FUNCTIONS:
@@ -229,7 +242,7 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 
 
 def _functions_after_opening(plan: Plan) -> list[str]:
-    """Return the functions that begin after those of the iteration before, in order."""
+    """Return the functions that wait for those of the previous iteration, in order."""
     stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
     first = count_opening(plan, stream)
     return [instruction.node for instruction in stream.instructions[first:] if instruction.op == "RUN"] if first else []
@@ -242,8 +255,8 @@ def _opening_name(pool: str) -> str:
 class _Clock(Walker):
     """The time in each pool during an iteration.
 
-    A function starts when its rows have arrived; a node on devices starts when its turn in its stream comes. The ranks
-    of a CPU cluster use all cores, so there the functions' seconds are added to the ranks'.
+    A function starts when its rows have arrived. A node on devices also waits for its turn in its stream. On a CPU
+    cluster, ranks use all cores, so the functions' seconds are added to the seconds of the ranks.
     """
 
     def __init__(
@@ -257,11 +270,13 @@ class _Clock(Walker):
         opened: float = 0.0,
         returns: Mapping[str, float] | None = None,
     ) -> None:
-        """Run the streams; each starts at its time in `begins`.
+        """Run the streams; each stream starts at its time in `begins`.
 
-        Pools outside `begins` are awaited only for their rows. `returns` are when swapped-in weights are back. The
-        source has its rows at `opened`. Weights of the edges `fetches` are copied by the update and fetched when the
-        `copies` exist; at other edges the two pools meet.
+        - Streams that are not in `begins` start as soon as their first rows arrive.
+        - `fetches` are the edges whose weights the update copies and the generation fetches. `copies` are the times at
+          which these copies exist. At other edges the two pools wait for each other.
+        - `opened` is the time at which the source has its rows.
+        - `returns` are the times at which swapped-in weights are back on the device.
         """
         self.plan = plan
         self.seconds = seconds
@@ -293,7 +308,7 @@ class _Clock(Walker):
         self.length = max(self.done.values(), default=0.0) + self.taken
 
     def path(self, pool: str = "") -> str:
-        """Return the chain of nodes that leads to the last one, of a pool or of all."""
+        """Return the chain of nodes up to the last node of a pool, or of all pools."""
         last = self.before[pool] if pool else max(self.done, key=lambda node: (self.done[node], node), default="")
         chain = []
         while last:
@@ -302,7 +317,7 @@ class _Clock(Walker):
         return " > ".join(reversed(chain))
 
     def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
-        """Return when some pools and the updates are done, each with its chain of nodes."""
+        """Return the end time and chain of nodes of each given pool, and of the updates."""
         ends_of = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
         return ends_of | {UPDATES: (self.length, self.path())}
 
@@ -326,7 +341,7 @@ class _Clock(Walker):
             ready += self._finish_node(name)
 
     def _finish_node(self, name: str) -> list[str]:
-        """Return the functions that waited only for a node that is now done."""
+        """Mark a node as done; return the functions that waited only for this node."""
         after = [edge.dst for edge in self.plan.graph.out_of(name)]
         for other in after:
             self.waits[other] -= 1
@@ -357,7 +372,7 @@ class _Clock(Walker):
         self.before.update(dict.fromkeys(pools, self.before[slowest]))
 
     def release(self, pool: str, node: str) -> None:
-        """Do nothing: it takes no time."""
+        """Do nothing, because releasing weights takes no time."""
 
     def swap_in(self, pool: str, node: str) -> None:
         self.back[node] = self.swapped.get(node, self.clock[pool] + self.seconds.get(("SWAP_IN", node), 0.0))
@@ -366,8 +381,8 @@ class _Clock(Walker):
         self.clock[pool] = max(self.clock[pool], self.back.get(node, 0.0))
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
-        """Return False: one round of prompts is counted, and a note says so.
+        """Return False, so that only one round of prompts is counted.
 
-        How many rounds filters ask for is unknown.
+        The number of rounds that filters ask for is unknown. A note says that further rounds are not counted.
         """
         return False

@@ -1,9 +1,9 @@
-"""traffic: the bytes of each sample edge in an iteration, and their seconds.
+"""Traffic: the bytes of each sample edge in an iteration, and their seconds.
 
-Seconds are given through the dock and, for comparison, through a central buffer. Invariant: traffic is counted on the
-graph, at the columns' bounds. A column counts once for each node that reads it (an update reads its rows once an
-epoch), row-level columns once a row, prompt-level columns once a prompt. tests/sharding/test_equations.py compares it
-with the paper's equations.
+Seconds are given for transfers through the dock and, for comparison, through a central buffer. Invariant: traffic is
+counted on the graph, at the columns' bounds. A column counts once for each node that reads the column (an update reads
+its rows once per epoch). A column of responses counts once per response, a column of prompts once per prompt.
+tests/sharding/test_equations.py compares the traffic with the paper's equations.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class CountTraffic(Pass):
-    """The pass that counts traffic.
+    """The pass that counts the traffic of sample edges.
 
-    Rows are stored where they are made. A reader finds at least the share 1 / hosts of them on its own host.
+    Rows are stored on the host that writes them. A reader finds at least the share 1 / hosts of its rows on its own
+    host.
     """
 
     name = "traffic"
@@ -52,7 +53,10 @@ class CountTraffic(Pass):
 
 @dataclass(frozen=True)
 class _Edges:
-    """The sample edges of a plan; texts that many edges share are built once."""
+    """The traffic of a plan's sample edges.
+
+    Texts that many edges share are built once.
+    """
 
     plan: Plan
 
@@ -90,7 +94,7 @@ class _Edges:
 
     @cached_property
     def _bases(self) -> tuple[str, str]:
-        """Return the formulas of the seconds: through a central buffer, through the dock."""
+        """The formulas of the seconds: through a central buffer, and through the dock."""
         hosts = self.plan.cluster.nodes
         network = self.plan.cluster.network
         parts = f"bytes x {hosts - 1}/{hosts}"

@@ -1,1 +1,1 @@
-"""Choices that the file leaves open: pools, layouts, engines, and offloading."""
+"""Planning of what a program leaves open: pools, layouts, engines and offloading."""

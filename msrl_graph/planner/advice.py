@@ -1,6 +1,6 @@
-"""Advice: what would fit if the stated plan does not, and what would be faster.
+"""Advice on changes that make a plan fit into memory or make it faster.
 
-Invariant: the passes have evaluated the advised plan as a whole. Where nothing fits, the advice says so.
+Invariant: the passes have evaluated the advised plan as a whole. If nothing fits, the advice says so.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WORTH = 0.1
 class Advice:
     """Advice on a plan.
 
-    `passes` are all passes of the compiler, `engines` the specs by name; `misplaced` says whether a placed plan has
-    wrong layouts.
+    `passes` are all passes of the compiler. `engines` are the engine specs by name. `misplaced` is a function that
+    returns whether a placed plan has wrong layouts.
     """
 
     passes: Passes
@@ -37,9 +37,10 @@ class Advice:
     misplaced: Callable[[Plan], bool]
 
     def find_nearest(self, plan: Plan, worst: PhaseMemory) -> str:
-        """Return the nearest layout that fits, for the nodes of the fullest phase.
+        """Return advice on the nearest layout that fits.
 
-        Returns "" if none was found but none was ruled out either.
+        The advice is for the nodes of `worst`, the phase that exceeds its memory most. The result is "" if no fitting
+        layout was found, but the search did not prove that none exists.
         """
         verb = "generate" if worst.phase == "generate" else "update"
         first = [node for node in plan.graph.verb(verb) if plan.placement(node.name).pool == worst.pool]
@@ -68,9 +69,12 @@ class Advice:
         return f"no other layout of {named} fits either: it takes more devices, or a smaller model" if ruled_out else ""
 
     def advise_staleness(self, plan: Plan) -> tuple[PlanNote, ...]:
-        """Return a note on what a staleness of one version would save.
+        """Return a note on the time that a staleness of one version would save.
 
-        The layouts stay. Applies where the file states no staleness and generations have other devices than the update.
+        The layouts are not changed. There is a note only if all of the following hold:
+        - The file states no staleness.
+        - Generations have other devices than the update.
+        - An iteration would be shorter by at least the share WORTH.
         """
         graph = plan.graph
         edges = [edge for edge in graph.reshards() if plan.placement(edge.src).pool != plan.placement(edge.dst).pool]
@@ -105,7 +109,7 @@ class Advice:
         return (PlanNote("staleness", f"with {statements} {gain}, and {how}"),)
 
     def _find_other_layout(self, plan: Plan, nodes: Sequence[str], worst: PhaseMemory) -> str:
-        """Return a layout of the same devices that fits, or recomputation."""
+        """Return advice on a layout of the same devices that fits, or on recomputation."""
         engine = plan.placement(nodes[0]).engine
         model = plan.model(nodes[0])
         updates = [plan.graph.node(node) for node in nodes]
@@ -139,7 +143,7 @@ class Advice:
     def _nearby_layouts(self, plan: Plan, node: str, worst: PhaseMemory) -> list[Layout]:
         """Return other layouts of all devices of a node's pool, the nearest first.
 
-        They differ in tp, in the mesh of experts or in the ZeRO stage.
+        The layouts differ from the current layout in tp, in the mesh of experts or in the ZeRO stage.
         """
         placement = plan.placement(node)
         model = plan.model(node)
@@ -180,9 +184,9 @@ class Advice:
         )[:TRIED]
 
     def _search_again(self, plan: Plan, nodes: Sequence[str]) -> tuple[str, bool]:
-        """Search layouts of some nodes, while everything else stays as stated.
+        """Search for layouts of some nodes, while everything else remains as stated.
 
-        Returns the result, and whether the search has ruled out that anything fits.
+        Returns the advice ("" if there is none), and whether the search has proved that nothing fits.
         """
         open_ = replace(
             plan.deploy, layouts={name: layout for name, layout in plan.deploy.layouts.items() if name not in nodes}
@@ -207,7 +211,7 @@ class Advice:
             ):
                 changed.append(f"`engine {node} = {name}`")
                 engines[node] = EngineChoice(name)
-        # As the file would state it: the division into pools may be the search's choice.
+        # Check the plan that the file would give with these statements. The search may have chosen other pools.
         stated = replace(open_, layouts=layouts, engines=engines)
         if self._plan_if_fitting(stated, plan) is None:
             return "", False
@@ -215,7 +219,7 @@ class Advice:
         return f"this fits: {' and '.join([*parts, *changed])}", False
 
     def _find_offloading(self, plan: Plan, pool: str) -> str:
-        """Return an offloading that fits where the file states `none`, or too little."""
+        """Return advice to change stated `offload` options so that the plan fits."""
         here = [(name, choice) for name, choice in plan.deploy.engines.items() if plan.placement(name).pool == pool]
         stated = {name: choice for name, choice in here if "offload" in choice.options}
         if not stated:
@@ -243,9 +247,10 @@ class Advice:
         return f"this fits: {' and '.join(statements)}"
 
     def _plan_if_fitting(self, deploy: Deployment, plan: Plan, pool: str = "") -> Plan | None:
-        """Return the plan under another deploy if it fits, else None.
+        """Return the plan with another deploy if it fits, else None.
 
-        The memory of the hosts and of one pool (by default of all pools) must suffice.
+        The memory of the hosts and of the pool `pool` must suffice. If `pool` is "", the memory of all pools must
+        suffice.
         """
         other = self.passes["place"].apply(Plan(plan.graph, plan.cluster, deploy))
         if self.misplaced(other):
@@ -256,7 +261,7 @@ class Advice:
 
 
 def _follows(plan: Plan, node: Node, updates: Sequence[Node]) -> bool:
-    """Return whether a node has the weights of an update."""
+    """Return whether a node, other than a generation, has the weights of an update."""
     return node.verb != "generate" and any(
         node.worker == update.worker for update in updates if update.verb == "update"
     )

@@ -1,8 +1,9 @@
-"""choices: the layouts and engines that a pool allows to nodes with one layout.
+"""Choices: the layouts and engines that a pool allows for an owner.
 
-Invariant: a choice divides the model and the devices evenly, and its memory alone (at the smallest micro-batch, with
-full recomputation) fits. Its seconds are those at the best micro-batch that its memory alone allows, with free
-offloading; so no combination with others is faster.
+Invariant: the layout of a choice divides the model and the devices evenly. A choice fits into memory if the owner is
+alone on its devices, with the smallest micro-batch and full recomputation. The seconds of a choice are those at the
+best micro-batch that this memory allows. They do not include the time of offloading. Therefore no combination with
+choices of other owners is faster.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from .pools import Division
 class Choice:
     """A layout and an engine for an owner, and their costs.
 
-    - `seconds`: lower bounds by node. `over`: bytes beyond the capacity; 0 or less if it fits.
-    - `peaks`: bytes by phase with nothing else on the devices. `resident`: the least bytes of these that stay while
-      others compute; `weights`: the part of them that leaves for a generation; `whole`: what would stay without
-      offloading.
+    - `seconds`: lower bounds of seconds, by node.
+    - `peaks`: bytes by phase, if the owner is alone on its devices.
+    - `resident`: the least bytes that remain on a device while other owners compute.
+    - `weights`: the bytes of weights, which a swap moves away during a generation.
+    - `unoffloaded_bytes`: the bytes that would remain on a device without offloading.
+    - `excess_bytes`: bytes beyond the capacity; 0 or less if the choice fits.
     """
 
     layout: Layout
@@ -47,9 +50,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The generator of choices.
+    """The generator of an owner's choices.
 
-    `place` completes each placement. `wide` adds layouts that span hosts even where others fit.
+    `place` completes each placement. `wide` adds layouts that span hosts, even if other layouts fit.
     """
 
     place: PlaceNodes
@@ -58,7 +61,8 @@ class Choices:
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """Return the choices of an owner in its pool, the fastest first.
 
-        `skeleton` is any placement of the division. If none fits, the choice that lacks least is returned alone.
+        `skeleton` is any placed plan with the division's pools. If no choice fits, only the choice that exceeds the
+        memory least is returned.
         """
         choices: list[Choice] = []
         fitting: list[Choice] = []
@@ -176,7 +180,7 @@ class Choices:
 
 
 def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
-    """Add the options that need the least memory, where they are not stated."""
+    """Add the options that need the least memory, unless the file states them."""
     known = engines[placement.engine.name].options
     options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
@@ -185,7 +189,7 @@ def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, 
 
 
 def _with_offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
-    """Offload as much as possible, where that is not stated."""
+    """Offload all that the engine can offload, unless the file states `offload`."""
     engine = placement.engine
     if "offload" not in engines[engine.name].options or "offload" in engine.options:
         return placement
@@ -195,13 +199,16 @@ def _with_offloading(engines: Mapping[str, EngineSpec], placement: Placement) ->
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
     """Yield all layouts of a node on a pool, with tensor parallelism within a host.
 
-    `wide` adds what is only useful if nothing else fits: tensor parallelism across hosts, context parallelism, other
-    meshes of experts, and layouts that can be planned but not run.
+    `wide` adds layouts that are only useful if no other layout fits:
+    - tensor parallelism across hosts,
+    - context parallelism,
+    - other meshes of experts,
+    - layouts that this version can plan but not run.
     """
     model = plan.model(node.name)
     devices = pool.devices
     host = pool.each or plan.cluster.devices_per_node
-    # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
+    # ZeRO 0 needs more memory than ZeRO 1 and gains nothing. Where weights are sharded, ZeRO 2 is ZeRO 3 or is worse.
     zero = [stage for stage in (1, 3) if stage in spec.zero and node.verb != "generate"] or [1]
     here = can_build(spec.name)
     planned = spec.list_plan_only(plan.cluster.device.kind.where)
@@ -210,7 +217,7 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
             for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
                 dp = devices // (tp * cp * pp)
-                last = 0  # the ep of the mesh before: of meshes that differ in etp, the narrow search takes the first
+                last = 0  # the ep of the previous mesh: of meshes that differ in etp, the narrow search uses the first
                 for mesh in spec.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
                     if all(axis in axes for axis in ("ep", "etp") if getattr(mesh, axis) > 1) and (
                         wide or mesh.ep > last
@@ -228,9 +235,10 @@ def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[i
 
 
 def drop_dominated(choices: list[Choice]) -> list[Choice]:
-    """Drop choices that are slower than another and hold more, alone and with others.
+    """Drop choices that another choice beats or equals in seconds and in memory.
 
-    Only for nodes that no reshard touches.
+    Memory is compared for the owner alone and together with other owners. Owners with a resharding edge must not be
+    passed to this function.
     """
     remaining: list[Choice] = []
     for choice in choices:

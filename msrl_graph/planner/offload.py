@@ -1,7 +1,8 @@
-"""offload: what moves to host memory if a plan does not fit.
+"""Offloading to host memory, for plans that do not fit into device memory.
 
-Invariant: a plan that fits stays as it is, and so does one that fits in neither case. Weights of frozen states are
-offloaded before optimizer states, and nothing without need. What the file states stays.
+Invariant: a plan that fits without offloading is unchanged, and so is a plan that does not fit even with offloading.
+Weights of frozen workers are offloaded before optimizer states. Nothing is offloaded without need. Options that the
+file states are not changed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from ..passes.reshard import GIB, InsertResharding
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
-    """Complete a placed plan with `complete`, offloading what it must to fit."""
+    """Complete a placed plan, and offload what is necessary to make it fit.
+
+    `complete` is the function that fills in the open values of the placements.
+    """
     placed = complete(plan)
     workers = [candidate for candidate in plan.graph.workers if can_offload(plan, engines, candidate)]
     if not workers or not (why := _describe_overflow(placed, engines)):
@@ -46,7 +50,8 @@ def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Ca
 def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
     """Return whether a worker's weights or optimizer states may be offloaded.
 
-    It must be open in the file, the engine must support it, and host memory must be separate.
+    This requires that the file does not state `offload`, that the engine supports it, and that host memory is separate
+    from device memory.
     """
     if plan.cluster.device.kind.shares_host_memory:
         return False
@@ -55,12 +60,12 @@ def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
 
 
 def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
-    """Return the nodes whose engine decides where a worker's state is stored."""
+    """Return the nodes whose engine options decide whether a worker is offloaded."""
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
 
 
 def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
-    """Offload these workers: the optimizer states with an update, else the weights."""
+    """Offload workers: optimizer states if a worker has an update, else weights."""
     how = {
         node.name: "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
         for worker in workers
@@ -75,9 +80,9 @@ def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
 
 
 def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:
-    """Describe what does not fit a device; "" if all fits.
+    """Describe what does not fit on a device; "" if everything fits.
 
-    Reshards are only planned where they might not fit.
+    Resharding is planned only if some reshard might not fit.
     """
     counted = CountMemory(engines).devices(plan)
     if (why := describe_overflow(counted)) or not any(
@@ -88,7 +93,7 @@ def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:
 
 
 def _may_overflow(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
-    """Return whether a reshard might not fit, whatever its buckets are."""
+    """Return whether a reshard might not fit, assuming buckets of the largest size."""
     options = plan.deploy.reshard
     item = BYTES[holdings.dtype(plan, source)]
     model = plan.model(source)

@@ -1,9 +1,14 @@
-"""owners: the nodes that share a layout and an engine, and the engines for them.
+"""Owners: the nodes that share a layout and an engine, and the engines for them.
 
-Invariant: one rule, `engines`, chooses an engine, for the placement, the search and messages. A stated engine is taken.
-Otherwise the candidates are the engines that may be chosen and support all verbs. Four conditions follow, and each
-counts only if some candidate meets it: the engine supports the model's family, divides it as a stated layout says, is
-meant for such devices, and can be run, not only planned. If several are left, the search compares their costs.
+Invariant: only the function `engines` chooses an engine, for the placement, the search and messages. An engine that the
+file states is used. If the file states no engine, the candidates are the engines that may be chosen automatically and
+support the verbs of all nodes. Four conditions then narrow the candidates:
+- The engine supports the model's family.
+- The engine supports the stated layout.
+- The engine is meant for the cluster's devices.
+- This version can run the engine, not only plan it.
+
+A condition that no candidate meets is skipped. If several candidates remain, the search compares their costs.
 """
 
 from __future__ import annotations
@@ -23,14 +28,17 @@ from .pools import Division, nodes_of
 
 @dataclass(frozen=True)
 class Owner:
-    """Nodes that have one layout; the file states it for `node`."""
+    """A set of nodes that have the same layout.
+
+    `node` is the node for which the program file states the layout, if the file states it.
+    """
 
     node: str
     nodes: tuple[str, ...]
 
 
 def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
-    """Return the owners in the order of the graph."""
+    """Return the sets of nodes that share a layout, in the order of the graph."""
     nodes_by_owner: dict[str, list[str]] = {}
     for node in nodes_of(plan):
         nodes_by_owner.setdefault(owner_of(plan, division, node), []).append(node.name)
@@ -38,10 +46,11 @@ def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
-    """Return the node whose layout a node has.
+    """Return the node whose layout a node uses.
 
-    It is a node with the same weights. For a frozen node of which nothing is stated, it is an update of the same model
-    in its pool, so that micro-batches go to the same ranks.
+    A generation uses its own layout. Any other node uses the layout of a node with the same weights. The exception is a
+    frozen node for which the file states neither a layout nor an engine. Such a node uses the layout of an update of
+    the same model in its pool, if there is one. Micro-batches then go to the same ranks.
     """
     if node.verb == "generate":
         return node.name
@@ -64,7 +73,11 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
 
 
 def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
-    """Return the first infer with a statement among those sharing an infer's weights."""
+    """Return the first node that shares an infer's weights and is in `stated`.
+
+    `stated` is the set of nodes for which the file states a layout or an engine. If `node` is not an infer, the result
+    is None.
+    """
     if node.verb != "infer":
         return None
     return next((sharing.name for sharing in plan.graph.sharing(node.worker) if sharing.name in stated), None)
@@ -75,7 +88,7 @@ def has_open_layout(plan: Plan, owner: Owner) -> bool:
 
 
 def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[EngineSpec]:
-    """Return the engines that the plan chooses from, the preferred one first."""
+    """Return the engines that the plan chooses from, the preferred engine first."""
     # A layout of the plan must suit the engines of all nodes; a stated layout must suit the owner's engine.
     asked = (owner.node, *(owner.nodes if has_open_layout(plan, owner) else ()))
     if stated := [name for name in asked if name in plan.deploy.engines]:
@@ -96,9 +109,9 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
 
 
 def explain_engine(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
-    """Return who chose an unstated engine.
+    """Return a text that says who chose an engine which the file does not state.
 
-    Engines that are meant for these devices but were not chosen are listed with the reason.
+    The text lists engines that are meant for these devices but were not chosen, each with what it does not support.
     """
     meant = [
         spec
@@ -122,7 +135,7 @@ def _supports_verbs(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
 
 
 def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
-    """Return why an engine does not fit the model or the stated layout; "" if it does."""
+    """Return why an engine does not fit the model or the stated layout; "" if it fits."""
     model = plan.model(owner.node)
     stated = plan.deploy.layouts.get(owner.node)
     layout = None if stated is None else spec.spread.settle_etp(stated, model)

@@ -1,9 +1,9 @@
-"""place: devices, a layout and an engine for every node, each with its reason.
+"""Placement: the devices, the layout and the engine of every node, with reasons.
 
-Invariant: nodes that share weights share their layout; the nodes of a pool share its devices, which run them in turn;
-functions run on the hosts' CPUs. A stated layout is kept, right or wrong: checks/layout.py judges it. Unstated choices
-follow the decision (planner/search.py); without one, a node is data-parallel over its pool. Micro-batches and
-recomputation follow from that.
+Invariant: nodes that share weights share their layout. The nodes of a pool share the pool's devices, which run the
+nodes in turn. Functions run on the hosts' CPUs. A stated layout is used, right or wrong: checks/layout.py reports
+errors. Choices that the file leaves open follow the decision of the search (planner/search.py). Without a decision, a
+node is data-parallel over its pool. Micro-batches and recomputation are chosen after the layouts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ PYTHON = EngineChoice("python", chosen="default")
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """Choices that the file leaves open.
+    """The choices that the program file leaves open.
 
-    They are the division into pools and, by owner (owners.py), layouts and engines. `why` is their reason.
+    `division` is the division into pools. `layouts` and `engines` are by the owner's node (owners.py). `why` is the
+    reason for the choices.
     """
 
     division: Division | None = None
@@ -47,7 +48,7 @@ class PlacementDecision:
 
 
 class PlacementPass(Pass):
-    """The base of passes that place nodes: it verifies placements."""
+    """The base class of passes that place nodes; it verifies their placements."""
 
     name = "place"
 
@@ -57,15 +58,15 @@ class PlacementPass(Pass):
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes by a decision; `engines` are the specs by name."""
+    """The pass that places nodes by a decision; `engines` are engine specs by name."""
 
     engines: Mapping[str, EngineSpec]
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """Place all nodes.
 
-        `numbered` False leaves out offloading and the numbering of ranks for resharding, which is the most expensive
-        step.
+        If `numbered` is False, two steps are left out: offloading, and the numbering of ranks for resharding. The
+        numbering is the most expensive step of the placement.
         """
         decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
@@ -150,9 +151,9 @@ class PlaceNodes(PlacementPass):
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
 
     def resolve(self, plan: Plan, node: str, stated: Layout, engine: str, devices: int) -> tuple[Layout, str]:
-        """Return a stated layout with its open sizes, and the reason.
+        """Return a stated layout with its open sizes filled in, and the reason.
 
-        A dp of 0 means that the placement chooses it. The engine chooses etp.
+        A stated dp of 0 is open: dp is then computed from the number of devices. The engine chooses an open etp.
         """
         layout = stated
         reason = "stated"
@@ -199,7 +200,10 @@ class PlaceNodes(PlacementPass):
         layout: Layout,
         reason: str,
     ) -> tuple[Layout, str]:
-        """Number the ranks of a generation so that resharding gathers in small groups."""
+        """Number a generation's ranks so that resharding gathers in small groups of ranks.
+
+        Returns the layout with the numbering (`inner`), and the extended reason.
+        """
         source = next(
             (
                 placed_nodes[edge.src]
@@ -229,9 +233,9 @@ class PlaceNodes(PlacementPass):
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """Fill in weight bytes, micro-batch and recomputation where the file does not.
+        """Fill in weight bytes, and micro-batch and recomputation if not stated.
 
-        The run then has nothing left to choose.
+        After this step, nothing about the node is left for the run to choose.
         """
         if placement.pool == FUNCTIONS:
             return placement
@@ -242,18 +246,21 @@ class PlaceNodes(PlacementPass):
         if "micro_batch" not in spec.options or (plan.graph.node(node).verb == "generate" and "micro_batch" in options):
             return placement
         if plan.graph.node(node).verb == "generate":
-            # As many prompts, each with its samples, as memory holds: an evaluation may have more than an iteration.
+            # The number of prompts that memory holds, each with its samples. An evaluation may have more prompts than
+            # an iteration.
             most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
             room = holdings.kv_room(plan, self.engines, node)
             return _with_options(placement, micro_batch=self._largest_micro_batch(plan, placement, most, room))
         return self._choose_micro_batch(plan, placement)
 
     def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
-        """Choose micro-batch and recomputation of an infer or update.
+        """Choose the micro-batch size and the recomputation of an infer or update.
 
-        The micro-batch has as many rows as keep the device busy. It has fewer where memory requires it, or where a
-        pipeline or a device with measured rates is faster with fewer. If nothing states whether an update recomputes
-        activations, it does so if it does not fit otherwise, or is faster.
+        The micro-batch has enough rows to keep the device busy. It has fewer rows if memory requires it. A pipeline, or
+        a device with measured rates, also gets fewer rows if the estimate is faster that way.
+
+        If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
+        without recomputation, or it is faster with recomputation.
         """
         node = placement.node
         options = placement.engine.options
@@ -309,22 +316,25 @@ class PlaceNodes(PlacementPass):
         return replace(with_recompute, reason=f"{placement.reason}; {why}")
 
     def _free_bytes(self, plan: Plan, placement: Placement) -> int:
-        """Return the bytes that an infer or update may use next to what is resident."""
+        """Return the bytes that an infer or update may use in addition to resident items."""
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
     def _largest_micro_batch(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
-        """Return the largest micro-batch up to `most` that fits `room`; 1 if none does."""
+        """Return the most rows of a micro-batch that fits into `room` bytes.
+
+        The result is at most `most`. It is 1 if even one row does not fit.
+        """
         return max(
             1,
             bisect_right(range(1, max(1, most) + 1), room, key=lambda rows: self._working_bytes(plan, placement, rows)),
         )
 
     def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
-        """Return a node's peak bytes with this micro-batch, without what is resident.
+        """Return the peak bytes of a node with this micro-batch, without resident items.
 
-        They depend neither on other nodes' placements nor on the position of its own devices: many plans of a search
-        ask for the same value.
+        The result depends neither on the placements of other nodes nor on the position of the node's own devices. It is
+        cached, because many plans of a search need the same value.
         """
         engine = placement.engine
         inputs = (plan.cluster, plan.deploy, self.engines)

@@ -1,7 +1,8 @@
-"""pools: which nodes share which devices, and the divisions that a deploy allows.
+"""Pools: which nodes share which devices, and the divisions that a deploy allows.
 
-Invariant: every node with weights is in one pool; pools are ranges of devices, in the order of their first device. If
-there are too few devices, a pool lies beyond the cluster's last one: checks/layout.py reports it.
+Invariant: every node with weights is in one pool. A pool is a range of devices. Pools are in the order of their first
+device. If there are too few devices, a pool is placed beyond the cluster's last device, and checks/layout.py reports
+it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ FINE = 8
 class Division:
     """A division of the devices into pools.
 
-    `named` are the nodes that the deploy names. `beside` is the node whose pool the other nodes joined, "" if there are
-    none.
+    `named` are the nodes that the deploy names in its pools. If the other nodes joined one of these pools,
+    `joined_node` is a node of that pool; otherwise it is "".
     """
 
     pools: tuple[Pool, ...]
@@ -44,7 +45,8 @@ def nodes_of(plan: Plan) -> list[Node]:
 def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
     """Return the division that a deploy states.
 
-    `shares` are the devices of the pools whose size nothing states; without it the shares are even.
+    `shares` are the numbers of devices of the pools whose size the deploy leaves open. Without `shares`, these pools
+    get equal numbers of devices.
     """
     if not plan.deploy.pools:
         return Division((Pool(tuple(node.name for node in nodes_of(plan)), 0, plan.cluster.devices, DEVICES),))
@@ -59,10 +61,10 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
 
 
 def divisions(plan: Plan) -> list[Division]:
-    """Return the stated division (or all nodes together) and the others that are open.
+    """Return all divisions into pools that the deploy allows.
 
-    If the program does not send every version of some weights, only divisions that separate the ends of such edges are
-    returned, if there are any. The result is never empty.
+    If the program does not send every version of some weights, only divisions are returned in which both ends of such a
+    resharding edge are in different pools, if there are any. The result is never empty.
     """
     every_division = list(_list_divisions(plan))
     seldom = [edge for edge in plan.graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1]
@@ -83,7 +85,7 @@ def open_to_staleness(plan: Plan) -> bool:
 
 
 def without_staleness(plan: Plan) -> Plan:
-    """Return the plan without staleness."""
+    """Return the plan without the attributes `staleness` and `every` on its edges."""
 
     def drop_staleness(edge: Edge) -> Edge:
         return replace(
@@ -97,8 +99,8 @@ def without_staleness(plan: Plan) -> Plan:
 def _list_divisions(plan: Plan) -> Iterator[Division]:
     """Yield all divisions that the deploy allows, each once.
 
-    If it states no pools, these are: all nodes together, generations apart, never-updated nodes apart, or both. Pools
-    take whole hosts where there are enough.
+    The first is the division that the deploy states. If the deploy states no pools, this is one pool with all nodes,
+    and the divisions of `_possible_groups` follow. Pools consist of whole hosts if there are enough hosts.
     """
     yield (first := divide(plan))
     seen = {_division_key(first)}
@@ -122,11 +124,12 @@ def _division_key(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]
 
 
 def _possible_groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
-    """Return which nodes might have devices of their own.
+    """Return the ways to put nodes into separate pools, if the deploy states no pools.
 
-    The deploy states no pools and no layouts. There are up to three kinds of blocks: all generations; all nodes whose
-    weights nothing updates; and, for each updated worker, its infers and updates. The blocks are split in two in every
-    way. In addition, generations and frozen nodes are each split off from what is updated.
+    Up to three kinds of blocks are formed: all generations; all nodes whose weights nothing updates; and, for each
+    updated worker, its infers and updates. The blocks are split into two groups in every way. One more way puts
+    generations, frozen nodes and all other nodes into three groups. Nodes that the deploy keeps together are not
+    separated. If the deploy states layouts, the result is empty.
     """
     nodes = nodes_of(plan)
     if plan.deploy.layouts:
@@ -148,9 +151,9 @@ def _possible_groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _possible_shares(pools: int, devices: int, per_host: int) -> list[tuple[int, ...]]:
-    """Return ways to share `devices` devices among some pools.
+    """Return ways to share `devices` devices among `pools` pools.
 
-    The first pool gets what the others leave.
+    Each way is a tuple of numbers of devices. The first pool gets the devices that the other pools leave.
     """
     if pools < 2 or devices < pools:
         return []
@@ -170,9 +173,9 @@ def _possible_shares(pools: int, devices: int, per_host: int) -> list[tuple[int,
 
 
 def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
-    """Put the nodes that no stated pool names into one of them, or into a new pool.
+    """Put the nodes that no stated pool names into a stated pool or a new pool.
 
-    Returns the pools and, in the first case, the node that they share a pool with.
+    Returns the pools, and the name of a node of the stated pool that was extended ("" if none was).
     """
     stated = list(plan.deploy.pools)
     nodes = [node.name for node in nodes_of(plan)]
@@ -193,7 +196,8 @@ def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]
 def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
     """Set the sizes of pools that are stated or follow from a layout.
 
-    An update's layout comes before others. The size stays 0 if nothing sets it; `first` is -1 where it is open.
+    An update's layout has precedence over other layouts. The size of a pool remains 0 if neither applies. `first` is
+    set to -1 if the size follows from a layout, because the position is then open.
     """
     layouts = plan.deploy.layouts
     sized = []
@@ -228,7 +232,8 @@ def _share_devices(pools: list[Pool], devices: int, shares: tuple[int, ...]) -> 
 def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
     """Put each open pool into the first gap that is long enough.
 
-    Otherwise it goes into equal gaps of consecutive hosts, or beyond the last device.
+    If there is no such gap, the pool is placed in equal gaps on consecutive hosts. If these do not exist either, the
+    pool is placed beyond the last device.
     """
     laid = [open_pool for open_pool in pools if open_pool.first >= 0]
     for pool in (open_pool for open_pool in pools if open_pool.first < 0):
@@ -248,7 +253,10 @@ def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
 
 
 def _devices_per_host(devices: int, total: int, per_host: int) -> Iterator[int]:
-    """Yield devices per host for a pool, fewest hosts first; 0 means contiguous."""
+    """Yield possible numbers of a pool's devices per host, fewest hosts first.
+
+    The number 0 means that the pool is contiguous.
+    """
     yield 0
     yield from (
         count

@@ -1,10 +1,12 @@
-"""search: the open layouts, engines and pools of the fastest iteration that fits.
+"""The search for open layouts, engines and pools with the fastest iteration.
 
-Invariant: the passes evaluate a candidate on the plan that it would be. A candidate that is skipped is not faster than
-a bound that the passes cannot go below: each node's seconds at the best micro-batch that its own memory allows, along
-the critical path, plus only the resharding that must enter a host or be swapped. The best plan is then optimal in the
-plan's own model, or the search reports its gap to the lowest remaining bound. Nothing depends on the clock, unless a
-budget of seconds is given.
+The search considers only plans that fit into memory. Invariant: a candidate is evaluated by the passes, on the plan
+with the candidate's choices. A candidate is skipped only if a lower bound of its seconds shows that it is not faster.
+The passes cannot go below this bound. It adds up, along the critical path, each node's seconds at the best micro-batch
+that the node's own memory allows. Of the resharding, only the bytes that must enter a host or be swapped are added.
+
+The best plan is therefore optimal in the plan's own model, or the search reports the gap to the lowest remaining bound.
+The result does not depend on the clock, unless a budget of seconds is given.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ DIVES = 8
 class Search(PlacementPass):
     """The pass that places nodes by a search.
 
-    `engines` are the specs by name. `refuses` says whether the checks would reject a placed plan. After `budget`
-    seconds the best plan so far is taken.
+    - `engines`: the engine specs by name.
+    - `refuses`: a function that returns whether the checks would reject a placed plan.
+    - `budget`: a time limit in seconds. When it is spent, the search returns the best plan that it has found.
     """
 
     engines: Mapping[str, EngineSpec]
@@ -68,10 +71,11 @@ class Search(PlacementPass):
         return self._compare_staleness(run, run.best())
 
     def _compare_staleness(self, run: _Run, plan: Plan) -> Plan:
-        """Add the best plan of the other kind to a plan whose program allows staleness.
+        """Add a rival plan to the search record of a program that allows staleness.
 
-        One kind has pools that may be ahead of the updates, or of themselves; the other is the same program without
-        staleness.
+        If `plan` has pools that may be ahead of the updates, the rival is the best plan of the same program without
+        staleness. If `plan` has no such pools, the rival is the best plan with such pools. A program that states no
+        staleness has no rival.
         """
         record = plan.search
         is_ahead = bool(lead_of_pools(plan))
@@ -105,7 +109,7 @@ class Search(PlacementPass):
     def _has_choice(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
         """Return whether there is a choice: of layouts, or of engines for stated layouts.
 
-        Engines count only if one of them can be right.
+        A choice of engines counts only if the checks accept at least one combination of engines.
         """
         open_owners = owners(plan, division)
         if any(has_open_layout(plan, owner) for owner in open_owners):
@@ -121,7 +125,11 @@ class Search(PlacementPass):
 
 @dataclass(order=True)
 class _Item:
-    """A combination to evaluate; ties go to the later stage, then the earlier entry."""
+    """A queued combination; the queue is ordered by lower bounds.
+
+    Of two combinations with equal bounds, the one whose evaluation is further advanced comes first, then the earlier
+    one.
+    """
 
     bound: float
     stage: int
@@ -131,7 +139,11 @@ class _Item:
 
 
 class _Found(NamedTuple):
-    """A combination with its plan; without a plan, the reason why not."""
+    """A combination with its seconds and its plan.
+
+    `plan` is None if the combination was not evaluated completely; `seconds` is then a lower bound. `reason` says why a
+    combination does not fit.
+    """
 
     seconds: float
     space: Space
@@ -142,7 +154,10 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Run:
-    """One best-first search; bounds only rise as more of a combination is evaluated."""
+    """One best-first search.
+
+    The bound of a combination never decreases while more of the combination is evaluated.
+    """
 
     search: Search
     place: PlaceNodes
@@ -200,26 +215,26 @@ class _Run:
         )
 
     def _over_budget(self) -> bool:
-        """Return whether the budget is spent.
+        """Return whether the budget of seconds is spent.
 
-        Until a plan is found, the search goes on to its limit.
+        Until a first plan is found, the search may exceed the budget, up to its limit of effort.
         """
         exceeded = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
         return exceeded and (bool(self.results) or self.spent >= self.effort)
 
     def _end_reason(self) -> str:
-        """Return what ends the search early, "" if nothing does.
+        """Return why the search ends early; "" if it may continue.
 
-        If the caller states a budget of time, it replaces the limit, even if it is longer.
+        If the caller states a budget of seconds, the budget replaces the limit of effort, even if the budget is longer.
         """
         if self.search.budget is not None:
             return f"the budget of {self.search.budget:g} s" if self._over_budget() else ""
         return "the search's limit" if self.spent >= self.effort else ""
 
     def _evaluate_more(self, heap: list[_Item], ended: str) -> None:
-        """Evaluate bounded combinations that may still be the best, then runners-up.
+        """Evaluate a few combinations that may still be the best, then runners-up.
 
-        The former happens only if the effort was spent.
+        The first part is skipped if the search ended regularly or has a budget of seconds.
         """
         if ended and self.search.budget is None:
             for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
@@ -253,9 +268,9 @@ class _Run:
         return Space(division, skeleton, space_owners, lists, functions, later)
 
     def _list_choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
-        """Return the choices of an owner.
+        """Return the choices of layout and engine of an owner.
 
-        Pools of equal size and equal position on their hosts share them.
+        Choices are cached. Pools of equal size at equal positions on their hosts have the same choices.
         """
         pool = division.pool_of(owner.node)
         key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
@@ -275,7 +290,8 @@ class _Run:
     def _step(self, heap: list[_Item], item: _Item) -> None:
         """Advance a combination by one stage.
 
-        The stages are: queued, its own bound, placed without resharding, all passes.
+        A combination is first queued, then bounded by the costs of its choices, then placed and bounded again without
+        planning its resharding, and finally evaluated by all passes.
         """
         space = item.space
         position = item.position
@@ -336,9 +352,10 @@ class _Run:
         return PlacementDecision(space.division, layouts, {owner.node: choice.engine for owner, choice in chosen}, why)
 
     def _plan_without_fit(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
-        """Return the plan if nothing fits: the least overflow in the first division.
+        """Return the plan for a program of which no combination fits.
 
-        The memory check then reports it.
+        The plan has the first division and, for each owner, the choice with the lowest peak memory. The memory check
+        then reports the overflow.
         """
         why = "planned: nothing that fits was found" if ended else "planned: no combination of devices and engines fits"
         space = spaces[0]
@@ -352,9 +369,10 @@ class _Run:
         return replace(self.place.apply(self.plan, self._make_decision(space, position, why)), search=record)
 
     def _list_runners_up(self, heap: list[_Item]) -> tuple[Candidate, ...]:
-        """Return the runners-up.
+        """Return the runners-up of the best combination.
 
-        First the next best that were evaluated, then those with only a bound, then the fastest that do not fit.
+        The runners-up are, in this order: the next best evaluated combinations, combinations of which only a bound is
+        known, and the fastest combinations that do not fit.
         """
         runners = self.results[1 : RUNNERS + 1]
         bounded = heapq.nsmallest(RUNNERS - len(runners), [item for item in heap if item.stage < 2])

@@ -1,7 +1,7 @@
-"""space: the combinations of layouts and engines on one division.
+"""The combinations of layouts and engines for one division into pools.
 
-Invariant: a bound holds for a combination and for all that come later in its owners' lists, and is never above the cost
-of any of them.
+Invariant: a bound holds for a combination and for all combinations whose choices come later in the owners' lists. A
+bound never exceeds the seconds of any of these combinations.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from .pools import Division
 
 @dataclass
 class Space:
-    """The combinations of one division: a choice for each owner.
+    """The combinations for one division into pools: one choice for each owner.
 
-    `skeleton` is a plan with its pools, schedule and traffic.
+    `skeleton` is a plan with the division's pools, a schedule and traffic. `lists` has the choices of each owner. A
+    position is a tuple with the index of a choice in each of these lists.
     """
 
     division: Division
@@ -41,25 +42,26 @@ class Space:
         return number
 
     def bound(self, position: Sequence[int]) -> float:
-        """Return a bound for an iteration without resharding."""
+        """Return a lower bound of an iteration's seconds, without resharding."""
         return self.least(
             {("RUN", node): seconds for choice in self.chosen(position) for node, seconds in choice.seconds.items()}
         )
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
-        """Return a bound for an iteration in which nodes take these seconds.
+        """Return a lower bound of an iteration in which nodes need these seconds.
 
-        Everything else takes its seconds under any layout.
+        `seconds` is by instruction and node. The other seconds in the bound are the same for every layout.
         """
         # The cost of the dock's processes also depends on the layouts: only an iteration's start and end are certain.
         turn = self.skeleton.cluster.device.overheads.turn.value
         return estimate_pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, position: Sequence[int]) -> float:
-        """Return a bound for all combinations whose choices come at or after `position`.
+        """Return a lower bound of all combinations at or after `position`.
 
-        Each node has its least remaining seconds, added along the critical path. A pool cannot be done before all of
-        its nodes are.
+        Each node counts with the least seconds of the remaining choices of its owner, added along the critical path.
+        The bound is also at least the sum of the seconds of each pool's nodes, because a pool is done only when all its
+        nodes are done.
         """
         seconds = {
             ("RUN", node): least
@@ -75,9 +77,10 @@ class Space:
         return [choices[index] for choices, index in zip(self.lists, position, strict=True)]
 
     def start(self) -> tuple[int, ...]:
-        """Return a combination that may fit; () if there is none.
+        """Return the position of a combination that may fit; () if there is none.
 
-        Each owner has its fastest choice that fits next to the others' smallest.
+        The owners choose in turn. Each gets the fastest choice that fits next to the choices already made and the
+        smallest choices of the remaining owners.
         """
         position = [min(range(len(own)), key=lambda index, own=own: own[index].resident) for own in self.lists]  # type: ignore[misc]
         if self.describe_overflow(position):
@@ -91,9 +94,9 @@ class Space:
         return tuple(position)
 
     def describe_overflow(self, position: Sequence[int]) -> str:
-        """Return why a combination cannot fit; "" if it may.
+        """Return why a combination cannot fit into memory; "" if it may fit.
 
-        The resident bytes of every node of a pool add up.
+        The peak of an owner is added to the resident bytes of all other owners in its pool.
         """
         swap = self.skeleton.deploy.reshard.mode == "swap"
         source = {edge.dst: edge.src for edge in self.skeleton.graph.reshards()}

@@ -1,23 +1,26 @@
-"""The language reference: pages with blocks that are filled in from the sources.
+"""The language reference: pages with blocks that are filled in from source code.
 
-A page of this folder becomes the page with the same name in docs/reference/language/. README.md there lists the pages
-with their first sentences, and names.md lists all names.
+Each page of this folder is written to docs/reference/language/ under the same name. Two more pages are generated
+there: README.md lists the pages with their first sentences, and names.md lists all names.
 
-Invariant: no machine-readable fact is written twice. Syntax comes from the grammar; attributes with their kinds,
-defaults and meanings from their declarations (ir/attributes.py, ir/options.py); figures from the presets; functions
-from their sources.
+Invariant: no machine-readable fact is written twice. Syntax comes from the grammar. Attributes, with their kinds,
+defaults and meanings, come from their declarations (ir/attributes.py, ir/options.py). Figures come from the presets,
+and functions from their source code.
 
 A page is Markdown. These code blocks are filled in:
 
-    ```syntax           names of grammar rules; becomes their EBNF
-    ```attributes NAME  empty; becomes a table of a statement's attributes
-    ```list NAME        empty; becomes the text of `facts.LISTS`
-    ```rlg algorithm    statements of an algorithm that extends `grpo`, or (```rlg deploy) of a deploy of it; tests
-                        compile them
+    ```syntax           names of grammar rules; becomes the EBNF of these rules
+    ```attributes NAME  empty; becomes a table of the attributes of the statement NAME
+    ```list NAME        empty; becomes the text of `facts.LISTS[NAME]`
 
-Links, also those in the meanings of attributes, are relative to docs/reference/language/.
+These code blocks are examples that the tests compile:
 
-`python -m msrl_graph.reference FOLDER` writes all pages; `msrl-compile --explain NAME` shows the entries of one name.
+    ```rlg algorithm    statements of an algorithm that extends `grpo`
+    ```rlg deploy       statements of a deploy of such an algorithm
+
+Links are relative to docs/reference/language/, also in the meanings of attributes.
+
+`python -m msrl_graph.reference FOLDER` writes all pages. `msrl-compile --explain NAME` shows the entries of one name.
 """
 
 from __future__ import annotations
@@ -67,12 +70,12 @@ _BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTI
 
 @functools.cache
 def source(page: str) -> str:
-    """Return a page as written."""
+    """Return the text of a page, before its code blocks are filled in."""
     return (FOLDER / f"{page}.md").read_text(encoding="utf-8")
 
 
 def documents() -> dict[str, str]:
-    """Return the text of each file of docs/reference/language/, by its name."""
+    """Return the text of each file of docs/reference/language/, by file name."""
     filled = {page: _fill_blocks(source(page)) for page in PAGES}
     rows = [f"| [{_title(text)}]({page}.md) | {_first_sentence(text)} |" for page, text in filled.items()]
     pages = {"README": "\n".join([_HEAD, *rows, _FOOT]), "names": "\n".join([_NAMES, *_name_rows()]) + "\n"}
@@ -87,7 +90,8 @@ def anchor(title: str) -> str:
 def entry(name: str) -> str:
     """Return the Markdown text of all entries with a name.
 
-    A name is a statement, attribute, function, loss term, preset, engine … Raises KeyError for an unknown name.
+    A name is that of a statement, attribute, function, loss term, preset, engine … Raises KeyError for an unknown
+    name.
     """
     return "\n\n".join([f"# {name}", *(text for _, text in _entries()[name])]) + "\n"
 
@@ -99,7 +103,7 @@ def names() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of a page as written, without its heading."""
+    """A section of a page, without its heading and before its blocks are filled in."""
 
     page: str
     title: str
@@ -107,7 +111,7 @@ class _Section:
 
     @property
     def blocks(self) -> list[tuple[str, str, str]]:
-        """Return the kind, the name and the body of each block."""
+        """The kind, the name and the body of each code block of the section."""
         return _BLOCK.findall(self.text)
 
     @property
@@ -123,7 +127,7 @@ def _sections() -> list[_Section]:
 
 @functools.cache
 def _entries() -> dict[str, list[tuple[_Section, str]]]:
-    """Return the entries of each name, and the section of each entry."""
+    """Return the entries of each name, each with the section that it belongs to."""
     entries: dict[str, list[tuple[_Section, str]]] = {}
     statements = {name for rule in ("item", "astmt", "dstmt") for name in syntax.known()[rule].split(" | ")}
     for section in _sections():
@@ -143,7 +147,7 @@ def _entries() -> dict[str, list[tuple[_Section, str]]]:
 
 
 def _name_rows() -> list[str]:
-    """Return the rows of names.md: each name with the sections that describe it."""
+    """Return the table rows of names.md: each name with links to its sections."""
     entries = sorted(_entries().items(), key=lambda item: (item[0].casefold(), item[0]))
     return [
         f"| `{name}` | {', '.join(dict.fromkeys(section.link for section, _ in found))} |" for name, found in entries
@@ -160,7 +164,7 @@ def _first_sentence(page: str) -> str:
 
 
 def _fill_blocks(text: str) -> str:
-    """Return a page or a part of one with its blocks filled in."""
+    """Return the text of a page or section with its code blocks filled in."""
     return _BLOCK.sub(lambda match: _fill_block(match[1], match[2] or "", match[3]), text)
 
 

@@ -1,8 +1,9 @@
-"""Tables of the reference, made from the sources.
+"""Tables of the language reference, generated from the source code.
 
-They show types and bounds of attributes, functions, presets and engines, as Markdown.
+The tables are Markdown and show the types and bounds of attributes, functions, presets and engines.
 
-Invariant: nothing here is a second list of names; a table contains only what its source contains.
+Invariant: this file has no list of names of its own. A table contains only names and facts from the code that declares
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ MACHINES = ("cpu", "here")
 
 @dataclass(frozen=True)
 class AttributeRow:
-    """An attribute in words; `note` is its limits in this version."""
+    """The texts that describe an attribute of a statement.
+
+    - `takes`: the kind of value.
+    - `note`: the limits of the attribute in this version.
+    """
 
     name: str
     takes: str
@@ -46,13 +51,13 @@ class AttributeRow:
     note: str = ""
 
     def text(self, statement: str) -> str:
-        """Return the attribute as an entry of its own."""
+        """Return the description of the attribute, for an attribute of `statement`."""
         default = f", by default {self.default}" if self.default else ""
         return f"An attribute of `{statement}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
 
 def attributes(statement: str) -> list[AttributeRow]:
-    """Return the rows of a statement."""
+    """Return a description of each attribute that a statement declares."""
     declared = STATEMENTS[statement].declared()
     return [
         AttributeRow(name, str(attribute.kind), default(attribute), attribute.doc, _note(statement, name))
@@ -61,7 +66,7 @@ def attributes(statement: str) -> list[AttributeRow]:
 
 
 def default(attribute: Attribute) -> str:
-    """Return an attribute's default as a program would state it, or in words."""
+    """Return the default of an attribute, as a program would write it or in words."""
     value = attribute.default
     if attribute.must:
         return "required"
@@ -96,7 +101,10 @@ def _note(statement: str, name: str) -> str:
 
 
 def _peak_note(name: str, share: Figure) -> str:
-    """Return whether a figure of a cluster is a peak or an achieved value, by preset."""
+    """Return a sentence on whether a figure is a peak or an achieved value, by preset.
+
+    `name` is the figure, an attribute of `cluster`. `share` is the fraction of the peak that is used.
+    """
     peak = [device.name for device in DEVICES.values() if name in device.peaks]
     other = [device.name for device in DEVICES.values() if name not in device.peaks]
     counts = f"A peak, of which {100 * share.value:.0f} % is used"
@@ -115,7 +123,7 @@ def _peak_note(name: str, share: Figure) -> str:
 
 @functools.cache
 def _functions() -> dict[str, ast.FunctionDef]:
-    """Return the definitions of the package's functions, by name."""
+    """Return the parsed definitions of the package's functions, by name."""
     functions = {}
     for module in {module for _, module in algorithms.library().values()}:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
@@ -125,7 +133,7 @@ def _functions() -> dict[str, ast.FunctionDef]:
 
 
 def _call(signature: Signature) -> str:
-    """Return a call as a program writes it, with the options' defaults."""
+    """Return a call of the function as a program writes it, with default options."""
     args = _functions()[signature.name].args
     defaults = {arg.arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
     return f"{signature.name}({', '.join(_option(option, defaults[option.name]) for option in signature.options)})"
@@ -141,7 +149,11 @@ def _option(option: Option, default: ast.expr | None) -> str:
 
 
 def _function_text(signature: Signature) -> str:
-    """Return what a function reads and needs, its options' words, and its docstring."""
+    """Return the description of a function: its docstring, with added sentences.
+
+    The added sentences state the columns that the function reads, the rows that it needs, and the words that its
+    options take.
+    """
     first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
     reads = ", ".join(
         f"`{column}`{' (if present)' if column in signature.optional else ''}" for column in signature.columns
@@ -201,7 +213,7 @@ def _params(algorithm: str) -> str:
 
 @functools.cache
 def _files() -> dict[str, str]:
-    """Return the package's algorithms with the comment at the top of each file."""
+    """Return the package's algorithms, each with the comment at the top of its file."""
     descriptions = {}
     for path in sorted(algorithms.FOLDER.glob("*.rlg")):
         comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
@@ -230,7 +242,10 @@ def quantity(value: float, unit: str) -> str:
 
 
 def figures(device: Device) -> Iterator[tuple[str, str]]:
-    """Yield the attributes of `cluster` that a preset sets, each with its figure."""
+    """Yield each figure that `cluster` has as an attribute, with the preset's value.
+
+    The value is "" if the preset does not set the figure.
+    """
     for name, kind in ClusterOptions.kinds().items():
         if isinstance(kind, QuantityKind) and name != "network":
             figure = device.figure(name)
@@ -250,7 +265,7 @@ def _device(device: Device) -> str:
 
 
 def _devices() -> str:
-    """Return a table of the presets, with a line for each distinct figure and source."""
+    """Return a table of all device presets, with one line per distinct figure."""
     lines = ["| figure | preset | value | source |", "|---|---|---|---|"]
     by_device = {device_.name: dict(figures(device_)) for device_ in DEVICES.values() if device_.name not in MACHINES}
     for name in next(iter(by_device.values())):
@@ -355,7 +370,7 @@ LISTS: dict[str, Callable[[], str]] = {
 }
 
 
-# The list of each kind of call, and what one of it is.
+# For each kind of call: the name of its list in LISTS, and the words for one function of this kind.
 _KINDS: dict[CallKind, tuple[str, str]] = {
     "loss": ("terms", "A loss term"),
     "function": ("functions", "A function"),
@@ -366,9 +381,9 @@ _KINDS: dict[CallKind, tuple[str, str]] = {
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
-    """Yield list, name and text of all entries other than attributes.
+    """Yield the list, the name and the text of all entries except attributes.
 
-    The list is one of `LISTS`: functions, loss terms, algorithms, devices, models, engines …
+    The list is a key of `LISTS`: functions, loss terms, algorithms, devices, models, engines …
     """
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
         list_name, kind_text = _KINDS[kind]

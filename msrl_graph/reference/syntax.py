@@ -1,7 +1,7 @@
-"""The rules of the grammar in EBNF, for readers.
+"""The rules of the grammar in EBNF, for the language reference.
 
-Invariant: the text is `dsl/grammar.lark` itself, without what only the parser needs, and with each keyword and sign in
-quotes.
+Invariant: the text is that of `dsl/grammar.lark`, without the details that only the parser needs, and with quotes
+around each keyword and sign.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .. import dsl
 GRAMMAR = Path(dsl.__path__[0]) / "grammar.lark"
 _RULE = re.compile(r"^[?!]?(_?[a-z_]+): *((?:.+(?:\n +\|.*)*))$", re.MULTILINE)
 _TERMINAL = re.compile(r"^(_?[A-Z_]+)(?:\.\d+)?: (.+)$", re.MULTILINE)
-# Terminals whose patterns say less than their names; the page on words explains them.
+# Terminals that are shown by name, because a reader learns less from the pattern; the page on words explains them.
 NAMED = ("NAME", "STRING", "INT", "FLOAT", "QUANTITY")
 
 
 @functools.cache
 def known() -> dict[str, str]:
-    """Return the body of each rule, by its name, in the order of the grammar."""
+    """Return the body of each grammar rule, by rule name, in the order of the grammar."""
     text = GRAMMAR.read_text(encoding="utf-8")
     terminals = {name: _shown(body) for name, body in _TERMINAL.findall(text)}
 
@@ -40,14 +40,14 @@ def known() -> dict[str, str]:
 
 
 def reserved() -> list[str]:
-    """Return the reserved words."""
+    """Return the reserved words of the language."""
     match = re.search(r"^NAME: /\(\?!\(([a-z|]+)\)", GRAMMAR.read_text(encoding="utf-8"), re.MULTILINE)
     assert match is not None
     return match[1].split("|")
 
 
 def rules(names: Iterable[str]) -> str:
-    """Return some rules, one per line. Raises KeyError for an unknown name."""
+    """Return grammar rules, one per line. Raises KeyError for an unknown name."""
     chosen = {name: known()[name] for name in names}
     width = max(map(len, chosen))
     return "\n".join(f"{name:<{width}} = {body}" for name, body in chosen.items())
@@ -58,6 +58,9 @@ def _plain(rule: str) -> str:
 
 
 def _shown(pattern: str) -> str:
-    """Return a terminal's pattern: a keyword in quotes, signs as they are."""
+    """Return the pattern of a terminal as the reference shows it.
+
+    A keyword is shown in quotes, and an alternative of signs in parentheses.
+    """
     keyword = re.fullmatch(r"/(\w+)\\b/", pattern)
     return f'"{keyword[1]}"' if keyword else f"({pattern})" if "|" in pattern else pattern

@@ -1,4 +1,5 @@
-"""What runs a plan: pools of processes on Ray, the dock, and weight resharding.
+"""Execution of a plan: pools of Ray processes, transfer dock, weight resharding.
 
-The transfer dock is under the sample edges, the allgather-swap on resharding edges.
+The transfer dock carries the rows of the sample edges. The allgather-swap moves the weights of a resharding edge whose
+two nodes share devices.
 """

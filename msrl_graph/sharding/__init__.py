@@ -1,1 +1,1 @@
-"""Sharding: which part of which tensor a rank holds, and how it changes layouts."""
+"""Sharding: which part of which tensor a rank holds, and how layouts change."""

@@ -1,7 +1,8 @@
 """Device ranges: the devices of a pool's ranks.
 
-Invariant: devices are numbered from 0 through all hosts of `per_host` each. A range is a row of consecutive devices
-or, if `each` is set, the same `each` devices on consecutive hosts. Its ranks follow the order of its devices.
+Invariant: devices are numbered from 0 through all hosts, with `per_host` devices on each host. A range consists of
+consecutive devices. If `each` is not 0, the range consists of the same `each` devices on each of several consecutive
+hosts. The ranks of a range follow the order of its devices.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 
 
 class DeviceRange:
-    """A range with `first`, the device of rank 0, and `each`.
+    """A range of devices, given by `first` and `each`.
 
-    `each` is the number of its devices on each host, if it does not have the whole host, else 0.
+    `first` is the device of rank 0. If the range has only some devices of each host, `each` is their number per host.
+    If the range is contiguous, `each` is 0.
     """
 
     first: int
@@ -24,9 +26,9 @@ class DeviceRange:
         return self.first + rank // self.each * per_host + rank % self.each
 
     def rank(self, device: int, per_host: int) -> int:
-        """Return the rank of a device; out of range if the device is not in the range.
+        """Return the rank of a device.
 
-        It is then below 0 or beyond the last rank.
+        If the device is not in the range, the result is below 0 or beyond the last rank.
         """
         if not self.each:
             return device - self.first
@@ -34,14 +36,14 @@ class DeviceRange:
         return host * self.each + place if place < self.each else -1
 
     def on_host(self, devices: int, per_host: int) -> int:
-        """Return how many of `devices` devices of the range are on one host, at most."""
+        """Return the most devices that a range of `devices` devices has on one host."""
         return min(devices, self.each or per_host)
 
 
 def iterate_runs(first: int, devices: int, each: int, per_host: int) -> Iterator[tuple[int, int]]:
     """Yield runs of consecutive devices as (first, one beyond the last).
 
-    There is one run, or one on each host.
+    If `each` is 0, there is one run. If not, there is one run on each host.
     """
     if not each:
         yield first, first + devices

@@ -1,7 +1,7 @@
 """Counts of what the devices of one host receive in a resharding.
 
-Invariant: counts depend only on the boxes that the host's ranks hold on both sides. So hosts with equal signatures
-have equal counts, and one of them stands for all.
+Invariant: counts depend only on the boxes (index ranges of tensors) that the host's ranks hold before and after the
+resharding. Hosts with equal signatures therefore have equal counts, and only one of them is counted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from functools import lru_cache
 
 from .layout import Box, Coordinates, Side, Tensor, box_at, elements, overlap
 
-# The stages of a tensor on both sides; and the places of a host's devices in their stages.
+# The pipeline stages of a tensor on both sides.
 StagePair = tuple[tuple[int, ...], tuple[int, ...]]
+# The devices of a host (numbered within the host) with their coordinates in their pipeline stages.
 DevicePlaces = tuple[tuple[int, tuple[int, int, int]], ...]
 
 
 def period(side: Side, experts: bool = False) -> int:
     """Return the number of consecutive ranks of a stage after which boxes repeat.
 
-    Replicas count only where they shard weights.
+    Data-parallel replicas have different boxes only if the weights are sharded over dp.
     """
     layout = side.layout
     if side.divided and (layout.edp if experts else layout.dp) > 1:
@@ -37,13 +38,13 @@ def period(side: Side, experts: bool = False) -> int:
 
 
 def box_on_stage(tensor: Tensor, side: Side, rank: int) -> Box:
-    """Return the box of a rank, as if its stage had the tensor."""
+    """Return the box of a rank, assuming that its pipeline stage has the tensor."""
     place = side.layout.coordinates(rank)
     return box_at(tensor, side, (place.etp, place.ep, place.edp) if tensor.experts else (place.tp, 0, place.dp))
 
 
 def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
-    """Return what determines a rank's boxes: its stage, and its place in the stage."""
+    """Return the coordinates that determine a rank's boxes, the stage first."""
     place = side.layout.coordinates(rank)
     own = (place.etp, place.ep, place.edp) if experts else (place.tp, 0, place.dp)
     return (place.pp, *(own if side.divided else own[:2]))
@@ -51,7 +52,12 @@ def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class HostCounter:
-    """What the devices of a host lack, by the boxes that they and their host hold."""
+    """The counter of elements that the devices of a host receive in a resharding.
+
+    - `source` and `target` are the shardings before and after the resharding.
+    - `block` is the number of ranks that gather together. If it is 0, each device receives exactly what it lacks.
+    - `experts` says whether the counted tensors are experts.
+    """
 
     source: Side
     target: Side
@@ -62,7 +68,7 @@ class HostCounter:
     counted: dict[tuple[object, ...], tuple[dict[int, int], int]] = field(default_factory=dict)
 
     def signature(self, host: int) -> tuple[object, ...]:
-        """Return what determines the boxes of a host's ranks.
+        """Return a value that determines the boxes of a host's ranks.
 
         Hosts that hold the same boxes have equal signatures.
         """
@@ -76,12 +82,19 @@ class HostCounter:
         return tuple(parts)
 
     def _block_start(self, rank: int) -> int:
-        """Return where a rank's block, or the first equal block, starts in its stage."""
+        """Return the first rank of a rank's block, counted from the start of its stage.
+
+        If several blocks of a stage have the same boxes, the result is that of the first of these blocks.
+        """
         start = rank % self.source.layout.stage_devices // self.block * self.block
         return start % math.lcm(period(self.source, self.experts), self.block)
 
     def count(self, by_stages: Mapping[Tensor, Mapping[StagePair, int]], host: int) -> tuple[dict[int, int], list[int]]:
-        """Count what a host's devices receive, and what comes from other hosts by stage."""
+        """Count the elements that a host's devices receive.
+
+        Returns two counts: the elements by receiving device, and the elements from other hosts by sending pipeline
+        stage. `by_stages` has the number of tensors, by tensor without its name and by the stages on both sides.
+        """
         first = host * self.per_host
         givers, takers = (
             {
@@ -129,7 +142,7 @@ class HostCounter:
         return {first + i: amount for i, amount in received.items()}, sent
 
     def _place_devices(self, devices: Mapping[int, Coordinates], side: Side, on: tuple[int, ...]) -> DevicePlaces:
-        """Return the places of a host's devices that are on some stages."""
+        """Return the coordinates of those of a host's devices that are on some stages."""
         places = (
             (i, (place.etp, place.ep, place.edp) if self.experts else (place.tp, 0, place.dp))
             for i, place in devices.items()
@@ -140,9 +153,10 @@ class HostCounter:
     def _count_blocks(
         self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces, starts: tuple[tuple[int, int], ...]
     ) -> tuple[dict[int, int], int]:
-        """Count one tensor by blocks.
+        """Count the elements of one tensor, if it is gathered by blocks of ranks.
 
-        A block's boxes are those of its ranks, so a rank already has its own box, and a host those of its ranks.
+        A block gathers the boxes of its ranks. A rank does not receive its own box, and a host does not receive the
+        boxes of its own ranks.
         """
         have = {i: box_at(tensor, self.source, place) for i, place in givers}
         wants = {i: box_at(tensor, self.target, place) for i, place in takers}
@@ -161,9 +175,9 @@ class HostCounter:
         return received, sum(map(elements, set().union(*(holders for holders, _ in blocks.values())) - present))
 
     def _count_exact(self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces) -> tuple[dict[int, int], int]:
-        """Count one tensor exactly.
+        """Count the elements of one tensor, if each device receives only what it lacks.
 
-        That is what each device lacks of what it wants, and what the host lacks.
+        Returns the elements that each device lacks of its target box, and the elements that the host lacks.
         """
         have = {i: box_at(tensor, self.source, place) for i, place in givers}
         present = {box for box in have.values() if elements(box)}
@@ -180,7 +194,7 @@ class HostCounter:
 
 @lru_cache(maxsize=1 << 12)
 def _count_block_boxes(tensor: Tensor, source: Side, start: int, block: int) -> tuple[Mapping[Box, int], int]:
-    """Return a block's boxes with their numbers of holders, and all elements."""
+    """Return how many ranks of a block hold each box, and the elements of all boxes."""
     holders = Counter(
         box for rank in range(start, start + block) if elements(box := box_on_stage(tensor, source, rank))
     )

@@ -1,9 +1,9 @@
 """Parallel layouts: which box of which tensor a rank holds.
 
-Invariant: on one side, the boxes of a tensor on any two ranks are equal or disjoint, and those of one model replica
-cover the tensor exactly once. A box is a range [start, stop) in each dim; a rank that holds nothing of a tensor has
-an empty box. Ranks of a placement are numbered from 0 as Megatron numbers them (arXiv:2104.04473): tp fastest, then
-cp, dp, and pp slowest.
+A box is a range [start, stop) in each dim of a tensor. Invariant: under one layout, the boxes of a tensor on any two
+ranks are equal or disjoint, and the boxes of one model replica cover the tensor exactly once. A rank that holds nothing
+of a tensor has an empty box. Ranks of a placement are numbered from 0 as Megatron numbers them (arXiv:2104.04473): tp
+fastest, then cp, dp, and pp slowest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
 class Coordinates(NamedTuple):
     """A rank's index on each axis.
 
-    `etp`, `ep` and `edp` number the same ranks of a stage for the experts.
+    `tp`, `cp` and `dp` number the ranks of a pipeline stage. For experts, `etp`, `ep` and `edp` number the same ranks.
     """
 
     tp: int
@@ -41,11 +41,11 @@ class Coordinates(NamedTuple):
 class Layout:
     """Sizes of the mesh axes; `zero` is the ZeRO stage (arXiv:1910.02054) over dp.
 
-    Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. `stages`: the layers of
-    each of the pp x vpp chunks, if stated; chunk c is on stage c % pp.
-    `inner` splits dp in two: `inner` data-parallel replicas are adjacent *inside* the tensor-parallel groups. Ranks
-    that hold the parts of one generation shard under the update layout are then neighbours, and resharding gathers in
-    groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). It numbers ranks; it changes no result.
+    Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. `stages` has the number of
+    layers of each of the pp x vpp chunks, if stated; chunk c is on stage c % pp. `inner` splits dp in two: `inner`
+    data-parallel replicas are adjacent *inside* the tensor-parallel groups. Then ranks that hold the parts of one
+    generation shard under the update layout are neighbors, and resharding gathers in groups of `inner` (the idea of
+    HybridFlow, arXiv:2409.19256, section 5.3). `inner` numbers ranks and changes no result.
     """
 
     tp: int = 1
@@ -67,12 +67,12 @@ class Layout:
 
     @property
     def stage_devices(self) -> int:
-        """Return the ranks of a pipeline stage."""
+        """The number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def edp(self) -> int:
-        """Return the copies of each expert, where ep x etp divides the stage."""
+        """The number of copies of each expert, if ep x etp divides the stage."""
         return max(1, self.stage_devices // (self.ep * self.etp))
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -95,7 +95,7 @@ class Layout:
         return ((outer * self.cp + cp) * self.tp + tp) * self.inner + dp % self.inner
 
     def chunks(self, layers: int) -> tuple[int, ...]:
-        """Return the layers of each chunk: as stated, otherwise equal.
+        """Return the number of layers of each chunk: as stated, or evenly split.
 
         Extra layers go to the middle chunks, because embedding and head are at the ends.
         """
@@ -106,13 +106,13 @@ class Layout:
         return _layers_by_stage(self.chunks(layers), self.pp)[stage]
 
     def most_layers(self, layers: int) -> int:
-        """Return the layers of the stage that has the most."""
+        """Return the number of layers of the pipeline stage that has the most layers."""
         return max(sum(stop - start for start, stop in self.stage_layers(stage, layers)) for stage in range(self.pp))
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """Return the stage of a layer.
+        """Return the pipeline stage of a layer.
 
-        The embedding is layer -1, on the first stage; norm and head are layer `layers`, on the last.
+        The embedding is layer -1, on the first stage. The norm and the head are layer `layers`, on the last stage.
         """
         if layer < 0:
             return 0
@@ -133,7 +133,7 @@ def _split_layers(number: int, layers: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def _layers_by_stage(chunks: tuple[int, ...], pp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return for each stage the ranges of layers on it."""
+    """Return the ranges of layers on each pipeline stage."""
     by_stage: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
     start = 0
     for i, number in enumerate(chunks):
@@ -144,7 +144,7 @@ def _layers_by_stage(chunks: tuple[int, ...], pp: int) -> tuple[tuple[tuple[int,
 
 @lru_cache(maxsize=1 << 10)
 def _stage_by_layer(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
-    """Return the stage of each layer."""
+    """Return the pipeline stage of each layer."""
     return tuple(i % pp for i, number in enumerate(chunks) for _ in range(number))
 
 
@@ -152,15 +152,15 @@ def _stage_by_layer(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
 class Tensor:
     """A named weight of a model, with the ways to shard it.
 
-    - `tp_dim`: the dim that tensor parallelism shards (expert tensor parallelism, for experts); -1: each rank has a
-      copy.
-    - `unit`: rows of that dim that stay together (a head).
+    - `tp_dim`: the dim that tensor parallelism shards (for experts: expert tensor parallelism). If it is -1, each rank
+      has a copy.
+    - `unit`: the number of rows of that dim that must not be separated (a head).
     - `shared`: units are copied if there are more ranks than units (key-value heads).
-    - `padded`: a vocabulary, which engines pad.
-    - `experts`: dim 0 counts the experts of a layer, which ep shards. The safetensors files have one tensor per
-      expert, `name` with the number in place of `*`.
-    - `layer`, of `layers`: -1 for the embedding, `layers` for norm and head. A `tied` embedding is on the last stage
-      too.
+    - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
+    - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert, whose name
+      is `name` with the number of the expert in place of `*`.
+    - `layer`, of `layers`: -1 for the embedding, `layers` for norm and head. A `tied` embedding is also on the last
+      stage.
     """
 
     name: str
@@ -179,7 +179,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """Yield where parts of a box are in files: name, index in the box, box there."""
+        """Yield the tensors in files that a box spans: name, index in the box, and box."""
         if not self.experts:
             yield self.name, (), box
             return
@@ -188,7 +188,7 @@ class Tensor:
 
     @cached_property
     def stripped(self) -> Tensor:
-        """Return the tensor without its name and layer, which boxes do not depend on."""
+        """The tensor without its name and layer, which do not change boxes."""
         return self if not (self.name or self.layer) and self.layers == 1 else replace(self, name="", layer=0, layers=1)
 
 
@@ -196,7 +196,7 @@ class Tensor:
 class Side(DeviceRange):
     """How a node's weights are sharded, and the devices of its ranks.
 
-    Weights may be `divided` over dp (ZeRO 3). The engine pads a vocabulary to a `multiple`.
+    `divided` means that weights are sharded over dp (ZeRO 3). The engine pads a vocabulary to a multiple of `multiple`.
     """
 
     layout: Layout
@@ -213,7 +213,7 @@ class Side(DeviceRange):
 class TensorKind(NamedTuple):
     """Tensors that differ only in name and layer.
 
-    There are `each` of them in every layer of [start, stop).
+    `tensor` is one of these tensors. Every layer of [start, stop) has `each` of these tensors.
     """
 
     tensor: Tensor
@@ -222,11 +222,11 @@ class TensorKind(NamedTuple):
     each: int
 
     def count_on_stage(self, side: Side, stage: int) -> int:
-        """Return how many of the tensors a stage holds."""
+        """Return how many tensors of this kind a pipeline stage holds."""
         return self.each * self.layers_on(side.layout)[stage]
 
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
-        """Return how many of the layers each stage holds; of an embedding or head 0 or 1."""
+        """Return how many layers of this kind each stage holds (embedding, head: 0 or 1)."""
         return _count_layers_by_stage(
             self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
         )
@@ -250,7 +250,7 @@ def strip_name(tensor: Tensor) -> Tensor:
 
 
 class TensorKinds(tuple[TensorKind, ...]):
-    """Kinds for frequent look-ups: hashed once."""
+    """A tuple of tensor kinds that computes its hash once."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -263,7 +263,7 @@ class TensorKinds(tuple[TensorKind, ...]):
 def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
     """Return the kinds of a model's tensors.
 
-    What is true of one tensor is true of all of its kind, except its stage.
+    Tensors of one kind differ only in name, layer and pipeline stage.
     """
     groups: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
     for tensor in tensors:
@@ -273,9 +273,9 @@ def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
 
 
 def _iterate_kinds(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
-    """Yield a kind for each range of layers that have equally many of a tensor.
+    """Yield a kind for each range of layers with the same number of a tensor.
 
-    Embedding and head are alone, because they have stages of their own.
+    The embedding and the head are kinds of their own, because they have stages of their own.
     """
     stretch: list[int] = []
     for layer in [*sorted(counts), None]:
@@ -296,7 +296,7 @@ def _iterate_kinds(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKin
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     """Return the index-th of `parts` ranges of [0, length), as torch.chunk cuts them.
 
-    All have the same size, rounded up; the last ones may be shorter or empty.
+    All ranges have the same size, rounded up; the last ranges may be shorter or empty.
     """
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
@@ -317,8 +317,8 @@ def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
 def shard(tensor: Tensor, side: Side, rank: int) -> Box:
     """Return the box of `tensor` that `rank` holds.
 
-    It is the tensor-parallel slice, of experts that of the rank's own, and where weights are divided over dp, a range
-    of dim 0 of it.
+    The box is the tensor-parallel slice of the rank, for experts the slice of the rank's own experts. If weights are
+    sharded over dp, the box is a range of dim 0 of that slice.
     """
     layout = side.layout
     place = layout.coordinates(rank)
@@ -329,7 +329,7 @@ def shard(tensor: Tensor, side: Side, rank: int) -> Box:
 
 @lru_cache(maxsize=1 << 16)
 def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box:
-    """Return the box at (tp, 0, dp), for experts at (etp, ep, edp), on any stage."""
+    """Return the box at the coordinates (tp, 0, dp), or (etp, ep, edp) for experts."""
     tp, ep, dp = coordinates
     layout = side.layout
     box = list(full_box(tensor.shape))
@@ -385,21 +385,21 @@ def relative_box(part: Box, outer: Box) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box's elements in its tensor."""
+    """Return the slices that select a box from its tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def stage_elements(tensor_kinds: Iterable[TensorKind], side: Side, stage: int) -> int:
-    """Return the elements on the busiest rank of a stage.
+    """Return the number of elements on the busiest rank of a pipeline stage.
 
-    That is the rank at coordinates 0: the first range is never shorter than the others.
+    This is the rank at coordinates 0, because the first range is never shorter than the other ranges.
     """
     return sum(stage_parts(_as_tuple(tensor_kinds), side)[stage])
 
 
 @lru_cache(maxsize=1 << 14)
 def stage_parts(tensor_kinds: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, int], ...]:
-    """Return for each stage its busiest rank's elements: dense ones, and of experts."""
+    """Return for each stage the dense and the expert elements of its busiest rank."""
     sizes: dict[tuple[tuple[int, ...], bool], int] = {}  # by how many a stage holds
     for kind in tensor_kinds:
         key = kind.layers_on(side.layout), kind.tensor.experts
@@ -416,5 +416,5 @@ def _as_tuple(tensor_kinds: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
 
 
 def count_busiest_elements(tensor_kinds: Iterable[TensorKind], side: Side) -> int:
-    """Return the elements on the busiest rank of all."""
+    """Return the number of elements on the rank that holds most elements."""
     return max(map(sum, stage_parts(_as_tuple(tensor_kinds), side)))

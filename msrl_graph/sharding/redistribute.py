@@ -1,9 +1,9 @@
 """Resharding: which ranks gather, what moves between devices, and how many bytes.
 
-Invariant: every element of a target box comes from exactly one source box, and all ranks compute the same list in the
-same order. What is counted (`movement`) is what is moved (`fetches`): between hosts a piece goes once to each host
-that lacks it, within a host to each device that lacks it. Counting is by classes of hosts that hold the same, never
-by pairs of devices.
+Invariant: every element of a target box comes from exactly one source box, and all ranks compute the same list of
+transfers in the same order. `count_movement` counts exactly what `list_transfers` moves. Between hosts, a box is sent
+once to each host that lacks it. Within a host, the box is passed on to each device that lacks it. Elements are counted
+for classes of hosts that hold the same boxes, never for pairs of devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from .layout import Box, Side, Tensor, TensorKind, elements, overlap, shard, sta
 
 
 def boxes(tensor: Tensor, side: Side, ranks: Iterable[int]) -> set[Box]:
-    """Return the distinct non-empty boxes of a tensor, assumed on the ranks' stage."""
+    """Return the distinct nonempty boxes of a tensor on some ranks.
+
+    The boxes are those of `tensor`, as if the pipeline stages of all `ranks` had the tensor.
+    """
     candidates = {box_on_stage(tensor, side, rank) for rank in ranks}
     return {box for box in candidates if elements(box)}
 
@@ -39,9 +42,9 @@ def crosses(source: Side, target: Side, layers: int) -> bool:
 def gather_block(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> int:
     """Return the smallest block size g whose all-gather is enough to reshard.
 
-    It divides a source stage, and in each aligned block of g consecutive ranks the `source` boxes cover every rank's
-    `target` box. If layers change their stage, a block spans the same places of all stages.
-    Both sides have the same devices. A whole stage always suffices.
+    The size g divides the number of ranks of a source stage. In each aligned block of g consecutive ranks, the boxes of
+    `source` cover the `target` box of every rank. If layers change their pipeline stage, a block has the ranks at the
+    same positions of all stages. Both sides must have the same devices. A block of a whole stage always suffices.
     """
     width = source.layout.stage_devices
     across = any(crosses(source, target, tensor_kind.tensor.layers) for tensor_kind in kinds)
@@ -76,7 +79,8 @@ def _covers(tensor: Tensor, source: Side, target: Side, block: int, width: int, 
 def list_gather_groups(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
     """Return the groups of ranks that gather together.
 
-    They are blocks of `block` ranks of a stage, `across` all stages or in each stage alone.
+    A group has `block` consecutive ranks of a stage. With `across`, a group has the ranks at these positions of all
+    stages.
     """
     width = source.layout.stage_devices
     pp = source.layout.pp
@@ -92,9 +96,11 @@ def list_gather_groups(source: Side, across: bool, block: int) -> list[tuple[int
 def find_served_stages(
     source: Side, target: Side, ways: tuple[tuple[bool, int], ...]
 ) -> frozenset[tuple[frozenset[int], ...]]:
-    """Return the target stages that a rank's neighbours are on, for each kind of rank.
+    """Return the target stages whose weights can reach a rank, for each kind of rank.
 
-    They are given by way (`across` and `block` as in `gatherers`). Weights of other stages never reach the rank.
+    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. For each kind of rank and each route,
+    the result has the target stages of the ranks that gather together with a rank of this kind. Weights of other stages
+    never reach the rank.
     """
     width = source.layout.stage_devices
     width_there = target.layout.stage_devices
@@ -111,14 +117,17 @@ def find_served_stages(
 
 
 def count_gathered(tensor: Tensor, source: Side, block: int) -> int:
-    """Return the elements that an all-gather over a block collects, each box once."""
+    """Return the number of elements that an all-gather over a block collects.
+
+    A box that several ranks hold counts once.
+    """
     return sum(map(elements, boxes(tensor, source, range(min(block, period(source, tensor.experts))))))
 
 
 class TensorPair(NamedTuple):
-    """`number` tensors of a kind that are on the same stages on both sides.
+    """Tensors of one kind with equal pipeline stages, before and after a resharding.
 
-    `tensor` is one of them.
+    `tensor` is one of these tensors. `number` is the number of these tensors.
     """
 
     tensor: Tensor
@@ -126,7 +135,7 @@ class TensorPair(NamedTuple):
 
 
 def pairs(kinds: Iterable[TensorKind], source: Side, target: Side) -> Iterator[TensorPair]:
-    """Yield the tensors of a model by kind, and by stage on both sides."""
+    """Yield a model's tensors, grouped by kind and by stages in `source` and `target`."""
     for kind in kinds:
         if kind.start < 0 or kind.start >= kind.tensor.layers or source.layout.pp == target.layout.pp == 1:
             yield TensorPair(kind.tensor, kind.each * (kind.stop - kind.start))
@@ -147,9 +156,9 @@ def _move_to_layer(tensor: Tensor, layer: int) -> Tensor:
 
 
 class BoxTransfer(NamedTuple):
-    """A box that device `giver` sends to the first of the devices `takers`.
+    """A box (an index range per dim) that `giver` sends to the first of `takers`.
 
-    All takers are on one host; the first one passes the box on to the others.
+    `giver` and `takers` are devices. All takers are on one host. The first taker passes the box on to the other takers.
     """
 
     giver: int
@@ -160,7 +169,7 @@ class BoxTransfer(NamedTuple):
 def list_transfers(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[BoxTransfer]:
     """Return the transfers for one tensor, in an order that all ranks agree on.
 
-    Holders of the same box take turns.
+    Devices that hold the same box take turns at sending.
     """
     holders: dict[Box, list[int]] = {}
     for rank in range(source.devices):
@@ -188,9 +197,11 @@ def list_transfers(tensor: Tensor, source: Side, target: Side, per_host: int) ->
 class Movement:
     """The number of elements that a resharding moves.
 
-    - `received`: what the busiest device receives, from its own host or another. `total`: what all devices receive.
-    - `inward`: what the busiest host receives from other hosts. `between`: what all hosts receive from others.
-    - `outward`: what a host sends, if the hosts that hold the same piece take turns.
+    - `received`: elements that the busiest device receives, from its own host or from another host.
+    - `total`: elements that all devices receive.
+    - `inward`: elements that the busiest host receives from other hosts.
+    - `between`: elements that all hosts receive from other hosts.
+    - `outward`: elements that the busiest host sends, if the hosts that hold the same boxes take turns at sending.
     """
 
     received: int = 0
@@ -204,10 +215,10 @@ class Movement:
 def count_movement(
     kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, block: int = 0
 ) -> Movement:
-    """Count what `fetches` moves over all tensors of `kinds`.
+    """Count the elements that `list_transfers` moves for all tensors of `kinds`.
 
-    Each device receives only what it lacks. With `block` it receives all that an all-gather over blocks of that many
-    ranks collects; the kinds are then all of experts, or none is.
+    If `block` is 0, each device receives only what it lacks. If not, each device receives all that an all-gather over
+    blocks of `block` ranks collects. In that case, all `kinds` must be experts, or none.
     """
     received = dict.fromkeys(range(target.devices), 0)
     inward = dict.fromkeys(_hosts(target, per_host), 0)
@@ -236,7 +247,7 @@ def _hosts(side: Side, per_host: int) -> range:
 
 @lru_cache(maxsize=1 << 10)
 def _classify_hosts(source: Side, target: Side, per_host: int, block: int, experts: bool) -> tuple[list[int], ...]:
-    """Return the target's hosts in classes that hold the same boxes of any tensor."""
+    """Return the target's hosts in classes that hold the same boxes of every tensor."""
     counter = HostCounter(source, target, per_host, block, experts)
     classes = dict[tuple[object, ...], list[int]]()
     for host in _hosts(target, per_host):
@@ -248,7 +259,7 @@ def _classify_hosts(source: Side, target: Side, per_host: int, block: int, exper
 def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
     """Return the elements that the first or the last host of the target lacks.
 
-    That is at most what `movement` finds for the busiest host, for less work.
+    The result is the larger of the two numbers. It is at most the `inward` of `count_movement`, and takes less work.
     """
     hosts = {target.first // per_host, target.device(target.devices - 1, per_host) // per_host}
     missing = dict.fromkeys(hosts, 0)
@@ -261,7 +272,7 @@ def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per
 
 
 def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) -> dict[Tensor, dict[StagePair, int]]:
-    """Count the tensors of each kind by their stages on both sides."""
+    """Count the tensors of each kind by their stages in `source` and in `target`."""
     by_stages: dict[Tensor, dict[StagePair, int]] = {}
     for tensor, number in pairs(kinds, source, target):
         pair = stages(tensor, source.layout), stages(tensor, target.layout)
@@ -271,12 +282,12 @@ def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) ->
 
 
 def count_left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
-    """Count the elements that naive resharding leaves besides the new weights.
+    """Count the elements that naive resharding leaves in addition to the new weights.
 
-    They are those of all devices (arXiv:2507.19017, figure 3 and eq. 3).
-    If the box that a rank needs is within the box that it has, it generates from the existing buffer, and the rest of
-    the buffer is useless: of 100 elements with 25 needed, 75. Otherwise a new buffer is allocated, and all of the old
-    one is useless.
+    The elements are those of all devices (arXiv:2507.19017, figure 3 and eq. 3). If the box that a rank needs is within
+    the box that the rank has, the rank generates from the existing buffer. The rest of that buffer is useless: 75 of
+    100 elements, if 25 are needed. If the needed box is not within the existing box, a new buffer is allocated, and the
+    whole old buffer is useless.
     """
     total = 0
     for experts in (False, True):

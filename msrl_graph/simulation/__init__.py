@@ -1,7 +1,9 @@
 """A discrete-event simulation of a plan's iterations with rows of varying length.
 
-Lengths are sampled from a distribution or read from a file. The simulation includes slow devices, streaming, balancing,
-partial rollout and staleness. Invariant: nothing is measured and nothing is random: equal arguments give equal bytes,
+Lengths of rows are sampled from a distribution or read from a file. The simulation includes slow devices, streaming,
+balancing, partial rollout and staleness.
+
+Invariant: the simulation measures nothing and depends on nothing but its arguments. Equal arguments give equal bytes,
 in any process.
 """
 
@@ -28,14 +30,16 @@ def simulate(
 ) -> Simulation:
     """Simulate a number of iterations of a complete plan.
 
-    - `lengths`: `DISTRIBUTION(…)` in tokens for what is generated, `COLUMN=DISTRIBUTION(…)` for another column, of
-      fixed(n), uniform(least, most), normal(mean, std), lognormal(median, sigma), geometric(mean); or a file
-      (docs/guides/simulation.md). Lengths are clipped to a column's bound, which is also their default.
-    - `stragglers`: the share of slow devices and how many times slower they compute, as `1% x3`.
-    - `function_seconds`: seconds per row, or a distribution of them, by function node.
-    - `seed`: by default the run's.
+    - `lengths`: the number of tokens of each row. `DISTRIBUTION(…)` is for all generated columns,
+      `COLUMN=DISTRIBUTION(…)` for another column. Distributions are fixed(n), uniform(least, most), normal(mean, std),
+      lognormal(median, sigma) and geometric(mean). Instead of a distribution, a file can be named
+      (docs/guides/simulation.md). Lengths are limited to the column's bound. Without `lengths`, every row has the
+      length of the bound.
+    - `stragglers`: the share of devices that are slow, and how many times slower they compute, for example `1% x3`.
+    - `function_seconds`: seconds per row of each function node, as a number or a distribution.
+    - `seed`: the seed of the simulation, by default that of the run.
 
-    Raises Fault for arguments that it cannot read.
+    Raises Fault for arguments that cannot be parsed.
     """
     texts = (lengths,) if isinstance(lengths, str) else tuple(lengths)
     specs = read_specs(plan, texts, stragglers, function_seconds or {}, plan.deploy.run.seed if seed is None else seed)

@@ -1,7 +1,8 @@
-"""What a user states of rows and machines: lengths, stragglers, function seconds.
+"""The user's assumptions: lengths of rows, slow devices, seconds of functions.
 
-Invariant: all is frozen data, read once. A number is sampled by the inverse of a distribution from one uniform number,
-so that a longer distribution makes each row longer and never changes the order of rows.
+Invariant: the assumptions are immutable data, parsed once. A number is sampled from a distribution by applying the
+inverse distribution function to one uniform random number. So a distribution with longer lengths makes each row longer,
+and never changes which of two rows is longer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Distribution:
     arguments: tuple[float, ...]
 
     def value_at(self, share: float) -> float:
-        """Return the value below which `share` of all values lies, for a share in (0, 1)."""
+        """Return the quantile of the distribution for a share in (0, 1).
+
+        The share is the fraction of all values that are below the quantile.
+        """
         return float(INVERSES[self.name][1](share, *self.arguments))
 
     def __str__(self) -> str:
@@ -49,9 +53,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Lengths from a file, repeated from the start after the last.
+    """Lengths from a file; after the last length, the file is repeated.
 
-    They are by row, in order of the rows' numbers, or by iteration, with one length for all its rows.
+    There is one length per row, in the order of the rows' numbers. With `by_iteration`, there is one length per
+    iteration instead, which all rows of the iteration have.
     """
 
     name: str
@@ -70,9 +75,10 @@ Source = Distribution | RecordedLengths
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The share of devices that compute slower, and by which factor.
+    """The share of devices that compute slower, and the factor of slowness.
 
-    They are the same devices in all iterations; those of a smaller share are among those of a larger one.
+    The same devices are slow in all iterations. With a larger share, more devices are slow, and those of the smaller
+    share are still among them.
     """
 
     share: float = 0.0
@@ -90,7 +96,8 @@ class Stragglers:
 class Specs:
     """The assumptions of a simulation.
 
-    `lengths` are by column; a column without one has its bound. `functions` are seconds per row, by node.
+    `lengths` has the lengths by column; rows of a column that is missing have the length of the column's bound.
+    `functions` has the seconds per row by function node.
     """
 
     lengths: Mapping[str, Source]
@@ -102,7 +109,7 @@ class Specs:
 def read_specs(
     plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int
 ) -> Specs:
-    """Parse the texts of the flags. Raises Fault."""
+    """Parse the texts of the flags of a simulation. Raises Fault."""
     sources: dict[str, Source] = {}
     for text in lengths:
         sources |= _parse_lengths(plan, text)
@@ -120,9 +127,10 @@ def generated_columns(graph: Graph) -> list[str]:
 
 
 def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
-    """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`.
+    """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE` to lengths by column.
 
-    Without a column it is for what is generated; a file of pairs also gives the prompts.
+    Without a column, the lengths are those of all generated columns. If the file has a pair [prompt, response] per
+    line, the lengths of prompts are also returned.
     """
     known = token_columns(plan.graph)
     responses = generated_columns(plan.graph)
@@ -145,16 +153,16 @@ def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
 
 
 def _prompt_lengths(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
-    """Return the lengths of prompts from pairs with one line per response.
+    """Return one length per prompt, from a file with one pair per response.
 
-    The first of the responses to a prompt counts.
+    The pairs of all responses to a prompt contain the prompt's length. The first of these pairs is used.
     """
     first = next(iter(plan.graph.verb("generate")), None)
     return prompts if by_iteration or first is None else prompts[:: plan.graph.fan(plan.graph.row_level(first))]
 
 
 def distribution(text: str, flag: str) -> Distribution:
-    """Parse a distribution; `flag` is the flag to name in errors."""
+    """Parse a distribution; `flag` is the flag's text for messages."""
     match = _CALL.fullmatch(text)
     name = match[1] if match else text
     if match is None or name not in INVERSES:
@@ -175,9 +183,11 @@ def distribution(text: str, flag: str) -> Distribution:
 
 
 def _read_lengths(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """Read a file: (prompts or none, responses, whether they are means of iterations).
+    """Read a file of lengths: return prompts, responses, and whether they are means.
 
-    It has JSON lines: the length of a response, a pair [prompt, response], or a line of a run's metrics.
+    The file has JSON lines. Each line is the length of a response, a pair [prompt, response], or a line of a run's
+    metrics. Lengths from metrics are means over an iteration. The prompts are empty if not every line has the length of
+    a prompt.
     """
     path = Path(name)
     path = path / "metrics.jsonl" if is_folder(path) else path
@@ -201,7 +211,11 @@ def _read_lengths(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool
 
 
 def _parse_pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | None]:
-    """Yield (prompt, response) of each line; None for a line that is neither."""
+    """Yield (prompt, response) for each line of a file of lengths.
+
+    The prompt is None if the line has only a response. The pair is None if the line has no lengths. Metrics of
+    evaluations are skipped.
+    """
 
     def is_count(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0

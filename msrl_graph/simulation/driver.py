@@ -1,9 +1,11 @@
 """The order of iterations in a simulation.
 
-Pools in step begin an iteration when the one before has ended completely; pools that may be ahead begin it when a run's
-driver would let them. Invariant: `PoolProgress` decides what begins when, and with which weights, here as in a run;
-this module only computes when something ends. Before an evaluation and a checkpoint the pools that are ahead finish
-their iteration; evaluations and checkpoints take no time.
+Pools in step begin an iteration when the previous iteration has ended completely. Pools that may be ahead begin an
+iteration when the driver of a run would let them. Before an evaluation or a checkpoint, the pools that are ahead finish
+their iteration. Evaluations and checkpoints themselves take no time.
+
+Invariant: `PoolProgress` decides when each pool begins an iteration and with which version of the weights, in a
+simulation and in a run. This module only computes the times at which iterations end.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ IN_STEP = "in step"
 
 @dataclass
 class SimulatedPublication:
-    """The weights of an edge over which generations fetch them.
+    """The versions of weights that a pool copies, and other pools fetch, over an edge.
 
-    `copied` has the time of each version's copy, `fetched` the end of each fetch, `told` the number of fetches that
-    were ordered. `evaluations` are the intervals, in iterations, of the evaluations that copy and fetch the weights
-    before an iteration begins.
+    - `evaluations`: the intervals, in iterations, of the evaluations that use the weights of the edge. Such an
+      evaluation copies and fetches the weights before an iteration begins.
+    - `copy_times`: the time at which the copy of each version was complete.
+    - `fetch_times`: the time at which each fetch ended.
+    - `ordered_fetches`: the number of fetches that generations have been ordered to make.
     """
 
     evaluations: list[int]
@@ -49,14 +53,14 @@ class SimulatedPublication:
     def is_copied(self, version: int) -> bool:
         """Return whether an evaluation has caused the copy of a version.
 
-        There is one before the first iteration.
+        All evaluations run before the first iteration, so version 0 is copied if there is any evaluation.
         """
         return any(not version or (interval and version % interval == 0) for interval in self.evaluations)
 
 
 @dataclass
 class _Job:
-    """The work of some pools in an iteration, from a time on."""
+    """The instructions that some pools run in an iteration, and when they can begin."""
 
     turn: Turn
     walk: Walk
@@ -69,7 +73,9 @@ class _Job:
 class SimulatedDriver(PoolProgress):
     """The driver of a simulation.
 
-    `pools` are the lanes of each pool, `opened` opens an iteration at a time, `steps` returns its instructions.
+    - `pools`: the devices of each pool, as `Lanes`.
+    - `opened`: a function that opens an iteration at a time.
+    - `steps`: a function that returns the walker that runs the instructions of an iteration.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class SimulatedDriver(PoolProgress):
         self.steps = steps
         training = [stream for stream in plan.schedule if stream.task == "train"]
         first = {stream.pool: count_opening(plan, stream) for stream in training}
-        # What a pipelined pool runs while the updates are in an earlier iteration; and the rest of all instructions.
+        # `openings` is what a pipelined pool runs while the updates are in an earlier iteration, `streams` is the rest.
         self.openings = {stream.pool: stream.instructions[: first[stream.pool]] for stream in training}
         self.streams = {stream.pool: stream.instructions[first[stream.pool] :] for stream in training}
         self.pipelined = [*pipelined_openings(plan)]
@@ -99,12 +105,13 @@ class SimulatedDriver(PoolProgress):
             for edge in fetched_edges(plan)
         }
         self.turns: dict[int, Turn] = {}
-        self.functions_ended_at = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
+        # By iteration: the time at which its functions had ended, so that the states of the algorithm were known.
+        self.functions_ended_at = {-1: 0.0}
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
-        # By pool: when the driver knows that it has ended all that it began.
+        # By pool: the time at which the driver knows that the pool has ended all iterations that it began.
         self.ended_at = dict.fromkeys(self.others, 0.0)
         self.time = 0.0
-        # The overhead of an iteration for the ranks: on a CPU cluster functions share their cores.
+        # The overhead of an iteration for the ranks. On a CPU cluster it includes functions, which use the same cores.
         functions = [
             node.name
             for node in plan.graph.nodes
@@ -120,7 +127,10 @@ class SimulatedDriver(PoolProgress):
         return pool in self.ended_at and self.ended_at[pool] > self.time
 
     def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
-        """Simulate the updates of an iteration; return its turn and when all of it ended."""
+        """Simulate the updates of an iteration; return its turn and the time of its end.
+
+        The updates begin at the time `begin`. Pools that are ahead may begin later iterations meanwhile.
+        """
         self.time = begin
         turn = self._get_turn(number)
         for pool, due in self.due(
@@ -146,7 +156,11 @@ class SimulatedDriver(PoolProgress):
             self.time = coming
 
     def next_begin(self, number: int, end: float) -> float:
-        """Return when the iteration after one that has ended may begin."""
+        """Return when the iteration after iteration `number` may begin.
+
+        Iteration `number` ended at `end`. Before a checkpoint or an evaluation, all pools must first end the iterations
+        that they have begun.
+        """
         waits = [self.run.save, *(evaluation.every for evaluation in self.plan.deploy.evaluations)]
         between = any(interval and (number + 1) % interval == 0 for interval in waits)
         return max(end, *self.ended_at.values()) if between and self.ended_at else end
@@ -187,19 +201,20 @@ class SimulatedDriver(PoolProgress):
         self._queue_job((pool, 0), turn, [pool])
 
     def _prompts_known(self, number: int, now: int) -> bool:
-        """Return whether an iteration's first prompts are known.
+        """Return whether the first prompts of an iteration are known at iteration `now`.
 
-        With a refill, the number of prompts that the iteration before took must be known.
+        With a refill, the previous iteration must have ended, because only then the number of prompts that it used is
+        known.
         """
         ended = (self.begun[pool] - self.busy(pool) for pool in self.refilling_pools)
         return not self.refills or number <= now or any(last >= number - 1 for last in ended)
 
     def _advance_queue(self, queue: deque[_Job]) -> bool:
-        """Advance the first job of a queue as far as possible; return whether it moved."""
+        """Advance the first job of a queue as far as possible; return whether it advanced."""
         job = queue[0]
         moved = False
         if not job.begun:
-            # Functions after the opening, if there is one, read the states that the iteration before left.
+            # If there is an opening, functions after it read the states that the previous iteration set.
             late = job.ends and FUNCTIONS in job.walk.streams and self.openings[FUNCTIONS]
             if late and job.turn.number - 1 not in self.functions_ended_at:
                 return False

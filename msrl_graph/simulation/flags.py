@@ -1,6 +1,6 @@
 """The flags of `msrl-compile --simulate`.
 
-Invariant: they can express nothing that the arguments of `simulate` cannot.
+Invariant: each combination of flags can also be expressed as arguments of `simulate`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from . import simulate, simulation_text
 
 
 def simulate_by_flags(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
-    """Simulate by the flags, write the trace if one is wanted, and return the text.
+    """Simulate a plan with the assumptions in the flags; return text or JSON.
 
-    Raises Fault.
+    If `--trace` is given, write the trace to its file. Raises Fault.
     """
     functions = {
         name.strip(): seconds.strip() for name, _, seconds in (flag.partition("=") for flag in options.function or ())

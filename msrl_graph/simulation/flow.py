@@ -1,8 +1,9 @@
-"""Sample edges: when which rows are available to which node.
+"""Sample edges: at which times which rows are available to which node.
 
-Invariant: a node gets every unit of an iteration once (an update: once an epoch). Without `stream` it begins when all
-its rows exist and were moved; with it, batches continue as soon as they are ready, one after another along each edge.
-Rows are assigned to groups as the docks of a run assign them, as if all were on one host.
+Invariant: a node gets each unit of an iteration once; an update gets each unit once per epoch. Without `stream`, a node
+begins when all of its rows have been written and moved. With `stream`, a batch is moved as soon as it is ready, and the
+batches of an edge are moved one after another. Rows are assigned to data-parallel groups as the docks of a run do, as
+if all rows were on one host.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteratio
 
 @dataclass(frozen=True)
 class RowTimes:
-    """When each row of a level was written by a node."""
+    """The time at which a node wrote each row of a level.
+
+    `last` is the time at which the last row was written.
+    """
 
     level: int
     times: list[float]
@@ -38,7 +42,10 @@ class RowTimes:
 
 @dataclass(frozen=True)
 class UnitBatch:
-    """Units that are handed out together, by group; `by` is the node they waited for."""
+    """Units that a node gets together, in `parts` by data-parallel group.
+
+    `ready` is the time at which the batch is available. `by` is the node whose rows arrived last.
+    """
 
     ready: float
     by: str
@@ -47,7 +54,7 @@ class UnitBatch:
 
 @dataclass(frozen=True)
 class SimulatedDocks:
-    """The docks of a plan, as a simulation needs them."""
+    """The docks of a plan, as far as a simulation needs them."""
 
     plan: Plan
     draws: RowSampler
@@ -59,7 +66,7 @@ class SimulatedDocks:
         return 1 if node.per == "batch" else self.rows(self.plan.graph.unit_level(node))
 
     def rows_of(self, node: Node, units: list[int], level: int) -> list[int]:
-        """Return the rows of a level that belong to units of a node, ascending."""
+        """Return the rows of a level that belong to the given units of a node, ascending."""
         if node.per == "batch":
             return list(range(self.rows(level))) if units else []
         graph = self.plan.graph
@@ -73,7 +80,7 @@ class SimulatedDocks:
         )
 
     def tokens(self, node: Node, lengths: Lengths) -> list[float]:
-        """Return the tokens of each unit of a node, as a run's controller counts them."""
+        """Return the tokens of each unit of a node, counted as by the controller in a run."""
         graph = self.plan.graph
         units = self.units(node)
         level = graph.level(node)
@@ -88,7 +95,10 @@ class SimulatedDocks:
         return unit_tokens
 
     def batches(self, node: Node, iteration: int, done: Mapping[str, RowTimes], lengths: Lengths) -> list[UnitBatch]:
-        """Return the batches that a node gets in an iteration, in order."""
+        """Return the batches of units that a node gets in an iteration, in order.
+
+        `done` has the times of rows by the node that wrote them. `lengths` has the rows' tokens by column.
+        """
         controller = self.plan.controller(node.name)
         balanced = any(SampleEdgeAttributes.of(edge).balance for edge in self.plan.graph.into(node.name))
         tokens = self.tokens(node, lengths) if balanced or controller.chunk_tokens else []
@@ -148,7 +158,10 @@ class SimulatedDocks:
         return next(traffic for traffic in self.plan.traffic if (traffic.src, traffic.dst) == (src, dst))
 
     def _times_by_unit(self, node: Node, done: RowTimes) -> list[float]:
-        """Return, by unit, when all rows of another node that it needs are available."""
+        """Return the time at which all rows of each unit of `node` were written.
+
+        `done` has the times at which another node wrote the rows that `node` reads.
+        """
         if node.per == "batch":
             return [done.last]
         graph = self.plan.graph
@@ -165,9 +178,10 @@ class SimulatedDocks:
 
 
 def _cut_batches(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
-    """Cut units, in the order in which they become ready, into a controller's batches.
+    """Divide units into the batches of a controller.
 
-    A batch has the lowest numbers of the ready units, as soon as they are enough; the last has the rest.
+    `order` has the units in the order in which they become ready. When enough units for a batch are ready, the batch
+    gets those with the lowest numbers. The last batch gets the remaining units.
     """
     batches = list[list[int]]()
     ready = list[int]()

@@ -1,9 +1,12 @@
 """The generation of one data-parallel group, event by event.
 
-Invariant: between two events the number of live sequences is constant, and the cache grows by one token per sequence
-and step. A stretch takes its number of steps times the step in its middle, which is exact if a step is linear in the
-cached tokens. A finished sequence leaves the batch at once. In a continuous engine the next sequence takes a slot as
-soon as one is free; otherwise the next wave waits for the longest sequence.
+An event is the start or the end of a sequence.
+
+Invariant: between two events, the number of live sequences is constant, and each decoding step adds one token per
+sequence to the KV cache. The time between two events is the number of steps times the time of the middle step. This is
+exact if the time of a step is linear in the number of cached tokens. A sequence that ends leaves the batch immediately.
+In a continuous engine, the next sequence starts as soon as a slot is free. In other engines, the next sequences start
+when all live sequences have ended.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from ..cost.time import Costs
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence to generate: `context` tokens exist at its start; it adds `tokens`.
+    """A sequence to generate: `context` tokens exist, and `tokens` are generated.
 
-    `prefill` tokens of the context must be computed (0 if a sibling has computed the prompt).
+    `prefill` is the number of tokens of the context that the prefill must compute. It is 0 if the prefill of another
+    response has computed the same prompt.
     """
 
     row: int
@@ -31,9 +35,11 @@ class Sequence:
 
 @dataclass
 class Generated:
-    """When each row ended, and how many sequences were live.
+    """The times at which rows ended, and the numbers of live sequences.
 
-    `stretches` are (from, to, sequences); they include the prefill.
+    - `end`: the time at which the last row ended.
+    - `ends`: the time at which each row ended, by row.
+    - `stretches`: intervals as (begin, end, number of live sequences). An interval includes the prefill at its start.
     """
 
     end: float
@@ -44,9 +50,9 @@ class Generated:
 def generate(
     costs: Costs, sequences: Iterable[Sequence], slots: int, continuous: bool, slow: float, start: float
 ) -> Generated:
-    """Generate sequences in order, at most `slots` at once.
+    """Simulate the generation of sequences in order, at most `slots` at a time.
 
-    All computation is `slow` times slower than planned. The host takes its time for each row that ends.
+    The devices compute `slow` times slower than planned. Each row that ends also costs a constant time on the host.
     """
     host = costs.device.overheads.row.value
     result = Generated(start)
@@ -83,9 +89,10 @@ def generate(
 
 
 def tail_share(stretches: Iterable[tuple[float, float, int]]) -> float:
-    """Return the share of the time in which fewer than half of the peak are live.
+    """Return the share of the time in which few sequences are live.
 
-    Live are sequences; the time is from the first start to the last end.
+    "Few" means fewer than half of the largest number of live sequences. The time begins with the first start of a
+    sequence, and ends with the last end.
     """
     changes: dict[float, int] = {}
     for begin, end, count in stretches:

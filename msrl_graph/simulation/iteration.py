@@ -1,6 +1,6 @@
 """An iteration in progress: its finished nodes, row lengths, and weight versions.
 
-Invariant: plain data; the driver (driver.py) begins and ends iterations.
+Invariant: the class is plain data. The driver (driver.py) begins and ends iterations.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from .nodes import NodeTiming
 
 @dataclass
 class Turn:
-    """The state of an iteration.
+    """An iteration in progress.
 
-    - `base` is when it was opened, `hosts` are the processes of its functions, `ends` the times by pool when it was
-      done.
-    - By resharding edge with staleness: `told` is the number of fetches before the updates began the iteration,
-      `version` the one that its generation uses; `fetches` are the edges where that version must be fetched first.
-    - `held` is, by generation, the version that it had.
+    - `lengths`: the tokens of each row, by column.
+    - `base`: the time at which the iteration was opened.
+    - `hosts`: the processes that run the iteration's functions, as `Lanes`.
+    - `timings`: the times of each node that has finished.
+    - `ends`: the time at which each pool finished the iteration.
+    - `fetches_before`: by resharding edge, the number of fetches that were ordered before the updates began the
+      iteration.
+    - `version`: by resharding edge with staleness, the version of the weights that the iteration's generation uses.
+    - `fetches`: the edges over which that version must be fetched first.
+    - `version_by_node`: by generation, the version of the weights that it used.
     """
 
     number: int

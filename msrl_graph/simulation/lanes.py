@@ -1,9 +1,11 @@
-"""Lanes: which device works when.
+"""Lanes: the times at which each device works.
 
-A lane set has a pool's devices and the data-parallel groups of each of its nodes, or the hosts, for functions.
-Invariant: a device does one thing at a time, in the order of its pool's stream. A group begins when all its devices are
-free, and is as slow as its slowest device. Every stretch of work is recorded as a LaneSpan, of computation or of
-something else (resharding, a swap).
+The lanes of a pool are its devices, with the data-parallel groups of each of its nodes. For functions, the lanes are
+the hosts.
+
+Invariant: a device does one thing at a time, in the order of its pool's instruction stream. A data-parallel group
+begins when all of its devices are free, and computes as slowly as its slowest device. Each interval of work, including
+resharding and swaps, is recorded as a LaneSpan.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from ..sharding.layout import Layout
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """A stretch of work of a group.
+    """An interval in which a data-parallel group, or a host, worked.
 
-    `lane` is the group's first device, or a host; `width` devices took part.
+    `lane` is the number of the group's first device, or of the host. `width` is the number of devices that worked.
     """
 
     pool: str
@@ -33,9 +35,11 @@ class LaneSpan:
 
 @dataclass
 class Lanes:
-    """The `devices` of a pool, or the hosts.
+    """The devices of a pool, or the hosts, with the times at which they are free.
 
-    `clock` is when each is free; `before` is the node that it computed last in this iteration.
+    - `slow`: how many times slower than planned each device computes.
+    - `clock`: the time at which each device is free.
+    - `last_node`: the node that each device computed last in the current iteration.
     """
 
     pool: str
@@ -62,7 +66,7 @@ class Lanes:
         return lanes
 
     def begin(self, time: float) -> None:
-        """Begin an iteration, on each device when it is free."""
+        """Begin an iteration at `time`, or on each device when it is free after that."""
         self.clock = [max(time, free_at) for free_at in self.clock]
         self.last_node = [""] * len(self.clock)
 

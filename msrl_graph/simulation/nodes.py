@@ -1,7 +1,8 @@
-"""Nodes at work: the time that each verb takes for its rows, on its pool's lanes.
+"""Model nodes: the time that a node takes for its rows, on the lanes of its pool.
 
-Invariant: seconds come from cost/time.py alone, at the rows' own lengths. Groups that a collective spans proceed in
-lockstep: an update at its optimizer steps, engines that shard weights over dp at each micro-batch.
+Invariant: all seconds come from cost/time.py, for the actual lengths of the rows. Data-parallel groups with a common
+collective proceed in lockstep: those of an update at each optimizer step, and those of an engine that shards weights
+over dp at each micro-batch.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from .rollout import Group, SimulatedRollout
 
 @dataclass
 class NodeTiming:
-    """A node in an iteration: when it wrote its rows, and what it waited for.
+    """The times at which a node wrote its rows in an iteration, and what delayed it.
 
-    `cause` is the node that its slowest group waited for.
+    `cause` is the node that this node's slowest data-parallel group waited for. `stretches` is, for a generation, the
+    intervals as (begin, end, number of live sequences).
     """
 
     done: RowTimes
@@ -38,7 +40,7 @@ class NodeTiming:
 
 @dataclass
 class ModelNode:
-    """A node with weights."""
+    """A node that computes with the weights of a model: infer, update or generate."""
 
     plan: Plan
     flow: SimulatedDocks
@@ -59,7 +61,7 @@ class ModelNode:
         def fan(column: str) -> tuple[str, int]:
             return column, graph.fan(self.level, graph.column(column).level)
 
-        # Each column with the rows of this node that share a value of it.
+        # Each column, with the number of this node's rows that share one value of the column.
         self.context = [fan(column_name) for column_name in row.context]
         self.scored = [] if generates else [fan(column_name) for column_name in row.scored]
         self.count = 1 if generates else row.count
@@ -71,7 +73,7 @@ class ModelNode:
         self.written = row.scored[0] if generates and row.scored else ""
 
     def _sum_tokens(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
-        """Return the tokens of the context and of the scored columns, by row."""
+        """Return two lists: the tokens of each row's context, and of its scored columns."""
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
             return [sum(lengths[column][row // fan] for column, fan in columns) for row in rows]
@@ -112,7 +114,11 @@ class ModelNode:
         return self._finish_node(free, causes, RowTimes(self.level, times, max(free)))
 
     def _step(self, ends: list[float], iteration: int) -> list[float]:
-        """Simulate the gradient exchange and the optimizer step of all groups together."""
+        """Simulate the gradient exchange and the optimizer step of all groups together.
+
+        `ends` has the time at which each group ended its backward pass. Returns the time at which each group ends the
+        step.
+        """
         begin = max(ends)
         end = begin + self.costs.exchange().value + self.costs.optimizer_step().value * max(self.slow)
         for group_index in range(len(self.groups)):
@@ -120,9 +126,9 @@ class ModelNode:
         return [end] * len(ends)
 
     def _micro_batch_seconds(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
-        """Return the seconds of each of `count` micro-batches of a group.
+        """Return the seconds of each of a group's `count` micro-batches.
 
-        Rows of similar length are together, as in the runtime; a micro-batch may be empty.
+        Rows of similar length are in the same micro-batch, as in the runtime. A micro-batch can be empty.
         """
         ordered = sorted(
             zip(*self._sum_tokens(rows, lengths), rows, strict=True), key=lambda row: (row[0] + row[1], row[2])
@@ -132,7 +138,8 @@ class ModelNode:
     def _batch_seconds(self, rows: list[tuple[int, int, int]]) -> float:
         """Return the seconds of a micro-batch.
 
-        Rows are (context, scored, number); rows of one context row begin alike.
+        Each row is (context tokens, scored tokens, row number). Rows with the same context row begin with the same
+        tokens.
         """
         count = self.count
         batch = Rows.from_lengths((context, scored / count) for context, scored, _ in rows for _ in range(count))
@@ -146,7 +153,7 @@ class ModelNode:
     # A generation.
 
     def generate(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
-        """Simulate all of an iteration's responses, each as a whole."""
+        """Simulate the generation of an iteration's responses, none of which is cut."""
         level = self.plan.graph.row_level(self.node)
         samples = holdings.samples(self.plan, self.node.name)
         tokens = lengths[self.written]
@@ -166,9 +173,10 @@ class ModelNode:
     def rollout(
         self, ready: float, by: str, iteration: int, version: int, rollout: SimulatedRollout
     ) -> tuple[NodeTiming, list[Group]]:
-        """Simulate a partial rollout until an iteration's groups are complete.
+        """Simulate a partial rollout until the groups of an iteration are complete.
 
-        Returns these groups too.
+        Returns the node's times, and the groups that the iteration uses. `ready` is the time at which the prompts are
+        available, and `by` is the node that wrote them.
         """
         stretches: list[tuple[float, float, int]] = []
         cause = by
@@ -195,9 +203,11 @@ class ModelNode:
     def _decode(
         self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]
     ) -> NodeTiming:
-        """Simulate sequences by round and group.
+        """Simulate the generation of sequences, by round and data-parallel group.
 
-        Writes into `times` when each row is handed on: when it ends in a continuous engine, else when its share ends.
+        A round is (ready, by, parts): `parts` has the sequences of each group. The time at which each row becomes
+        available is written into `times`: the end of the row in a continuous engine, otherwise the end of the group's
+        share.
         """
         at_once, _ = holdings.waves(self.plan, self.node.name)
         slots = at_once * holdings.samples(self.plan, self.node.name)

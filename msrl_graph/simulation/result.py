@@ -1,6 +1,7 @@
-"""The result of a simulation: iterations, stretches of work, and their figures.
+"""The result of a simulation: its iterations, intervals of work, and figures.
 
-Invariant: plain data; every figure is computed from iterations and spans, and none is rounded.
+Invariant: the classes are plain data. Every figure is computed from iterations and intervals of work, and no figure is
+rounded.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ RESHARD = "reshard"
 class Iteration:
     """An iteration of a simulation.
 
-    - `begin` is the end of the one before.
-    - Tokens are those of all responses; a prompt's count once per response.
-    - `tail` is the share of the generation's time in which fewer than half of the peak's sequences live.
-    - `staleness` is how many versions the generating weights were behind the updated ones, the mean over the prompts;
-      `most_stale` is the maximum.
-    - `path` is the chain of nodes that its end waited for.
+    - `begin`: the end of the previous iteration.
+    - `prompt_tokens`, `response_tokens`: the tokens of all responses and of their prompts. A prompt counts once per
+      response.
+    - `tail`: the share of the generation's time in which fewer than half of the peak number of sequences are live.
+    - `staleness`: how many versions the weights that generated were behind the weights that were updated, as the mean
+      over the prompts. `most_stale` is the maximum.
+    - `path`: the critical path, a chain of nodes each of which waited for the previous one.
     """
 
     number: int
@@ -48,12 +50,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class NodeWork:
-    """A node or resharding over all iterations, in seconds per iteration.
+    """The work of a node, or of resharding, in a pool: averages over all iterations.
 
-    - `span`: from the first start to the last end.
-    - `mean`: the work, averaged over its devices.
-    - `most`: the work of the busiest group.
-    - `share`: the fraction of its pool's time.
+    - `span`: the seconds per iteration from the first start to the last end.
+    - `mean`: the seconds per iteration that a device of the pool works, averaged over the devices.
+    - `most`: the seconds per iteration that the busiest group works.
+    - `share`: the work as a fraction of the device time of the pool.
     """
 
     pool: str
@@ -66,7 +68,10 @@ class NodeWork:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated plan; `lengths` are, by iteration, the tokens of each row by column."""
+    """The result of a simulation of a plan.
+
+    `lengths` has, for each iteration, the tokens of each row by column.
+    """
 
     plan: Plan
     specs: Specs
@@ -80,13 +85,13 @@ class Simulation:
         return self.iterations[-1].end / len(self.iterations)
 
     def quantile(self, share: float) -> float:
-        """Return the seconds that a share of the iterations does not exceed."""
+        """Return the seconds that a `share` of the iterations does not exceed."""
         ordered = sorted(iteration.seconds for iteration in self.iterations)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all devices; a prompt counts once per response."""
+        """Tokens per second of all devices together; a prompt counts once per response."""
         tokens = sum(iteration.prompt_tokens + iteration.response_tokens for iteration in self.iterations)
         return tokens / self.iterations[-1].end if self.iterations[-1].end else 0.0
 
@@ -97,18 +102,18 @@ class Simulation:
 
     @property
     def tail(self) -> float:
-        """The mean tail of the iterations."""
+        """The mean over the iterations of `Iteration.tail`."""
         tails = [iteration.tail for iteration in self.iterations]
         return sum(tails) / len(tails)
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The critical path of most iterations."""
+        """The critical path that occurs in the most iterations."""
         return Counter(iteration.path for iteration in self.iterations).most_common(1)[0][0]
 
     @cached_property
     def work(self) -> tuple[NodeWork, ...]:
-        """The work by pool, in the order in which nodes first began."""
+        """The work by pool and node, in the order in which nodes first began."""
         elapsed = self.iterations[-1].end
         sizes = self.sizes
         node_work = []
@@ -132,9 +137,9 @@ class Simulation:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The devices of each pool, and the processes of the hosts for functions.
+        """The number of lanes of each pool: its devices, or the processes for functions.
 
-        There is one process per host for each iteration that may be in progress.
+        Functions have one process per host for each iteration that can be in progress at the same time.
         """
         return {
             **{pool.name: pool.devices for pool in self.plan.pools},
@@ -146,7 +151,7 @@ class Simulation:
         return max(0.0, 1 - sum(work.share for work in self.work if work.pool == pool))
 
     def to_json(self) -> str:
-        """Return the figures, and those of each iteration, as JSON.
+        """Return the figures of the simulation and of each iteration as JSON.
 
         Units are seconds, tokens, and shares from 0 to 1.
         """
@@ -167,7 +172,7 @@ class Simulation:
     def trace(self) -> str:
         """Return a trace in Chrome's format: a process per pool, a thread per group.
 
-        A group has the number of its first device.
+        A thread has the number of the group's first device.
         """
         pools = list(self.sizes)
         events: list[dict[str, object]] = [

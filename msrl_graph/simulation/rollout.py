@@ -1,9 +1,14 @@
-"""Partial rollout: prompts are cut when enough others are complete.
+"""Partial rollout: prompts are cut when enough other prompts are complete.
 
-They continue in the next iteration, with newer weights. Invariant: every token of a row is generated once. An iteration
-has as many prompts in progress as `partial` says: first those that were cut, then new ones in the order of the source.
-After each stretch it checks whether the prompts that it takes are complete: the first of them, those that were cut most
-often first.
+A prompt that is cut continues in the next iteration, with newer weights. An iteration begins with the prompts that were
+cut. It adds new prompts in the order of the source, until the number of prompts in progress is the one that `partial`
+states.
+
+The rollout proceeds in stretches: a stretch generates a limited number of tokens per response. After each stretch, the
+iteration checks whether enough prompts are complete. The iteration then uses the complete prompts that were cut most
+often.
+
+Invariant: each token of a row is generated once.
 """
 
 from __future__ import annotations
@@ -18,8 +23,13 @@ from .generation import Sequence
 class Group:
     """The responses to one prompt.
 
-    `prompt` is its number over all iterations; `written` and `tokens` are what each response has and will have;
-    `version` is the oldest that wrote some of them; `cuts` how often they were cut; `end` when the last was complete.
+    - `prompt`: the number of the prompt, counted over all iterations.
+    - `context`: the number of tokens of the prompt.
+    - `tokens`: the final number of tokens of each response.
+    - `version`: the oldest version of the weights that generated tokens of the responses.
+    - `written`: the number of tokens that each response has already.
+    - `cuts`: how often the group was cut.
+    - `end`: the time at which the last response was complete.
     """
 
     prompt: int
@@ -31,10 +41,10 @@ class Group:
     end: float = 0.0
 
     def sequences(self, place: int, most: int, begins: bool) -> list[Sequence]:
-        """Return what a stretch adds, at most `most` tokens per row.
+        """Return the sequences that a stretch generates, with at most `most` tokens each.
 
-        `place` is the group's position among those in progress. In an iteration's first stretch (`begins`) a new prompt
-        is computed once, and cut responses row by row.
+        `place` is the position of the group among the groups in progress. In the first stretch of an iteration
+        (`begins`), the prefill computes a new prompt once, and the tokens of each response that was cut.
         """
         sequences: list[Sequence] = []
         for index, (done, total) in enumerate(zip(self.written, self.tokens, strict=True)):
@@ -51,11 +61,15 @@ class Group:
 
 @dataclass
 class SimulatedRollout:
-    """The state of a partial rollout.
+    """A partial rollout, with its groups that continue in the next iteration.
 
-    `prompt` returns the tokens of a prompt and of its responses, by its number. An iteration takes `prompts` of those
-    `under_way`; a stretch adds `most` tokens per row. After `cuts` cuts a prompt is overdue: an iteration `waits` for
-    it, or drops it if it is not complete in time.
+    - `prompts`: the number of complete prompts that an iteration needs.
+    - `under_way`: the number of prompts that are in progress.
+    - `samples`: the number of responses to a prompt.
+    - `most`: the number of tokens that a stretch adds to each response.
+    - `cuts`: how often a prompt may be cut. After that, the prompt is overdue.
+    - `waits`: whether an iteration waits for overdue prompts. Otherwise they are dropped.
+    - `prompt`: a function that returns the tokens of a prompt and of each response to it, by the prompt's number.
     """
 
     prompts: int
@@ -78,16 +92,16 @@ class SimulatedRollout:
         return working
 
     def is_done(self, working: list[Group]) -> bool:
-        """Return whether the iteration has all the groups that it needs."""
+        """Return whether the iteration has all groups that it needs."""
         awaited = [group for group in working if self.waits and group.cuts >= self.cuts]
         return sum(group.is_complete for group in working) >= self.prompts and all(
             group.is_complete for group in awaited
         )
 
     def grow(self, working: list[Group], times: list[float]) -> None:
-        """Add the tokens of a stretch.
+        """Add the tokens of a stretch to the groups `working`.
 
-        `times` are when its rows ended, 0 for a row that was complete before.
+        `times` has the time at which each row ended; it is 0 for a row that was complete before the stretch.
         """
         for place, group in enumerate(working):
             group.written = [
@@ -96,7 +110,10 @@ class SimulatedRollout:
             group.end = max(group.end, *times[place * self.samples : (place + 1) * self.samples])
 
     def take(self, working: list[Group]) -> list[Group]:
-        """Return an iteration's groups; the others continue, or are overdue and dropped."""
+        """Return the complete groups that an iteration uses.
+
+        Other groups continue in the next iteration. Overdue groups are dropped, unless iterations wait for them.
+        """
         finished = [group for group in working if group.is_complete][: self.prompts]
         self.cut_groups = [
             group for group in working if group not in finished and (self.waits or group.cuts < self.cuts)

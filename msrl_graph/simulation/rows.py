@@ -1,7 +1,7 @@
-"""Rows: their lengths; and devices: their slowness.
+"""Random numbers of a simulation: lengths of rows, slowness of devices.
 
-Invariant: a number is a function of its key (seed, purpose, iteration, row) and of nothing else: neither of the plan's
-placements nor of the order of calls.
+Invariant: a random number is a function of its key (seed, purpose, iteration, row) and of nothing else. It depends
+neither on the plan's placements nor on the order of calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(bits: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Mix 64 bits with the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
     return bits ^ (bits >> 31)
 
 
 def key(*parts: int) -> int:
-    """Return 64 random bits of a key."""
+    """Hash the parts of a key to 64 random bits."""
     state = 0
     for part in parts:
         state = _mix((state + 0x9E3779B97F4A7C15 & _MASK) ^ _mix(part + 0x9E3779B97F4A7C15 & _MASK))
@@ -35,39 +35,45 @@ def key(*parts: int) -> int:
 
 
 def keys(prefix: Sequence[int], numbers: range) -> list[int]:
-    """Return the keys of `prefix` followed by each of the numbers."""
+    """Return 64 random bits for each number in `numbers`.
+
+    The key of each is `prefix` followed by the number.
+    """
     state = key(*prefix) + 0x9E3779B97F4A7C15 & _MASK
     return [_mix(state ^ _mix(number + 0x9E3779B97F4A7C15 & _MASK)) for number in numbers]
 
 
 def stream_key(seed: int, purpose: str, name: str) -> int:
-    """Return the key of a run's stream, as `noise.RandomStream` makes it.
+    """Return the key of a random stream of a run, the same as in `noise.RandomStream`.
 
-    It does not load numpy.
+    This function does not import NumPy.
     """
     digest = hashlib.blake2b(f"{purpose}\0{name}".encode(), digest_size=8).digest()
     return key(seed, int.from_bytes(digest, "little"))
 
 
 def to_unit_interval(bits: int) -> float:
-    """Map 64 bits to a number in (0, 1)."""
+    """Map 64 random bits to a number in (0, 1)."""
     return ((bits >> 12) + 0.5) * 2.0**-52
 
 
 def name_number(name: str) -> int:
-    """Return the number of a name in a key."""
+    """Return the number that represents a name in a key."""
     return zlib.crc32(name.encode())
 
 
 @dataclass(frozen=True)
 class RowSampler:
-    """The random numbers of a simulation."""
+    """The random numbers of a simulation: lengths, slowness, seconds and mini-batches."""
 
     plan: Plan
     specs: Specs
 
     def tokens(self, column: str, iteration: int) -> list[int]:
-        """Return the length of each row of a token column; its bound if none is stated."""
+        """Return the number of tokens of each row of a column in an iteration.
+
+        It is the column's bound if the user states no lengths for the column.
+        """
         graph = self.plan.graph
         rows = graph.rows[graph.column(column).level]
         writer = graph.writer(column)
@@ -86,7 +92,7 @@ class RowSampler:
         return [min(most, max(1, round(length))) for length in lengths]
 
     def slowness(self, device: int) -> float:
-        """Return how many times slower a device computes."""
+        """Return how many times slower than planned a device computes."""
         stragglers = self.specs.stragglers
         return (
             stragglers.factor
@@ -96,7 +102,7 @@ class RowSampler:
         )
 
     def seconds(self, node: str, iteration: int, rows: int) -> list[float]:
-        """Return the seconds of a function for each row."""
+        """Return the seconds that a function takes for each row."""
         distribution = self.specs.functions.get(node)
         if distribution is None:
             return [0.0] * rows
@@ -106,7 +112,7 @@ class RowSampler:
         ]
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
-        """Return the units of each round of an update, ascending."""
+        """Return the units of each mini-batch of an update, in ascending order."""
         drawn = keys((stream_key(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
         order = [unit for _, unit in sorted(zip(drawn, range(units), strict=True))]
         return [sorted(order[begin : begin + size]) for begin in range(0, units, size)]

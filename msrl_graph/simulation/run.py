@@ -1,8 +1,10 @@
 """The simulation of a plan's iterations.
 
-All pools run their streams, rows pass the docks, and devices take the seconds of cost/time.py. Invariant: the same
-plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which pools are visited.
+All pools run their instruction streams, rows pass through the docks, and devices take the seconds of cost/time.py.
 driver.py defines the order of iterations.
+
+Invariant: the same plan, specs and seed give the same numbers, to the last bit. The result does not depend on the order
+in which the simulator visits pools.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .rows import RowSampler
 
 @dataclass
 class _Steps(Walker):
-    """The instructions of an iteration."""
+    """The walker that simulates the instructions of an iteration."""
 
     simulator: Simulator
     turn: Turn
@@ -47,9 +49,10 @@ class _Steps(Walker):
         self.turn.timings[node] = run(self.turn, node)
 
     def weights_ready(self, pool: str, src: str, dst: str) -> bool:
-        """Return whether a transfer of weights can begin.
+        """Return whether a pool can begin its part of a transfer of weights.
 
-        A copy can be replaced by the next once every generation that was told to fetch it has it.
+        A generation can fetch a version when its copy exists. An update can replace its copy when all generations that
+        were ordered to fetch the copy have fetched it.
         """
         turn = self.turn
         publication = self.simulator.driver.published.get((src, dst))
@@ -66,8 +69,9 @@ class _Steps(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         """Simulate a resharding.
 
-        All devices of both pools take part once the last is free. If one pool may be ahead, the update's devices make a
-        copy and the generation's fetch it.
+        If both pools are in step, all devices of both pools take part from the time at which the last device is free.
+        If one of the pools may be ahead, there are two separate steps: the devices of the update make a copy, and later
+        the devices of the generation fetch the copy.
         """
         simulator = self.simulator
         turn = self.turn
@@ -93,7 +97,7 @@ class _Steps(Walker):
             simulator._occupy(pools, begin, publication.copy_times[turn.number], turn)
 
     def release(self, pool: str, node: str) -> None:
-        """Do nothing: it takes no time."""
+        """Do nothing, because releasing weights takes no time."""
 
     def swap_in(self, pool: str, node: str) -> None:
         edge = [reshard for reshard in self.simulator.plan.reshards if reshard.src == node][-1]
@@ -107,12 +111,12 @@ class _Steps(Walker):
             lanes.set((device,), max(lanes.clock[device], lanes.weights_back_at[node][device]))
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
-        """Return False: filters are not run, so one round of prompts is simulated."""
+        """Return False: an iteration has one round, because filters are not simulated."""
         return False
 
 
 class Simulator:
-    """The simulator of a plan; `engines` are the specs by name."""
+    """The simulator of a plan; `engines` has the specs of the engines by name."""
 
     def __init__(self, plan: Plan, engines: Mapping[str, EngineSpec], specs: Specs) -> None:
         self.plan = plan
@@ -162,7 +166,7 @@ class Simulator:
         return Simulation(self.plan, self.specs, tuple(results), tuple(self.spans), tuple(lengths))
 
     def _open_turn(self, number: int, base: float) -> Turn:
-        """Open an iteration; forget lengths that no later one needs."""
+        """Open an iteration at the time `base`; forget lengths that are no longer needed."""
         lengths = {column: self._sample_tokens(column, number) for column in token_columns(self.plan.graph)}
         firsts = [group.prompt for rollout in self.rollouts.values() for group in rollout.cut_groups] + [
             rollout.next for rollout in self.rollouts.values()
@@ -196,9 +200,10 @@ class Simulator:
         )
 
     def _count_tokens(self, lengths: Lengths) -> tuple[int, int]:
-        """Return the tokens of prompts (once per response) and of responses, for eq. 5.
+        """Return the tokens of prompts and of responses, for eq. 5 of arXiv:2507.19017.
 
-        They are those that the first generation reads and writes; off-line, those that the first update reads.
+        They are the tokens that the first generation reads and writes; a prompt counts once per response. Without a
+        generation, they are the tokens that the first update reads.
         """
         graph = self.plan.graph
         node = next(iter((*graph.verb("generate"), *graph.verb("update"))), None)
@@ -213,7 +218,10 @@ class Simulator:
         return (read, written) if writes else (0, read)
 
     def _critical_path(self, turn: Turn) -> tuple[str, ...]:
-        """Return the chain of nodes that the last one to end waited for."""
+        """Return the chain of nodes that ends with the last node to end.
+
+        Each node in the chain waited for the previous one.
+        """
         name = max(turn.timings, key=lambda node: (turn.timings[node].done.last, node), default="")
         chain: list[str] = []
         while name and name not in chain:
@@ -235,7 +243,7 @@ class Simulator:
             return own.compute(batches, turn.number, turn.lengths)
         version = turn.version_by_node.get(name, turn.number)
         if name not in self.rollouts:
-            # Of several generations, only those whose weights are sent count.
+            # If there are several generations, only those to which weights are sent count.
             turn.versions = (
                 [version] * self.flow.rows(0) if name in turn.version_by_node or not turn.versions else turn.versions
             )
@@ -264,7 +272,10 @@ class Simulator:
         )
 
     def _taken_lengths(self, groups: list[Group]) -> dict[str, list[int]]:
-        """Return the lengths of an iteration's rows when prompts of others are among them."""
+        """Return the lengths of the rows of an iteration with partial rollout, by column.
+
+        The groups that the iteration uses can have prompts of earlier or later iterations.
+        """
         lengths: dict[str, list[int]] = {}
         for column in token_columns(self.plan.graph):
             rows = []
@@ -276,16 +287,16 @@ class Simulator:
         return lengths
 
     def _run_function(self, turn: Turn, name: str) -> NodeTiming:
-        """Simulate a function on the hosts; the source has its rows at once.
+        """Simulate a function on the hosts; rows of the source are available immediately.
 
-        Each host has its share, row after row or several in parallel.
+        Each host processes its share of the rows one after another, or several at the same time.
         """
         node = self.plan.graph.node(name)
         lanes = turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
             return NodeTiming(RowTimes.all_at(level, self.flow.rows(level), turn.base), "")
-        # The overhead of a call; on a CPU cluster it counts as the ranks' (SimulatedDriver.around).
+        # The overhead of a call. On a CPU cluster, SimulatedDriver.overhead includes it instead.
         call = costs.function_overhead(self.plan, self.plan.cluster.nodes).value * (
             not self.plan.cluster.device.kind.is_host
         )
@@ -314,7 +325,10 @@ class Simulator:
 
 
 def _parallel_seconds(seconds: Sequence[float], calls: int) -> float:
-    """Return the seconds of calls that start in order, at most `calls` in parallel."""
+    """Return the seconds until all calls have ended.
+
+    The calls start in order, at most `calls` at once.
+    """
     ends = [0.0] * max(1, min(calls, len(seconds)))
     for call_seconds in seconds:
         heapq.heapreplace(ends, ends[0] + call_seconds)

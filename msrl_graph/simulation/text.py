@@ -1,6 +1,6 @@
 """A simulation as text: how long iterations take, and what they wait for.
 
-Invariant: it fits 100 columns; the same simulation gives the same bytes.
+Invariant: the text fits 100 columns, and the same simulation gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .result import RESHARD, Simulation
 
 
 def simulation_text(simulation: Simulation, width: int = WIDTH, colour: bool = False) -> str:
-    """Format a simulation."""
+    """Format the result of a simulation as text."""
     page = Page(width, colour)
     plan = simulation.plan
     more = f"{plural(len(simulation.iterations), 'iteration')}, seed {simulation.specs.seed}"
@@ -97,7 +97,7 @@ def _write_work(page: Page, simulation: Simulation) -> None:
 
 
 def _write_timeline(page: Page, simulation: Simulation, width: int) -> None:
-    """Write the iteration of median time, one line per pool."""
+    """Write the timeline of the iteration with the median time, one line per pool."""
     shown = sorted(simulation.iterations, key=lambda iteration: (iteration.seconds, iteration.number))[
         (len(simulation.iterations) - 1) // 2
     ]
@@ -126,7 +126,10 @@ def _pool_label(name: str) -> str:
 
 
 def _choose_letters(names: list[str]) -> dict[str, str]:
-    """Choose a letter for each name: its verb's first letter if that is free."""
+    """Choose a letter for each name: the first free letter of the node's verb.
+
+    If all letters of the verb are used, the first free letter of the alphabet is chosen. `=` is for resharding.
+    """
     letters: dict[str, str] = {}
     for name in names:
         wanted = "=" if name == RESHARD else ""

@@ -1,6 +1,9 @@
-"""One iteration of a plan with every row at its bound, for the plan's page.
+"""The timeline of a simulated iteration, for the HTML page of a plan.
 
-Invariant: groups that do the same at the same time are one stretch, so that 10,000 devices need no more space than 16.
+In the simulation, every row has the length of its bound.
+
+Invariant: groups that do the same work in the same interval are one interval of the timeline. So 10,000 devices need no
+more space than 16.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ AFTER = 2
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Return the first iteration's timeline; where iterations overlap, a later one's."""
+    """Return the timeline of the first iteration.
+
+    If iterations overlap, it is the timeline of a later iteration, because the first iterations fill the pipeline.
+    """
     overlap = bool(lead_of_pools(plan)) or any(node.cuts for node in plan.graph.verb("generate"))
     simulation = Simulator(plan, ENGINES, read_specs(plan, (), "", {}, plan.deploy.run.seed)).run(
         SHOWN + 1 + AFTER if overlap else 1

@@ -1,4 +1,4 @@
-"""Tools for a user's environment: untrusted code in a sandbox."""
+"""Tools for a user's environment: a sandbox for untrusted Python code."""
 
 from .sandbox import SandboxResult, SandboxUnavailable, run_python
 

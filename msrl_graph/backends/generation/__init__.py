@@ -1,5 +1,7 @@
-"""Generation, whichever engine computes the logits.
+"""Generation code that does not depend on the engine that computes the logits.
 
-It draws tokens (sampling.py), refills the places of a batch (continuous.py), finds where a response stops (stops.py),
-and generates responses in stretches (segments.py).
+- sampling.py: draws tokens.
+- continuous.py: fills the places of a batch with new sequences.
+- stops.py: finds the strings that end a response.
+- segments.py: generates responses in parts.
 """

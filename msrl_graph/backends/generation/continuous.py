@@ -1,7 +1,8 @@
-"""Continuous batching: a sequence that ends leaves its place to the next at once.
+"""Continuous batching: the place of a sequence that ends is reused immediately.
 
-Invariant: what is drawn for a row does not depend on the other rows of its batch. Rows that have drawn the same
-tokens so far share one place. Prompts are padded at the left, so that all places end at the same column of the cache.
+Invariant: the tokens that are drawn for a row do not depend on the other rows of the batch. Rows that have the same
+tokens up to the current step share one place of the batch. Prompts are padded at the left, so that all places end at
+the same column of the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FREE = 1 / 4
 
 
 class Network(Protocol):
-    """The part of an engine that a batch uses."""
+    """The interface of an engine that a SequenceBatch uses."""
 
     place: torch.device
 
@@ -32,7 +33,7 @@ class Network(Protocol):
     def logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return each sequence's next-token logits, [sequences, vocabulary] in float32.
 
-        `ids` [sequences, tokens] are appended to the cache.
+        The tokens `ids` [sequences, tokens] are appended to the cache.
         """
 
     def draw(
@@ -44,10 +45,12 @@ class Network(Protocol):
 class SequenceBatch:
     """The responses to some prompts, generated with continuous batching.
 
-    - `keys`: one for each response, the same number for each prompt.
-    - `begun`: for each response, how many of its tokens are in the prompt already.
-    - `slots`: the most rows that run at once, at least those of one prompt.
-    - `stops`: looks for the strings that end a response.
+    A row is one response.
+
+    - `keys`: one noise key for each response. Each prompt has the same number of responses.
+    - `begun`: for each response, how many of its tokens the prompt already contains.
+    - `slots`: the most rows that run at once, but at least the rows of one prompt.
+    - `stops`: the search for strings that end a response.
     """
 
     def __init__(
@@ -84,15 +87,15 @@ class SequenceBatch:
         self.cache: Any = None
 
     def step(self) -> list[Response]:
-        """Start the rows that fit, and draw one token for each running row.
+        """Start waiting rows if enough slots are free; draw a token for each running row.
 
-        Return the responses that end with it.
+        Return the responses that end with the drawn token.
         """
         self._admit_prompts()
         return self._take_responses(self._draw_tokens(), True)
 
     def parts(self) -> list[Response]:
-        """Return the tokens of running responses that were not returned yet."""
+        """Return the tokens of running responses that were not returned before."""
         return self._take_responses(self.running, False)
 
     def _take_responses(self, rows: NDArray[np.int64], ended: bool) -> list[Response]:
@@ -104,11 +107,11 @@ class SequenceBatch:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether a response has not ended."""
+        """Whether any response has not ended."""
         return bool(len(self.running)) or self.started_prompts < len(self.prompts)
 
     def _admit_prompts(self) -> None:
-        """Compute the next prompts, each distinct one once, and add them to the batch."""
+        """Add the next prompts to the batch; each distinct prompt is computed once."""
         import numpy as np
         import torch
 
@@ -165,7 +168,7 @@ class SequenceBatch:
     def _draw_tokens(self) -> NDArray[np.int64]:
         """Draw a token for each running row, and compute the next logits.
 
-        Return the rows that have ended.
+        Return the rows that end with the drawn token.
         """
         import numpy as np
         import torch
@@ -193,8 +196,8 @@ class SequenceBatch:
         distinct, place_of_row = np.unique(places * vocabulary + token, return_inverse=True)
         parent, token = np.divmod(distinct, vocabulary)
         if len(np.unique(parent)) == len(parent) and len(parent) * 2 > len(self.logits):
-            # Each place continues as one, and few have ended: carrying the ended ones along is cheaper than copying
-            # the cache.
+            # No place is split, and few places have ended: computing the ended places, too, is cheaper than copying the
+            # cache.
             inputs = np.zeros(len(self.logits), np.int64)
             inputs[parent] = token
             self.places = places
@@ -208,21 +211,24 @@ class SequenceBatch:
         return ended
 
     def _join_text(self, row: int) -> NDArray[np.int32]:
-        """Return the last tokens of a row, those that may hold a stop string."""
+        """Return the tokens of a row in which a stop string is searched for."""
         return join_response(
             self.prompts[row // self.samples_per_prompt], self.joined[row], self.tokens[row, : self.lengths[row]]
         )
 
     @property
     def _has_sliding_layers(self) -> bool:
-        """Return whether a layer's cache holds only the last tokens.
+        """Whether any layer's cache holds only the last tokens of its sequences.
 
         If so, caches of different lengths cannot be concatenated.
         """
         return any(layer.is_sliding for layer in self.cache.layers)
 
     def _select_places(self, places: NDArray[np.int64]) -> None:
-        """Keep only these places, in this order; a place may occur more than once."""
+        """Reduce the batch to `places`, in the given order.
+
+        A place may occur more than once.
+        """
         assert self.mask is not None
         chosen = self._to_device(places)
         self.cache.batch_select_indices(chosen)
@@ -235,7 +241,7 @@ class SequenceBatch:
 
 
 def _stack_padded(mine: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """Stack two batches, padded at the beginning of `dim` to the same width."""
+    """Concatenate two batches, padded at the beginning of `dim` to the same width."""
     import torch
 
     width = max(mine.shape[dim], new.shape[dim])

@@ -1,9 +1,10 @@
 """The draw of a token, the same for every engine that accepts custom sampling.
 
-It inverts the cumulative distribution, in float64, at a number that depends only on a key.
+A draw inverts the cumulative distribution, in float64, at a random number that depends only on the noise key and the
+step.
 
-Invariant: a row's token is a function of its logits, its key and the step alone, in any batch, engine or layout. Two
-engines differ only by the rounding of logits.
+Invariant: a row's token is a function of the row's logits, key and step alone, in any batch, engine or layout. The
+draws of two engines differ only because their logits are rounded differently.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the next token of each row.
 
-    Return the tokens and their log-probabilities before any filter, [rows] each. At temperature 0 the only possible
-    token has log-probability 0.
-    `logits` [rows, vocabulary] are float32 or finer; `sampling` is that of these rows. `keys` and `steps` decide the
-    draw of each row (noise.py). `group` holds the ranks that must agree on the tokens.
+    Return the tokens and their log-probabilities before top_k and top_p, [rows] each. At temperature 0 the only
+    possible token has log-probability 0.
+
+    - `logits` [rows, vocabulary]: float32 or finer.
+    - `keys` and `steps`: one noise key and one step for each row, which decide the row's draw (noise.py).
+    - `sampling`: the sampling of these rows.
+    - `group`: the ranks that must agree on the tokens.
     """
     import torch
     from torch import distributed as dist

@@ -1,8 +1,8 @@
-"""Responses in stretches, for an engine that generates only whole responses.
+"""Generation in parts, for an engine that generates only whole responses.
 
-Each stretch is a request of its own.
+A response is generated in stretches of a given number of tokens. Each stretch is a separate request to the engine.
 
-Invariant: the parts of a response, concatenated, equal what is drawn for it in one piece, up to the rounding of
+Invariant: the concatenated parts of a response equal the response that one request would draw, up to the rounding of
 logits.
 """
 
@@ -32,10 +32,13 @@ def generate_in_segments(
     stretch: int,
     stops: Stops | None = None,
 ) -> Iterator[Response]:
-    """Generate as `Generator.generate` does with a `stretch`, by a `draw` without one.
+    """Implement `Generator.generate` with a `stretch`.
 
-    The context of an unfinished response is computed again in each stretch. `stops` looks for the strings that end a
-    response.
+    - `draw`: generates responses without a stretch.
+    - `stretch`: the number of tokens in a part of a response.
+    - `stops`: the search for strings that end a response.
+
+    The context of an unfinished response is computed again for each stretch.
     """
     import numpy as np
 

@@ -1,8 +1,8 @@
-"""Stop strings: whether the text of a response contains one of them.
+"""Search for stop strings in the text of responses.
 
-Invariant: the result is that of the text of all tokens, special tokens included, however the string and its
-characters are split into tokens. Each new token costs the decoding of a tail as long as the longest string, not of
-the whole response.
+Invariant: the result is the same as for a search in the text of all tokens, special tokens included. The result does
+not depend on how a stop string and its characters are split into tokens. For each new token, only a tail about as long
+as the longest stop string is decoded, not the whole response.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def join_response(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32
 
 @lru_cache(maxsize=64)
 def load_stops(folder: str, strings: tuple[str, ...]) -> Stops:
-    """Return the search for these strings. The tokenizer is read once."""
+    """Return the Stops object for some strings.
+
+    The object is cached, so that the tokenizer is read once.
+    """
     return Stops(folder, strings)
 
 
@@ -46,9 +49,9 @@ class Stops:
         self.longest = max(len(string.encode()) for string in strings)
 
     def __call__(self, rows: Sequence[NDArray[np.int32]]) -> NDArray[np.bool_]:
-        """Return which rows of tokens contain a string.
+        """Return which rows of tokens contain one of the strings.
 
-        The rows contained none before their last token.
+        The method expects that a row without its last token contains none of the strings.
         """
         import numpy as np
 
@@ -60,7 +63,7 @@ class Stops:
             texts: list[str] = self.tokenizer.decode_batch(tails, skip_special_tokens=False)
             matches[unresolved] = [any(string in text for string in self.strings) for text in texts]
             short = [i for i, text in zip(unresolved, texts, strict=True) if len(text) < self.longest + BLURRED]
-            # Tokens that have no text of their own.
+            # Some tokens have no text: repeat with a longer tail where the decoded text is too short.
             unresolved = [i for i in short if not matches[i] and len(rows[i]) > width]
             width *= 2
         return matches

@@ -1,12 +1,14 @@
 """The operators that compute a model's layers, one table for each kind of device.
 
-Invariant: a table's functions return what the plain formulas return (reference.py), values and gradients, up to
-rounding. A device's table is one file here, which its kind names (hardware/device_kinds.py). No other part of an
-engine asks which kind it computes on. Torch-free at import.
-Where a table has None, layers stay as the model has them. On host cores and CUDA that applies to RMSNorm, SwiGLU and
-RoPE. The RMSNorm of transformers and of vLLM rounds to the model's type before it multiplies by the weight;
-torch.nn.functional.rms_norm rounds elsewhere, so the policy would differ from the one that it was sampled from. There
-DTensor's RowwiseParallel sums a sharded product over ranks.
+Invariant: a table's functions return the values and gradients of the plain formulas (reference.py), up to rounding. The
+table of a device kind is one file of this folder, which the device kind names (hardware/device_kinds.py). No other part
+of an engine asks for the device kind. Importing this package does not import torch.
+
+Where a table has None, the model keeps its own operator. On host cores and on CUDA, RMSNorm, SwiGLU and RoPE are None.
+The reason for RMSNorm: transformers and vLLM round to the model's dtype before they multiply by the weight, but
+torch.nn.functional.rms_norm rounds elsewhere. With the torch function, the trained policy would differ from the policy
+that generated the tokens. `summed` is None on host cores and on CUDA too: DTensor's RowwiseParallel sums sharded
+products over ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 class Attention(Protocol):
     """Causal attention of `q` [rows, heads, width, size] with `k` and `v`.
 
-    `k` and `v` may have fewer heads, each shared by several query heads. With a window each query sees that many
-    keys, the last of which is its own.
+    `k` and `v` may have fewer heads than `q`: several query heads then share a key-value head. With a `window`, each
+    query sees `window` keys, the last of which is the query's own key.
     """
 
     def __call__(
@@ -37,8 +39,8 @@ class Attention(Protocol):
 class Grouped(Protocol):
     """The product of rows, sorted by group, with the weights of their group.
 
-    `rows` are [rows, in], weights [groups, in, out]. The rows of a group end before `ends` (int32); a group may be
-    empty.
+    `rows` are [rows, in], `weights` are [groups, in, out]. `ends` (int32) has the index after each group's last row. A
+    group may be empty.
     """
 
     def __call__(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor: ...
@@ -49,13 +51,16 @@ class RmsNorm(Protocol):
 
 
 class SwiGlu(Protocol):
-    """SwiGLU of gates and their values, concatenated in the last dimension."""
+    """SwiGLU of `joined`: gate and up, concatenated in the last dimension."""
 
     def __call__(self, joined: torch.Tensor) -> torch.Tensor: ...
 
 
 class Rotary(Protocol):
-    """Rotation of the halves of [rows, heads, nodes, size] by [rows, 1, nodes, size]."""
+    """Rotary embedding of `x` [rows, heads, nodes, size].
+
+    `cos` and `sin` are [rows, 1, nodes, size]. The first half of the last dimension is rotated against the second half.
+    """
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
@@ -63,7 +68,7 @@ class Rotary(Protocol):
 class Summed(Protocol):
     """The sum over ranks of `x` [..., in] times a rank's weight [out, in].
 
-    Each rank has other columns of the weight, and the whole gradient of the sum.
+    Each rank has different columns of the weight. In the backward pass, each rank has the whole gradient of the sum.
     """
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
@@ -80,6 +85,6 @@ class Kernels:
 
 
 def load(kind: DeviceKind) -> Kernels:
-    """Load the kernels of a kind of device."""
+    """Load the kernels of a device kind."""
     kernels: Kernels = import_module(f".{kind.kernels}", __package__).KERNELS
     return kernels

@@ -1,11 +1,12 @@
-"""torch_npu's fused operators, for Ascend.
+"""Kernels for Ascend: the fused operators of torch_npu.
 
-Never run on an NPU, because none was available. Names and arguments are checked against the schemas that torch_npu
-registers (tests/project/test_contracts.py). Values are checked against the plain formulas by operators written from its
-documentation (tests/backends/kernels/test_kernels.py).
+The kernels have never run on an NPU, because no NPU was available. One test checks names and arguments against the
+schemas that torch_npu registers (tests/project/test_contracts.py). Another test checks values: it replaces the
+operators by functions that are written from torch_npu's documentation, and compares the results with the plain formulas
+(tests/backends/kernels/test_kernels.py).
 
-Invariant: no operator gets an input that its documentation excludes. Operators without a gradient get one here, from
-the same operator or from a matrix product.
+Invariant: no operator gets an input that its documentation excludes. This file adds a gradient to each operator that
+has none. The gradient is computed by the same operator or by a matrix product.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
-MASK = 2048  # width of a compressed mask: one of this size stands for a mask of any length
+MASK = 2048  # width of a compressed mask, which the operator applies to any length
 CAUSAL, BAND = 3, 4  # sparse_mode; the other modes are not used here
 BY_ROWS, BY_INNER = 0, 2  # group_type: the dimension of a product that groups divide
 ONE_TENSOR = 2  # split_item: one output tensor instead of one for each group
@@ -82,7 +83,7 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
 def _multiply_by_rows(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
-    if not len(rows):  # not documented for no rows, and a rank's experts may get none
+    if not len(rows):  # the operator is not documented for zero rows, and a rank's experts may get zero rows
         return rows.new_empty(0, weights.shape[2])
     output: torch.Tensor = torch_npu.npu_grouped_matmul(
         [rows], [weights], group_list=ends, split_item=ONE_TENSOR, group_type=BY_ROWS, group_list_type=ENDS
@@ -129,7 +130,7 @@ def _compute_weight_gradient(
         group_type=BY_INNER,
         group_list_type=ENDS,
     )[0]
-    # What an empty group gets is not documented; unwritten memory would enter a gradient unnoticed.
+    # The result for an empty group is not documented; unwritten memory would enter a gradient unnoticed.
     empty_groups = ends == torch.nn.functional.pad(ends[:-1], (1, 0))
     return gradient.masked_fill_(empty_groups[:, None, None], 0)
 

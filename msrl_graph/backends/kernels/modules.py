@@ -1,7 +1,7 @@
 """Installation of a device's kernels in a transformers model.
 
-Invariant: where a table has None the model stays as it is, operator by operator. Only this model's modules change,
-never a class or file of transformers: another model of the process may be on another device.
+Invariant: where a kernel table has None, the model keeps its own operator. Only the modules of this model change, never
+a class or a file of transformers, because another model of the process may be on another device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def install(module: Any, kernels: Kernels) -> None:
-    """Install RMSNorm, SwiGLU and RoPE. Must come before parallelism is applied."""
+    """Install RMSNorm, SwiGLU and RoPE; call it before parallelism is applied."""
     for part in module.modules():
         if kernels.rms_norm is not None and hasattr(part, "variance_epsilon"):
             part.forward = partial(_apply_norm, part, kernels.rms_norm)
@@ -50,9 +50,10 @@ def _apply_feed_forward(module: Any, kernel: SwiGlu, x: torch.Tensor) -> torch.T
 
 
 def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
-    """Return an attention's forward that uses this kernel for rotary embeddings.
+    """Return an attention module's forward that uses `kernel` for rotary embeddings.
 
-    Transformers calls the functions of its own file, with no other way to replace them.
+    The result is a copy of the transformers method in which the global names of the rotary functions refer to functions
+    that call `kernel`. Transformers has no other way to replace the rotary functions.
     """
 
     def rotate_halves(
@@ -65,7 +66,7 @@ def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
     def rotate_pairs(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # DeepSeek's pairs are adjacent, and become halves. A kernel that leaves them in place does not fit.
+        # DeepSeek rotates adjacent elements. Reorder them into halves, as transformers returns them.
         q, k = (x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2) for x in (q, k))
         return rotate_halves(q, k, cos, sin)
 
@@ -82,7 +83,7 @@ def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
 def divide_rows(linear: Any, mesh: DeviceMesh, kernel: Summed) -> None:
     """Shard a linear layer's inner dimension; the kernel sums over ranks.
 
-    Weights and gradients are DTensors, as RowwiseParallel makes them.
+    Weights and gradients are DTensors with the placements that RowwiseParallel uses.
     """
     import torch
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor

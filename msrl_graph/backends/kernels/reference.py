@@ -1,6 +1,6 @@
-"""The plain formulas in basic torch operators, to test each device's kernels.
+"""Plain formulas in basic torch operators, to test each device's kernels.
 
-Invariant: none is written for speed or memory, and no engine calls one.
+Invariant: no formula is optimized for speed or memory, and no engine calls one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
-    """softmax(q kᵀ · scaling) v, over the keys that a query sees.
+    """Compute softmax(q kᵀ · scaling) v over the keys that each query sees.
 
-    These are its own key and those before it, within the window.
+    A query sees its own key and the keys before it, within the window.
     """
     import torch
 
@@ -28,7 +28,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float,
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each group by its weights."""
+    """Multiply the rows of each group by the group's weights."""
     import torch
 
     begins = [0, *ends.tolist()]
@@ -37,18 +37,18 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / √(mean(x²) + ε) · weight"""
+    """Compute x / √(mean(x²) + ε) · weight."""
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
 
 def swiglu(joined: torch.Tensor) -> torch.Tensor:
-    """gate · sigmoid(gate) · up"""
+    """Compute gate · sigmoid(gate) · up."""
     gate, up = joined.chunk(2, dim=-1)
     return gate * gate.sigmoid() * up
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(a cos - b sin, b cos + a sin), of the halves a and b."""
+    """Compute (a cos - b sin, b cos + a sin) of the halves a and b of `x`."""
     import torch
 
     a, b = x.chunk(2, dim=-1)
@@ -56,7 +56,10 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def summed(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Σ x weightᵀ over all ranks' parts, [ranks, ..., in] and [ranks, out, in]."""
+    """Compute the sum of x weightᵀ over all ranks.
+
+    `x` is [ranks, ..., in], `weights` are [ranks, out, in].
+    """
     import torch
 
     return torch.stack([part @ weight.T for part, weight in zip(x, weights, strict=True)]).sum(0)

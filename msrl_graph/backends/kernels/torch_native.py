@@ -1,6 +1,6 @@
-"""Torch's own operators, on any device that has them.
+"""Kernels of torch itself, for any device that supports them.
 
-Invariant: nothing is computed here that a transformers model does not compute too. Predictions of memory and time
+Invariant: these kernels compute nothing that a transformers model does not compute too. Predictions of memory and time
 (peaks.py, the engines' `calls`) count these operators.
 """
 

@@ -1,5 +1,9 @@
 """Megatron-Core as an engine.
 
-The package has the spec (spec.py), the engine (engine.py), a chunk of its layers (chunk.py), the changes for latent
-attention (latent_attention.py), host cores in place of a CUDA device (cpu.py), and the memory account (peaks.py).
+- spec.py: the spec.
+- engine.py: the engine.
+- chunk.py: a chunk of a model's layers.
+- latent_attention.py: the changes for latent attention.
+- cpu.py: patches that replace a CUDA device by host cores.
+- peaks.py: the memory account.
 """

@@ -1,8 +1,9 @@
-"""A chunk of a model's layers in Megatron-Core's modules, and its weights' shards.
+"""A chunk of a model's layers in Megatron-Core's modules, with its shards.
 
-Invariant: queries, keys and values are concatenated in one parameter of a layer, as are gate and up, so that each of
-this package's boxes is one piece of it. Megatron's own order, by groups of heads, would cut a box into one piece per
-group. Tokens come as the nodes of a tree (prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
+Invariant: queries, keys and values are concatenated in one parameter of a layer, and so are gate and up. In that
+parameter each of this package's boxes (one index range per dimension) is one range of rows. Megatron's own order, by
+groups of heads, would cut a box into one range per group. A micro-batch is passed as the nodes of a tree
+(prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from . import latent_attention
 if TYPE_CHECKING:
     import torch
 
-# This package's names within a layer, by Megatron's; several names are concatenated.
+# This package's names within a layer, by Megatron's names. Several names: Megatron concatenates these weights.
 NAMES = {
     "input_layernorm": ("input_layernorm",),
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -42,7 +43,10 @@ LOGITS = "lm_head.weight"
 
 
 class Nodes:
-    """What attention needs of a micro-batch; passed on as packed_seq_params."""
+    """The tree and the rotary angles of a micro-batch, for attention.
+
+    Megatron passes this object to attention as `packed_seq_params`.
+    """
 
     qkv_format = "nodes"
 
@@ -54,11 +58,12 @@ class Nodes:
 def build_stage(
     model: Model, config: Any, hf_model: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
 ) -> Any:
-    """Build the module of some layers; its parameters have no values yet.
+    """Build the module of some consecutive layers; its parameters have no values yet.
 
-    It has the embedding if they are the first layers, and norm and head if they are the last. `hf_model` is
-    transformers' model without weights. It provides rotary angles, the attention scale, the routers' corrections, and
-    the padding token, whose row of the embedding gets no gradient from there.
+    With `first`, the module includes the embedding; with `last`, it includes the norm and the head. `hf_model` is the
+    transformers model without weights. `hf_model` provides the rotary angles, the attention scale, the routers'
+    corrections, and the padding token. The embedding's row for the padding token gets no gradient from the embedding
+    lookup.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -73,13 +78,16 @@ def build_stage(
     scale = hf_attention.scaling
 
     class ChunkNorm(torch.nn.RMSNorm):
-        """Megatron's norm rejects sequence parallelism; engine.py does what it needs here."""
+        """An RMSNorm for layers with sequence parallelism.
+
+        Megatron's own norm rejects sequence parallelism. engine.py sums the gradients of norms over tp.
+        """
 
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
             super().__init__(hidden_size, eps, dtype=config.params_dtype, device=place)
 
     class Attend(torch.nn.Module):
-        """Causal attention over the rows of a tree, rotated by the depth of nodes."""
+        """Causal attention over a tree's rows, with rotary angles by a node's depth."""
 
         def __init__(self, **_: Any) -> None:
             super().__init__()
@@ -125,7 +133,7 @@ def build_stage(
                 if experts is not None and experts.corrected and number >= experts.first:
                     router = layer.mlp.router
                     router.expert_bias.copy_(hf_model.model.layers[number].mlp.gate.e_score_correction_bias)
-                    # It would count tokens, for a step that no run makes.
+                    # Megatron would count tokens here, to update the bias; runs do not update the bias.
                     router._apply_expert_bias = lambda *_, **__: None
 
         def _layer(self, experts: bool) -> Any:
@@ -153,7 +161,10 @@ def build_stage(
             self.decoder.set_input_tensor(tensors[0])
 
         def forward(self, tree: prefix_tree.Tree) -> torch.Tensor:
-            """Return hidden states: on the last stage those before requested tokens, else all."""
+            """Return the hidden states of all nodes, or on the last stage of some nodes.
+
+            On the last stage, the result has only the states of the nodes before requested tokens (`Tree.before`).
+            """
             hidden = self.look_up(tree.ids)[:, None] if first else None
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
             output: torch.Tensor = self.decoder(
@@ -185,9 +196,9 @@ def build_stage(
 
 
 def release_buffers(chunks: Sequence[Any]) -> None:
-    """Release what stages received last, and the buffer for gathered inputs.
+    """Release the inputs that stages last received, and the gather buffer.
 
-    Other computations use this memory in between.
+    Other computations use this memory until the next pass.
     """
     from megatron.core.parallel_state import get_global_memory_buffer
 
@@ -197,9 +208,10 @@ def release_buffers(chunks: Sequence[Any]) -> None:
 
 
 def _drop_router_weights(experts: Any, *_: Any) -> None:
-    """Release a router's weights.
+    """Release the weights that a router computed for the tokens.
 
-    Through their graph a recomputed layer would keep its input, and the input's gradient, until its next pass.
+    If the weights were kept, their autograd graph would keep a recomputed layer's input, and the input's gradient,
+    until the layer's next pass.
     """
     experts.token_dispatcher.probs = None
 
@@ -207,9 +219,9 @@ def _drop_router_weights(experts: Any, *_: Any) -> None:
 def make_shards(
     chunks: list[tuple[Any, range]], boxes: dict[str, Box], first: bool, last: bool, model: Model, place: Any
 ) -> Iterator[Shard]:
-    """Yield the shards, in the model's order, as pieces of the chunks' parameters.
+    """Yield the shards, in the model's order, as views of the chunks' parameters.
 
-    The embedding and the head are created here. A weight that is on no chunk has an empty shard.
+    The embedding and the head are created here. A weight that is on none of this rank's chunks has an empty shard.
     """
     import torch
 
@@ -259,7 +271,7 @@ def make_shards(
 def _stack_experts(named: dict[str, Any], owner: str, leaf: str) -> torch.Tensor:
     """Stack the parameters of a layer's experts: [experts, rows, columns].
 
-    They are removed from `named`.
+    The parameters become views of the result, and are removed from `named`.
     """
     import torch
 

@@ -1,9 +1,8 @@
-"""Megatron-Core on host cores: torch.cuda is patched to answer for the host.
+"""Megatron-Core on host cores: a patched torch.cuda that answers for the host.
 
-Ascend's transfer_to_npu patches it in the same place to answer for an NPU.
+Ascend's transfer_to_npu patches the same functions, to answer for an NPU.
 
-Invariant: outside of `patch_torch_cuda` torch.cuda is unchanged. Nothing here is used on a device that has its own
-kernels.
+Invariant: outside of `patch_torch_cuda`, torch.cuda is unchanged. This file is used on host cores only.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def patch_torch_cuda() -> Iterator[None]:
-    """Answer torch.cuda's queries for a device, a stream or memory with the host's."""
+    """Make torch.cuda's queries for a device, stream or memory answer for the host."""
     import torch
     from megatron.core.tensor_parallel import random  # torch's compiler must see it before torch.cuda is patched
     from megatron.core.transformer.moe import token_dispatcher
@@ -43,10 +42,10 @@ def patch_torch_cuda() -> Iterator[None]:
     zeros = torch.zeros
 
     def make_zeros(*args: Any, device: Any = None, **options: Any) -> Any:
-        """Make zeros on the host where `cuda` is asked for.
+        """Make zeros on the host if the caller asks for `cuda`.
 
-        The schedules count tokens in zeros on `cuda`; all other code asks for the current device. A mode that
-        intercepts every torch call would cost as much as small operators do.
+        Megatron's schedules count tokens in zeros on `cuda`; all other code asks for the current device. The
+        alternative, a torch mode that intercepts every call, would cost as much time as small operators do.
         """
         return zeros(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
 
@@ -79,7 +78,7 @@ def patch_torch_cuda() -> Iterator[None]:
 
 
 def _convert_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Convert token counts of experts, which are on the host already, to numpy."""
+    """Convert token counts of experts, which are already on the host, to numpy."""
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
@@ -104,9 +103,9 @@ def _reduce(output: Any, parts: list[Any], group: Any = None) -> None:
 
 
 def make_stage_patches() -> tuple[Any, Any]:
-    """Make patches for Megatron's messages between stages.
+    """Make patches for Megatron's messages between pipeline stages.
 
-    Gloo matches messages by order, and with pp = 2 the previous and the next stage are the same rank. Tags
+    Gloo matches messages by order. With pp = 2 the previous and the next stage are the same rank, so tags must
     distinguish the two directions.
     """
     import torch

@@ -1,12 +1,12 @@
 """Training and inference by Megatron-Core in the rank's own process.
 
-On Ascend it uses MindSpeed, but has never run there: no NPU was available.
+On Ascend the engine uses MindSpeed. The engine has never run on Ascend, because no NPU was available.
 
-Invariant: layers, their tensor and pipeline parallelism and the schedule are Megatron's; embedding, head, loss and
-optimizer are this package's. So a program's terms see the same values as with any engine, and weights step by the
-same rules (optimizer/steps.py; ZeRO 1 is what Megatron calls the distributed optimizer). Weights at rest are whole in
-each data-parallel replica. More tp ranks than key-value heads are not supported: Megatron then cuts within a group's
-heads.
+Invariant: Megatron provides the layers, their tensor and pipeline parallelism, and the schedule. This package provides
+embedding, head, loss and optimizer. So the terms of a loss see the same values as with any other engine, and weights
+are updated by the same rules (optimizer/steps.py). Megatron's name for ZeRO 1 is "distributed optimizer". Weights at
+rest are not sharded over dp. A layout cannot have more tp ranks than key-value heads: Megatron would split the heads of
+a group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine:
-    """A model on this rank: one chunk of its layers, or several if stages interleave."""
+    """An engine that trains a model or computes its outputs, on this rank.
+
+    The rank has one chunk of the model's layers, or several chunks if pipeline stages interleave.
+    """
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         import torch
@@ -63,8 +66,8 @@ class MegatronEngine:
         with self._megatron_context():
             self.groups = _groups(devices, layout, model.experts is not None)
             _prepare()
-            # The schedule needs the number of stages, and that tensors between them have any length. It does not need
-            # the layers of each stage.
+            # The schedule needs the number of stages, and the setting that tensors between stages have varying lengths.
+            # The schedule does not need the layers of each stage.
             self.config = _config(
                 model,
                 layout,
@@ -113,7 +116,10 @@ class MegatronEngine:
 
     @contextmanager
     def _megatron_context(self) -> Iterator[None]:
-        """Enter the context in which Megatron's code runs."""
+        """Enter the context in which Megatron's code runs.
+
+        On host cores, calls of the CUDA API are patched (cpu.py).
+        """
         with ExitStack() as stack:
             if self.devices.device.kind.is_host:
                 stack.enter_context(cpu.patch_torch_cuda())
@@ -135,7 +141,11 @@ class MegatronEngine:
         self._run(micro_batches, request, loss)
 
     def _run(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest, loss: Loss | None) -> list[Outputs]:
-        """Run all micro-batches by Megatron's schedule."""
+        """Run all micro-batches by Megatron's schedule.
+
+        Without a `loss`, run forward passes and return their outputs. With a `loss`, run forward and backward passes
+        and return an empty list.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -205,7 +215,7 @@ class MegatronEngine:
             gradients.append(self._read_gradient(i))
             remaining.subtract(parameters)
             for parameter in parameters:
-                if not remaining[parameter]:  # freed as soon as all its pieces are copied
+                if not remaining[parameter]:  # the gradient is freed as soon as all its shards are copied
                     self._gradients.take(parameter)
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
@@ -215,7 +225,10 @@ class MegatronEngine:
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
 
     def _read_gradient(self, i: int) -> torch.Tensor:
-        """Return the gradient of the i-th shard; for a norm, from this rank's tokens only."""
+        """Return the gradient of the i-th shard.
+
+        For a norm, the gradient covers only this rank's own tokens; `step` sums it over tp.
+        """
         import torch
         from torch import distributed as dist
 
@@ -243,7 +256,7 @@ class MegatronEngine:
 
 
 def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
-    """Create the plan's process groups in Megatron's form."""
+    """Create the process groups of a layout as Megatron's ProcessGroupCollection."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch import distributed as dist
 
@@ -258,7 +271,8 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
     groups.dp_cp = groups.dp
     groups.pos_embd = None
     groups.embd = None
-    # Groups of experts, by the axes that a group's ranks share: experts have a mesh of their own.
+    # Groups of experts: name, the axes on which a group's ranks have the same coordinate, size. Experts have a mesh of
+    # their own.
     for name, shared_axes, size in (
         ("ep", ("etp", "edp"), layout.ep),
         ("expt_tp", ("ep", "edp"), layout.etp),
@@ -278,7 +292,10 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
 
 
 def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute: bool = False, **options: Any) -> Any:
-    """Make Megatron's config for `layers` layers of transformers' `hf_config`."""
+    """Make Megatron's config for `layers` layers of a model.
+
+    `hf_config` is the model's config in transformers.
+    """
     import torch
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from transformers.activations import ACT2FN
@@ -290,7 +307,7 @@ def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute
             "num_moe_experts": experts.number,
             "moe_router_topk": experts.active,
             "moe_ffn_hidden_size": experts.intermediate,
-            # Weights of a token's experts: of the softmax over all experts, or over these experts.
+            # Whether the weights of a token's experts are a softmax over all experts, or over the chosen experts only.
             "moe_router_pre_softmax": not hf_config.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": layout.ep,
@@ -337,14 +354,18 @@ def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute
 
 
 def _prepare() -> None:
-    """Set up what Megatron's layers need: a gather buffer and random states (unused)."""
+    """Set up the global state of Megatron's layers.
+
+    The layers need a gather buffer, and random states that are never used.
+    """
     from megatron.core import parallel_state
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine the router uses a name that does not exist, and latent attention its layers.
+    # Without Transformer Engine the router uses a name that does not exist, and latent attention uses layers of
+    # Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -361,7 +382,10 @@ def _get_model_type() -> Any:
 
 
 def _locate_pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[list[Any], slice]]:
-    """Return each shard's parameters, one or one per expert, and its rows in them."""
+    """Return the parameters and the rows that hold each shard.
+
+    A shard has one parameter, or one per expert. The rows are the same slice in each of these parameters.
+    """
     parameters_by_storage: dict[int, list[Any]] = {}
     for parameter in (candidate for module in chunks for candidate in module.parameters() if candidate.numel()):
         parameters_by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)

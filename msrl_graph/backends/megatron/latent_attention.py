@@ -1,11 +1,11 @@
 """DeepSeek-V3 in Megatron-Core's modules.
 
-It has latent attention (arXiv:2405.04434) over the nodes of a tree (prefix_tree.py), and routers with corrected
-scores (arXiv:2412.19437).
+The changes are latent attention (arXiv:2405.04434) over the nodes of a tree (prefix_tree.py), and routers with
+corrected scores (arXiv:2412.19437).
 
-Invariant: projections down to the latents are whole on each tp rank, which applies them to its own part of the
-tokens. Of the projections up from them a rank has its heads. Megatron's own modules would shard both, and rotate keys
-by their position in a row.
+Invariant: each tp rank has the whole projections down to the latents, and applies them to its own part of the tokens.
+Each tp rank has its own heads of the projections up from the latents. Megatron's own modules would shard both kinds of
+projections, and would rotate keys by their position in a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...model.architecture import ExpertSizes, Latent, Model
 if TYPE_CHECKING:
     import torch
 
-# This package's names within a layer, by Megatron's, for latent attention.
+# This package's names within a layer, by Megatron's names, for latent attention.
 NAMES = {
     "self_attention.linear_q_proj": ("self_attn.q_proj",),
     "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
@@ -30,7 +30,10 @@ NAMES = {
 
 
 def make_size_options(latent: Latent) -> dict[str, Any]:
-    """Return the sizes for Megatron's config; rotary angles come with the nodes."""
+    """Return the sizes of latent attention as options of Megatron's config.
+
+    Rotary angles are not among the options: they are passed with the nodes.
+    """
     return {
         "q_lora_rank": latent.q_rank or None,
         "kv_lora_rank": latent.kv_rank,
@@ -70,9 +73,10 @@ def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
 def specify(
     attention: Any, model: Model, latent: Latent, hf_attention: Any, norm: Any, groups: Any, place: Any
 ) -> None:
-    """Make a layer's attention spec compute what transformers' `hf_attention` does.
+    """Make a layer's attention spec compute the same as transformers' `hf_attention`.
 
-    `attention` is Megatron's spec, which is changed in place; `norm` is the class of norms.
+    - `attention`: Megatron's spec, which is changed in place.
+    - `norm`: the class of norms.
     """
     import torch
     from megatron.core.tensor_parallel import mappings
@@ -89,7 +93,7 @@ def specify(
         rotate = modeling.apply_rotary_pos_emb_interleave
 
     class LatentNorm(norm):  # type: ignore[misc]
-        """Norm of latents, which has an epsilon of its own."""
+        """A norm of latents, with the epsilon of transformers' norm of latents."""
 
         def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
             super().__init__(config, hidden_size, hf_attention.kv_a_layernorm.variance_epsilon)
@@ -102,7 +106,10 @@ def specify(
             return super().forward(states), None
 
     class Columns(ColumnParallelLinear):  # type: ignore[misc]
-        """Column-parallel linear layer for calls where Megatron passes no group."""
+        """A column-parallel linear layer that sets the tp group itself.
+
+        Megatron constructs this layer without a group.
+        """
 
         def __init__(self, *sizes: int, **more: Any) -> None:
             super().__init__(*sizes, **{**more, "tp_group": tp})
@@ -133,7 +140,7 @@ def specify(
             up, _none = self.linear_kv_up_proj(self.kv_layernorm(down))
 
             def heads(states: torch.Tensor, size: int) -> torch.Tensor:
-                """Reshape to [1, heads, nodes, size], as transformers rotates them."""
+                """Reshape to [1, heads, nodes, size], the shape that transformers rotates."""
                 return states.reshape(1, states.shape[0], -1, size).transpose(1, 2)
 
             query = heads(query_states, nope + rope)

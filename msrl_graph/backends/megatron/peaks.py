@@ -1,11 +1,11 @@
-"""Memory of Megatron in an infer or update, besides weights and optimizer states.
+"""Memory account of Megatron for an infer or an update, moment by moment.
 
-It is given moment by moment, as engine.py runs it: eager layers without Transformer Engine, sequence parallelism with
-tp, 1F1B.
+Weights and optimizer states are not included. The account assumes what engine.py runs: eager layers without Transformer
+Engine, sequence parallelism if tp > 1, and the 1F1B schedule.
 
-Invariant: a moment is what lives at one instant on the busiest rank of one stage. It counts tensor storages, each
-derived from what autograd, or a variable of a running layer, keeps. bench/memory.py --engines "megatron vllm" shows
-differences.
+Invariant: a moment lists the tensors that exist at one instant on the busiest rank of one pipeline stage. A moment
+counts tensor storages. Each storage is derived from a tensor that autograd, or a variable of a running layer, keeps.
+bench/memory.py --engines "megatron vllm" shows differences.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ PADDED = 128
 
 
 def moments(verb: str, work: Workload) -> Moments:
-    """Return the moments of an infer or an update, stage by stage.
+    """Return the bytes at each moment of an infer or an update, stage by stage.
 
-    Of stages with the same number of layers only the first counts: it has the most micro-batches in flight.
+    Of stages with the same number of layers only the first counts, because the first has the most micro-batches in
+    flight.
     """
     all_moments: Moments = {}
     seen = set()
@@ -46,7 +47,10 @@ def moments(verb: str, work: Workload) -> Moments:
 
 
 def _sum(s: _Stage) -> Moments:
-    """Sum the gradients of copies over tp, bucket by bucket."""
+    """Return the bytes while gradients of replicated weights are summed over tp.
+
+    The sum runs bucket by bucket.
+    """
     own = tuple(kind for kind in s.work.model.kinds if is_copied(kind.tensor))
     if s.work.layout.tp == 1 or not own:
         return {}
@@ -57,7 +61,7 @@ def _sum(s: _Stage) -> Moments:
 def stored(work: Workload) -> int:
     """Return the bytes that the fullest stage keeps between forward and backward.
 
-    They are those of all its micro-batches in flight.
+    The figure covers all micro-batches that the stage has in flight.
     """
     stages = [_Stage(work, stage) for stage in range(work.layout.pp)]
     return max(round(sizes.stored * sizes.in_flight_batches) for sizes in stages)
@@ -65,9 +69,10 @@ def stored(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class _Stage(Sizes):
-    """What a stage's layers keep.
+    """Sizes of the tensors that a pipeline stage's layers keep.
 
-    Outside of attention and the feed-forward half a tp rank has a `part` of the tokens, inside all of them.
+    Inside attention and the feed-forward half, a tp rank has all tokens. Outside attention and the feed-forward half, a
+    tp rank has only its own share of the tokens (`part`), because of sequence parallelism.
     """
 
     stage: int = 0
@@ -102,52 +107,56 @@ class _Stage(Sizes):
 
     @cached_property
     def part(self) -> int:
-        """One hidden state of this rank's part of the tokens."""
+        """Bytes of one hidden state for each token of this rank's share."""
         return self.split(self.tokens) * self.work.model.hidden * self.item
 
     @cached_property
     def whole_part(self) -> int:
-        """One hidden state of all tokens, gathered from parts.
+        """Bytes of one hidden state for each token, gathered from all tp ranks.
 
-        Passes have a buffer for it, and another where the gradient of a row-parallel product is gathered.
+        Forward and backward passes have one buffer of this size, and another where the gradient of a row-parallel
+        product is gathered.
         """
         return self.hidden if self.work.layout.tp > 1 else 0
 
     @cached_property
     def norm(self) -> int:
-        """torch.nn.RMSNorm: its input, the normed input and the scaled result.
+        """Bytes of the tensors that a torch.nn.RMSNorm keeps.
 
-        In bf16 it keeps a float32 copy of the input, and the normed input in float32.
+        The tensors are the norm's input, the normed input and the scaled result. In bf16 the norm keeps a float32 copy
+        of its input, and the normed input in float32.
         """
         return (3 if self.item == 4 else 5) * self.part
 
     @cached_property
     def qkv(self) -> int:
-        """Queries, keys and values as the result of one product."""
+        """Bytes of queries, keys and values as the result of one product."""
         return self.tokens * (self.query + 2 * self.keys)
 
     @cached_property
     def heads(self) -> int:
-        """What norms of heads keep.
+        """Bytes of the tensors that norms of heads keep.
 
-        That is views of the product, which keep all of it (in bf16 float32 copies instead), and the normed values.
+        The tensors are the inputs and the normed values. In float32 the inputs are views of the product `qkv`, so all
+        of the product is kept. In bf16 the inputs are float32 copies.
         """
         pair = self.tokens * (self.query + self.keys)
         return (self.qkv + pair if self.item == 4 else 4 * pair) * self.work.model.norms_heads
 
     @cached_property
     def latents(self) -> int:
-        """The latents of latent attention, and their norms (arXiv:2405.04434)."""
+        """Bytes of the latents of latent attention and their norms (arXiv:2405.04434)."""
         latent = self.work.model.latent
         return self.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.item if latent else 0
 
     def feed(self, routes: bool) -> int:
-        """Return what the feed-forward half keeps.
+        """Return the bytes of the tensors that the feed-forward half keeps.
 
         - Dense: gate and up as one matrix product, silu(gate), up + 0 (Megatron adds an offset), and silu(gate) * (up +
           0).
-        - Experts: the same for each token that they get, the product scaled by the router's weight, and the tokens
-          sorted by expert. Also the place of each token, and the router's weights and map, both also transposed.
+        - Experts: the same tensors for each token that the rank's experts receive, the product scaled by the router's
+          weight, and the tokens sorted by expert. In addition the index of each token, and the router's weights and
+          map, each also transposed.
         """
         experts = self.work.model.experts
         if experts is None or not routes:
@@ -157,7 +166,10 @@ class _Stage(Sizes):
 
     @cached_property
     def received(self) -> int:
-        """Hidden states that a rank's experts get; each etp rank has those of all."""
+        """Bytes of the hidden states that a rank's experts receive.
+
+        Each etp rank receives the states of all etp ranks.
+        """
         return self.routed * self.work.layout.etp
 
     def saved(self, routes: bool) -> int:
@@ -165,12 +177,15 @@ class _Stage(Sizes):
 
     @cached_property
     def kept(self) -> int:
-        """Bytes on the device for a micro-batch's layers."""
+        """Bytes that the layers of a stage keep on the device for one micro-batch."""
         return 0 if self.work.activations_away else self.stored
 
     @cached_property
     def stored(self) -> int:
-        """Bytes of a micro-batch's layers; with recomputation the input of each layer."""
+        """Bytes that the layers of a stage keep for one micro-batch.
+
+        With recomputation, each layer keeps only its input.
+        """
         dense, routed = self.layers
         if self.work.recompute:
             return (dense + routed) * self.part
@@ -178,15 +193,19 @@ class _Stage(Sizes):
 
     @cached_property
     def in_flight_batches(self) -> float:
-        """Micro-batches in flight, in units of all the stage's layers."""
+        """The number of micro-batches in flight.
+
+        A micro-batch counts as a fraction if only some of the stage's chunks hold its activations.
+        """
         return in_flight(self.work, self.stage)
 
     @cached_property
     def schedule_state(self) -> int:
-        """What micro-batches in flight hold besides their layers.
+        """Bytes that micro-batches in flight hold in addition to their layers.
 
-        That is angles of positions, and the output of each chunk except the last of all, which the schedule holds
-        until its gradient arrives. The graph of a recomputed layer holds angles as long as its loss exists.
+        The bytes are for the rotary angles, and for the output of each chunk except the model's last chunk. The
+        schedule holds an output until the output's gradient arrives. The graph of a recomputed layer holds the angles
+        as long as the loss exists.
         """
         vpp = self.work.layout.vpp
         outputs = ceil(self.in_flight_batches * vpp) - self.last_stage
@@ -195,7 +214,11 @@ class _Stage(Sizes):
 
     @cached_property
     def states(self) -> int:
-        """What the last norm keeps without its result, and the requested states."""
+        """Bytes of the requested states, and of the tensors that the last norm keeps.
+
+        The result of the norm is not included. The requested states are the hidden states for which logits are
+        computed.
+        """
         return self.norm - self.part + self.requested_states
 
     @cached_property
@@ -204,16 +227,17 @@ class _Stage(Sizes):
 
     @cached_property
     def logits(self) -> int:
-        """Float32 logits of all scored tokens in this rank's part of the vocabulary.
+        """Bytes of the float32 logits of all scored tokens on this rank.
 
-        Or the tokens' values.
+        The rank has logits for its part of the vocabulary. For a scoring model: bytes of one float32 value for each
+        scored token.
         """
         rows = 1 if self.work.model.scores else self.head // self.work.model.hidden
         return 4 * self.scored * rows
 
     @cached_property
     def head(self) -> int:
-        """Elements of the head, or of the embedding."""
+        """The number of elements of the head, or of the embedding, on this rank."""
         kind = next(candidate for candidate in self.work.model.kinds if candidate.tensor.padded)
         return elements(box_at(kind.tensor, self.side, (0, 0, 0)))
 
@@ -222,14 +246,14 @@ Named = Iterator[tuple[str, dict[str, int]]]
 
 
 def _infer(s: _Stage) -> Named:
-    """Yield the moments of a forward pass alone.
+    """Yield the bytes at each moment of a forward pass without a backward pass.
 
-    Besides what a layer computes there are its input, the input of the stage's first layer, and the stage's output
-    for the previous micro-batch.
+    In addition to the tensors of the running layer, there are the layer's input, the input of the stage's first layer,
+    and the stage's output for the previous micro-batch.
     """
     several = sum(s.layers) > s.work.layout.vpp
     before = (s.work.batches > 1) * (s.requested_states if s.last_stage else s.part)
-    if s.work.layout.vpp > 1:  # another chunk's output, and what was received for the next
+    if s.work.layout.vpp > 1:  # another chunk's output, and the input that was received for the next chunk
         before = 2 * s.part
     base = s.angles + (1 + several) * s.part + s.whole_part + before
     # The normed input; the product of query, key and value; rotated queries and keys; all laid out; and the output.
@@ -258,18 +282,19 @@ def _infer(s: _Stage) -> Named:
 
 
 def _routed(s: _Stage) -> int:
-    """Return what computing experts holds without gradients.
+    """Return the bytes that computing experts holds without gradients.
 
-    That is what was sent, what arrived, the same sorted by expert, each expert's result, and their concatenation.
+    The bytes are for the states that were sent, the received states, the received states sorted by expert, each
+    expert's result, and the concatenation of the results.
     """
     return s.routed * (s.work.layout.ep > 1) + 4 * s.received + 8 * s.sent
 
 
 def _update(s: _Stage) -> Named:
-    """Yield the moments of forward and backward.
+    """Yield the bytes at each moment of forward and backward passes.
 
-    Gradients are those of all but the first of several micro-batches. With a single micro-batch they appear one by
-    one, from the last layer on.
+    With several micro-batches, gradients of earlier micro-batches exist during the whole pass. With a single
+    micro-batch gradients appear one by one, from the last layer on.
     """
     work = s.work
     summed = s.work.batches > 1
@@ -277,7 +302,8 @@ def _update(s: _Stage) -> Named:
     rest = s.gradients if summed else 0
     others = round((s.in_flight_batches - 1) * s.kept)  # micro-batches whose turn comes later
     base = s.schedule_state + others
-    # A parameter's gradient next to the sum that it is added to: always in bf16, in float32 if a sum exists.
+    # Whether a parameter's gradient exists next to its float32 sum: always with bf16 weights, with float32 weights only
+    # if the sum exists already.
     separate = summed or s.item == 2
     table = s.head * s.item if s.last_stage or s.first else 0
     if s.last_stage:
@@ -339,21 +365,26 @@ def _update(s: _Stage) -> Named:
 
 
 def _sum_saved(s: _Stage, index: int, count: int) -> int:
-    """Return what `count` layers keep; layer `index` of the stage is the last of them."""
+    """Return the bytes that `count` consecutive layers of a stage keep.
+
+    The last of these layers has the number `index` in the stage.
+    """
     dense = max(0, min(index + 1, s.layers[0]) - (index + 1 - count))
     return dense * s.saved(False) + (count - dense) * s.saved(True)
 
 
 def _backward(s: _Stage, routes: bool, separate: bool, summed: bool) -> Named:
-    """Yield what the backward pass of a layer's halves adds, with the gradients.
+    """Yield the bytes that the backward pass of each half of a layer adds.
 
-    It adds to all that the layer has kept and to its output's gradient; what is freed already is subtracted.
+    The bytes are in addition to everything that the layer has kept, and to the gradient of the layer's output. Bytes
+    that are already freed are subtracted, so a figure may be negative.
     """
 
     def gradients(before: int, now: int) -> int:
-        """Return the bytes of earlier and current float32 matrices.
+        """Return the bytes of a layer's earlier and current gradient matrices.
 
-        Current ones also exist in the weights' type, next to their sum.
+        The arguments are numbers of matrices. The current matrices may also exist in the weights' dtype, before they
+        are added to their float32 sums.
         """
         return s.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
 

@@ -15,7 +15,10 @@ PYTHON = {"infer": OperatorCalls(21, 90), "update": OperatorCalls(37, 176), "ste
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return operator counts, from torch's profiler on Qwen2 models of 2 and 6 layers."""
+    """Return operator counts.
+
+    Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
+    """
     if act == "step":
         return step_calls(layout)
     counts, python = (

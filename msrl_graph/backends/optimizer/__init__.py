@@ -1,5 +1,8 @@
 """Optimizer steps, for any engine that trains.
 
-They consist of gradients (gradients.py), the parts of tensors that a rank steps (shards.py), whole matrices
-(muon.py), and a step of all parameters (steps.py). step_calls.py has the operator counts of a step.
+- gradients.py: the gradients of a step.
+- shards.py: the parts of tensors that a rank updates.
+- muon.py: updates of whole matrices.
+- steps.py: a step of all parameters.
+- step_calls.py: the operator counts of a step.
 """

@@ -1,6 +1,7 @@
 """Gradients of a step: sums over micro-batches in float32, and sums over ranks.
 
-Invariant: a bf16 gradient is freed as soon as it is added, so that all gradients never exist in both types at once.
+Invariant: a bf16 gradient is freed as soon as it is added to its float32 sum, so that the full set of gradients never
+exists in both dtypes at once.
 """
 
 from __future__ import annotations
@@ -19,25 +20,31 @@ if TYPE_CHECKING:
 class Gradients:
     """The gradients of some parameters, which may be DTensors.
 
-    Autograd itself sums the gradients of float32 parameters, in the same type.
+    Autograd itself sums the gradients of float32 parameters, in float32.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         import torch
 
-        # By id, without a reference back to the parameters, which hold their hooks: engines are freed without a
-        # garbage collection.
+        # By id, without a reference to the parameters: parameters hold their hooks, so a reference would be a cycle.
+        # An engine would then be freed only by a garbage collection.
         self._sums: dict[int, torch.Tensor] = {}
         for parameter in {id(weight): weight for weight in parameters if weight.dtype != torch.float32}.values():
             parameter.register_post_accumulate_grad_hook(partial(_add, self._sums))
 
     def read(self, parameter: Any) -> torch.Tensor | None:
-        """Return this rank's part of the sum; None if there is no gradient."""
+        """Return this rank's shard of a parameter's gradient sum.
+
+        None if there is no gradient.
+        """
         total = self._sums.get(id(parameter))
         return _read_gradient(parameter) if total is None else total
 
     def take(self, parameter: Any) -> torch.Tensor | None:
-        """Return the sum and forget it: the next gradient is of another step."""
+        """Return the gradient sum of a parameter and drop it.
+
+        A gradient that is computed later belongs to the next step.
+        """
         total = self.read(parameter)
         self._sums.pop(id(parameter), None)
         parameter.grad = None
@@ -45,7 +52,7 @@ class Gradients:
 
 
 def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
-    """Add the gradient of a micro-batch."""
+    """Add the gradient of a micro-batch to the parameter's sum in `sums`."""
     gradient = _read_gradient(parameter)
     parameter.grad = None
     assert gradient is not None  # the hook runs only when there is a gradient

@@ -1,7 +1,9 @@
-"""Muon (https://kellerjordan.github.io/posts/muon/): steps of whole matrices.
+"""The Muon optimizer on sharded matrices.
 
-Invariant: each rank keeps the momentum of its own elements. The whole matrix is orthogonalized, the same on all ranks
-that have a part of it, and each rank takes its own part of the result.
+Source: https://kellerjordan.github.io/posts/muon/.
+
+Invariant: each rank keeps the momentum of its own elements. All ranks that hold a part of a matrix orthogonalize the
+whole matrix, with the same result. Each rank then updates its own part of the matrix.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ ITERATIONS = 5  # Newton-Schulz iterations
 
 
 class Matrices(OptimizerSlice):
-    """Matrices that step by Muon.
+    """Matrices that are updated by Muon.
 
-    Each rank keeps the momentum of its own elements; the whole matrix is orthogonalized, the same on all ranks that
-    have a part of it. Each expert is a matrix, on the ranks that hold it.
+    Each rank keeps the momentum of its own elements. All ranks that hold a part of a matrix orthogonalize the whole
+    matrix, with the same result. Each expert is a matrix of its own, on the ranks that hold the expert.
     """
 
     def _create_states(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
@@ -43,10 +45,11 @@ class Matrices(OptimizerSlice):
             self._step_matrix(i, [(where, piece) for index, where, piece in own if index == i], options)
 
     def _step_matrix(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
-        """Step the i-th shard.
+        """Update the i-th shard.
 
-        `pieces` are the parts that this rank steps: where each is in its master, and where in the shard. Temporary
-        tensors are freed on return, so that two matrices never have theirs at once.
+        `pieces` are the parts of the shard that this rank updates. Each is a pair of slices: the part's elements in its
+        master (the float32 weight), and the part's elements in the shard. Temporary tensors are freed on return, so
+        that the temporary tensors of two matrices never exist at once.
         """
         tensor = self.tensors[i]
         shard = self.shards[i]
@@ -65,7 +68,10 @@ class Matrices(OptimizerSlice):
     def _collect_momentum(
         self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the momentum of a shard, zero where another rank steps."""
+        """Return the momentum of a shard.
+
+        The momentum is zero for elements that another rank updates.
+        """
         import torch
 
         momentum = torch.zeros(shard.tensor.shape, device=self.place)
@@ -76,7 +82,7 @@ class Matrices(OptimizerSlice):
     def _update_momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
         """Update and return the momentum of some elements of a master.
 
-        With `nesterov` it is a step ahead.
+        A master is the float32 weight. With the option `nesterov`, the returned value is the momentum one step ahead.
         """
         import torch
 
@@ -91,7 +97,8 @@ class Matrices(OptimizerSlice):
     def _assemble_matrix(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:
         """Return a whole matrix, or a rank's experts, from the parts of all ranks.
 
-        Each part is zero where another rank has it, so the sum changes no bit, whatever the boxes.
+        Each rank contributes a tensor that is zero outside the rank's own part. So the sum over ranks changes no bit of
+        any part, whatever the boxes are.
         """
         import torch
         from torch import distributed as dist
@@ -122,10 +129,12 @@ def _locate_shard(tensor: Tensor, shard: Shard) -> Box:
 def orthogonalize(matrix: torch.Tensor) -> None:
     """Orthogonalize a matrix in place by Newton-Schulz iterations.
 
-    The singular vectors stay; the singular values become nearly 1.
-    Coefficients and iterations are those of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/), which
-    computes in bf16. There the last bit of a gradient moved weights by up to 4e-4 in six steps at a rate of 1e-3, so
-    layouts would differ by as much. This computes in float32.
+    The singular vectors do not change; the singular values become nearly 1.
+
+    Coefficients and the number of iterations are the ones of torch.optim.Muon
+    (https://kellerjordan.github.io/posts/muon/). torch.optim.Muon computes in bf16, this function in float32. With
+    bf16, a change in the last bit of a gradient moved weights by up to 4e-4 in six steps at a learning rate of 1e-3, so
+    the results of two layouts would differ by that much.
     """
     import torch
 
@@ -145,7 +154,10 @@ def orthogonalize(matrix: torch.Tensor) -> None:
 
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
-    """Return the factor of a step for its matrix's shape (arXiv:2502.16982, eq. 4)."""
+    """Return the factor of a step that depends on the matrix's shape.
+
+    Source: arXiv:2502.16982, eq. 4.
+    """
     rows, columns = tensor.shape[-2:]
     return (
         0.2 * math.sqrt(max(rows, columns))

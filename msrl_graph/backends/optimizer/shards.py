@@ -1,7 +1,8 @@
-"""The part of some tensors that a rank steps by one rule, and its states.
+"""Optimizer slices: the tensors that a rank updates by one rule, and their states.
 
-Invariant: elements step in float32, one by one, so that no layout changes the result. With ZeRO 1 all tensors are
-concatenated, and each rank that holds copies of them owns a stretch.
+Invariant: elements are updated in float32 and independently of each other, so that no layout changes the result. With
+ZeRO 1 all tensors of a slice are concatenated. Each rank of the replica group (the ranks that hold copies of these
+tensors) owns a stretch, which is a range of elements of the concatenation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind of state and by 
 class ReplicaGroup:
     """The `number` ranks that hold the same boxes of some tensors.
 
-    Each rank has its own part of their gradient. This rank is the `index`-th.
+    Each of these ranks computes a part of the boxes' gradient; the parts must be summed. This rank is the `index`-th of
+    the group.
     """
 
     number: int = 1
@@ -41,7 +43,7 @@ class ReplicaGroup:
 def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts: bool) -> ReplicaGroup:
     """Return the group of ranks whose gradients of the same boxes must be summed.
 
-    Where weights are `divided` over dp, their gradients arrive summed over dp.
+    Where weights are `divided` (sharded) over dp, the engine has already summed their gradients over dp.
     """
     if experts:
         number = 1 if divided else layout.edp
@@ -55,9 +57,10 @@ def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts:
 
 
 class OptimizerSlice:
-    """Tensors, or rows of them, that step by one rule, element by element.
+    """Tensors, or rows of tensors, that are updated by one rule, element by element.
 
-    With ZeRO 1 this rank owns a stretch of all of them. Between `leave` and `arrive` the states are in host memory.
+    With ZeRO 1, this rank owns a stretch (a range of elements) of all these tensors concatenated. Between `leave` and
+    `arrive` the optimizer states are in host memory.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class OptimizerSlice:
                 else shard.tensor.to(torch.float32, memory_format=torch.contiguous_format)
                 for shard in shards
             ]
-        # With float32 weights the stretch is a copy of them: it exists only during a step.
+        # With float32 weights the stretch is a copy of the weights, which exists only during a step.
         self.copied = self.flat and all(shard.tensor.dtype == torch.float32 for shard in shards)
         self.state = self._create_states(rule)
         self.host_offload: HostOffload | None = None
@@ -102,7 +105,10 @@ class OptimizerSlice:
             release(self.masters[0])
 
     def _create_states(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Create the optimizer, and return the state of each master."""
+        """Create the optimizer; return the optimizer state of each master.
+
+        A master is a tensor that the optimizer updates in float32: a float32 copy of a weight, or the weight itself.
+        """
         import torch
 
         self.optimizer = getattr(torch.optim, rule.name)(self.masters, lr=0.0, **rule.options)
@@ -110,9 +116,9 @@ class OptimizerSlice:
         return state
 
     def _iterate_overlaps(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the parts of the concatenated tensors between two elements.
+        """Yield the parts of the concatenated tensors from element `start` to `stop`.
 
-        Each is a tensor's index, the slice of the range, and the slice of the tensor.
+        Each part is a tuple: the tensor's index, the part's slice in the range, and the part's slice in the tensor.
         """
         offset = 0
         for i, size in enumerate(self.sizes):
@@ -123,13 +129,17 @@ class OptimizerSlice:
             offset += size
 
     def _iterate_own_slices(self) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the parts of this rank's stretch."""
+        """Yield the parts of tensors in this rank's stretch.
+
+        The stretch is a range of elements of the concatenated tensors.
+        """
         return self._iterate_overlaps(self.stretch * self.copies.index, self.stretch * (self.copies.index + 1))
 
     def _copy_stretch(self, tensors: list[torch.Tensor], own: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy this rank's stretch of all tensors to float32, padded with zeros.
+        """Copy this rank's part of some tensors to float32, padded with zeros.
 
-        The copy is written to `own` if it is given.
+        The tensors are concatenated; the rank's part is its stretch (a range of elements). If `own` is given, the copy
+        is written to `own`.
         """
         import torch
 
@@ -150,7 +160,7 @@ class OptimizerSlice:
         self.host_offload.leave()
 
     def come(self) -> None:
-        """Start the copy back to the device."""
+        """Start the copy of the states from host memory to the device."""
         if self.host_offload is not None:
             self.host_offload.come()
 
@@ -159,7 +169,10 @@ class OptimizerSlice:
             self.host_offload.arrive()
 
     def _list_states(self) -> list[torch.Tensor]:
-        """List all tensors besides the weights: states, and masters that are not weights."""
+        """List the tensors that this slice holds in addition to the weights.
+
+        The list has the optimizer states, and the masters that are not weights themselves.
+        """
         weights = {id(shard.tensor) for shard in self.shards}
         masters = [] if self.copied else [master for master in self.masters if id(master) not in weights]
         states = [
@@ -168,11 +181,14 @@ class OptimizerSlice:
         return masters + [state for state in states if state is not None]
 
     def _read_stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a state tensor, on the device or in host memory."""
+        """Return the contents of an optimizer state.
+
+        With offload, the result is the state's host buffer.
+        """
         return tensor if self.host_offload is None else self.host_offload.stored(tensor)
 
     def step(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
-        """Step all elements; the list of gradients is emptied."""
+        """Update all elements; the list `gradients` is emptied."""
         if self.flat:
             own = {
                 i for i, _, _ in self._iterate_own_slices()
@@ -194,13 +210,13 @@ class OptimizerSlice:
             release(self.masters[0])
 
     def _update_masters(self, options: dict[str, Any]) -> None:
-        """Update the masters from their gradients."""
+        """Update the masters (the float32 weights) from their gradients."""
         for group in self.optimizer.param_groups:
             group.update(options)
         self.optimizer.step()
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the states of each tensor, by kind."""
+        """Return the optimizer states of each tensor, by kind of state."""
         import torch
         from torch import distributed as dist
 
@@ -252,7 +268,7 @@ class OptimizerSlice:
                 self.state[master] = {"step": torch.tensor(float(steps), device=counts), **master_state}
 
     def _write_back(self) -> None:
-        """Copy the masters to the weights."""
+        """Copy the masters (float32 copies of the weights) to the weights."""
         import torch
         from torch import distributed as dist
 
@@ -274,7 +290,10 @@ class OptimizerSlice:
 
 
 def _put(tensor: torch.Tensor, piece: slice, values: torch.Tensor) -> None:
-    """Write some elements of a tensor, which may be a part of another."""
+    """Write `values` to the elements `piece` of a tensor.
+
+    The tensor may be a view into another tensor.
+    """
     flat = tensor.reshape(-1)  # a view or a copy
     flat[piece].copy_(values)
     if not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""The number of operators of an optimizer step (steps.py)."""
+"""Operator counts of an optimizer step (steps.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from ..spec import OperatorCalls
 
 
 def step_calls(layout: Layout) -> OperatorCalls:
-    """Return the operator counts of a step, by the ranks that have copies of a weight.
+    """Return the operator counts of an optimizer step under a layout.
 
-    Counted by torch's profiler on Qwen2 models (12 tensors a layer; a step goes tensor by tensor).
+    Torch's profiler counted the operators on Qwen2 models, which have 12 tensors per layer. A step updates tensor by
+    tensor.
     """
     if layout.dp * layout.cp == 1:
         return OperatorCalls(108, 35)

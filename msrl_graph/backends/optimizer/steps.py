@@ -1,10 +1,12 @@
 """Optimizer steps on the local shards of a model whose ranks form a mesh.
 
-The rules are torch.optim's (shards.py) and Muon (muon.py).
+The update rules are torch.optim's (shards.py) and Muon (muon.py).
 
-Invariant: offloading does not change the steps. Offloaded states are on the device one part at a time, plus the next
-part. Gradients are summed over all ranks that hold copies of a weight: dp and cp, or for experts the ranks that the
-experts' own mesh leaves. The norm counts each element once, and is the same on all ranks.
+Invariant: offloading optimizer states does not change the result of a step. With offload, the device holds the states
+of one optimizer slice at a time, plus the states of the next slice. Gradients are summed over all ranks that hold
+copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp. Copies of an expert are on
+ranks that differ only in edp, the last axis of the experts' mesh. The norm counts each element once, and is the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ShardRows(NamedTuple):
-    """Some rows of the `number`-th shard, or all of it."""
+    """Some rows of the `number`-th shard, or the whole shard."""
 
     number: int
     rows: slice
@@ -51,8 +53,10 @@ class ShardRows(NamedTuple):
 class Steps:
     """The optimizer of a model's `tensors`, of which this rank holds `shards`.
 
-    Weights are `divided` over dp or not. The shards of other stages are empty. `offload`: the states are in host
-    memory between steps.
+    - `divided`: whether the weights are sharded over dp.
+    - `offload`: whether the optimizer states are in host memory between steps.
+
+    Shards that belong to other pipeline stages are empty.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Steps:
             for for_experts in sorted({tensor.experts for tensor in tensors})
         }
         self.parts: list[OptimizerSlice] = []
-        self.pieces: list[list[ShardRows]] = []  # of each part
+        self.pieces: list[list[ShardRows]] = []  # the rows of each optimizer slice in `parts`
         self.offload = offload
         self.has_masters = any(shard.tensor.dtype != torch.float32 for shard in shards)
         kept_bytes = sum(
@@ -113,20 +117,20 @@ class Steps:
     def _count_elements(self, i: int) -> int:
         """Return the elements of the i-th tensor on the busiest rank of this stage.
 
-        All ranks of the stage get the same number.
+        The result is the same on all ranks of the stage.
         """
         here = self.layout.coordinates(self.devices.rank).pp in stages(self.tensors[i], self.layout)
         return elements(box_at(self.tensors[i], Side(self.layout, self.divided), (0, 0, 0))) * here
 
     def _partition_tensors(self, rule: Rule, indices: Sequence[int], max_bytes: float) -> Iterator[list[ShardRows]]:
-        """Yield tensors that step by a rule, in parts with at most `max_bytes` of states.
+        """Yield lists of rows, each with at most `max_bytes` of optimizer states.
 
-        Parts are cut between rows, except whole matrices, of which all ranks make the same parts. Without `max_bytes`
-        there is one part.
+        `indices` are the tensors with the update rule `rule`. Tensors are cut between rows. If the rule needs whole
+        matrices, no tensor is cut, and all ranks make the same lists. If `max_bytes` is 0 there is one list.
         """
         bytes_per_element = rule.state_bytes(self.has_masters)
         if not max_bytes or not bytes_per_element:
-            if indices:  # a mixture may have no expert for a rule, as Muon's rule for non-matrices
+            if indices:  # a mixture may have no expert tensor for a rule, such as Muon's rule for non-matrices
                 yield [piece for i in indices for piece in self._list_pieces(rule, i)]
             return
         pieces: list[ShardRows] = []
@@ -148,10 +152,10 @@ class Steps:
             yield pieces
 
     def _is_strided(self, rule: Rule, i: int) -> bool:
-        """Return whether a float32 weight is a strided part of another tensor.
+        """Return whether a float32 weight is a non-contiguous view of another tensor.
 
-        Gate and up of Megatron's experts are. Their rows become pieces, because torch's fused steps assume contiguous
-        elements.
+        The gate and up projections of Megatron's experts are such views. Each row of such a view is updated separately,
+        because torch's fused steps assume contiguous elements.
         """
         import torch
 
@@ -167,7 +171,7 @@ class Steps:
         )
 
     def _iterate_on_device(self) -> Iterator[OptimizerSlice]:
-        """Yield each part in turn, with all its states on the device."""
+        """Yield each optimizer slice in turn, with all its states on the device."""
         for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
             if self.offload and part is self.parts[0]:
                 part.come()
@@ -181,10 +185,13 @@ class Steps:
     def step(
         self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: OptimizerSpec
     ) -> float:
-        """Implement Trainer.step. A gradient is freed as soon as it leaves the list."""
+        """Implement Trainer.step.
+
+        A gradient is freed as soon as it is removed from the list `gradients`.
+        """
         for experts, replicas in self.copies.items():
             if replicas.number > 1:
-                # The temporary list is freed with the call, or its gradients would live as long as the step.
+                # The list must have no name, so that its gradients are freed before the step ends.
                 add_up(
                     [
                         gradient
@@ -210,7 +217,7 @@ class Steps:
     def moments(self) -> dict[str, list[Shard]]:
         """Implement Trainer.moments.
 
-        Includes the float32 masters if weights have another type.
+        If weights are not float32, the result includes the float32 masters.
         """
         import torch
 
@@ -240,16 +247,17 @@ class Steps:
             )
 
     def _count_holders(self, tensor: Tensor) -> int:
-        """Return how many ranks of a stage have the same part of a tensor's gradient."""
+        """Return how many ranks of a stage hold the same part of a tensor's gradient."""
         layout = self.layout
         if tensor.experts:
             return self.copies[True].number * (layout.etp if tensor.tp_dim < 0 else 1)
         return self.copies[False].number * (layout.tp if tensor.tp_dim < 0 else 1)
 
     def _compute_norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
-        """Return the 2-norm of the whole gradient: parts add up, copies count once.
+        """Return the 2-norm of the whole gradient.
 
-        All ranks take part in all sums, so that they agree to the last bit and on whether the norm is finite.
+        The squares of all parts are summed; a gradient that several ranks hold counts once. All ranks join all sums, so
+        that all ranks get the same bits, and agree on whether the norm is finite.
         """
         import torch
         from torch import distributed as dist
@@ -260,7 +268,7 @@ class Steps:
         later = layout.pp > 1 and self.devices.axis("pp").get_local_rank() > 0
         for gradient, tensor in zip(gradients, self.tensors, strict=True):
             if tensor.tied and later:
-                continue  # the first stage has it too
+                continue  # the first stage counts the tied weight
             if (holders := self._count_holders(tensor)) not in sums:
                 sums[holders] = torch.zeros((), dtype=torch.float64, device=place)
             for part in torch.split(gradient.reshape(-1), CHUNK):

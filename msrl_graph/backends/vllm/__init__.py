@@ -1,5 +1,7 @@
 """vLLM as an engine.
 
-The package has the spec (spec.py), the engine (engine.py), vLLM's scheduler and model on a rank (core.py), and the
-memory that it releases while others compute (memory.py).
+- spec.py: the spec.
+- engine.py: the engine.
+- core.py: vLLM's scheduler and model on a rank.
+- memory.py: the memory that the engine releases while other nodes compute.
 """

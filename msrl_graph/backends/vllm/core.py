@@ -1,7 +1,7 @@
-"""vLLM's scheduler and model in an engine: its ranks, drawn tokens, and shards.
+"""vLLM's scheduler and model on a rank: process groups, drawn tokens, and shards.
 
-Invariant: vLLM sees the ranks of one replica as the whole world; dp stays outside. Each rank runs vLLM's scheduler
-with the same result, because all get the same requests in the same order and draw the same tokens.
+Invariant: vLLM sees the ranks of one replica as its whole world, without dp. Each rank runs vLLM's scheduler. All
+schedulers make the same decisions, because all ranks get the same requests in the same order and draw the same tokens.
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ SURROUNDINGS = {
 ON_HOST = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 # Decoding steps are captured as graphs, which needs no compilation. Cache and weights keep their addresses in sleep.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# All ranks must count torch's group numbers alike. Only some ranks create vLLM's groups, which count from here.
+# All ranks must count torch's group numbers alike. Only some ranks create vLLM's groups, so these have numbers of their
+# own, from here on.
 _group_counts = itertools.count(1 << 20, 1 << 20)
 
 
 class SampledBatch:
     """The tokens that a call of `generate` has drawn.
 
-    Arrays are [rows, tokens], valid up to `lengths`; a row gets at most `room` tokens. `rows_by_request`: the rows
-    that a request computes, whose tokens are the same so far."""
+    - `tokens` and `logps` [rows, tokens]: valid up to `lengths`.
+    - `room`: the most tokens that each row gets.
+    - `rows_by_request`: for each request number, the rows that share the request, because they have the same tokens up
+      to the current step.
+    """
 
     def __init__(
         self, keys: NDArray[np.uint64], begun: NDArray[np.int64], room: NDArray[np.int64], sampling: Sampling
@@ -83,17 +87,21 @@ class SampledBatch:
         return np.concatenate(rows), np.repeat(np.arange(len(rows)), [len(request_rows) for request_rows in rows])
 
     def find_continuing(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return which rows continue after `tokens`, with which they have `lengths`."""
+        """Return which rows continue after their last tokens `tokens`.
+
+        `lengths` are the rows' lengths including these tokens.
+        """
         import numpy as np
 
         return ~np.isin(tokens, self.sampling.ends) & (lengths < self.room[rows])
 
 
 class TokenSampler:
-    """Draws the tokens in vLLM's place.
+    """A sampler that draws the tokens instead of vLLM.
 
-    It sets all logits of a request to -inf except that of one drawn token, which vLLM then takes as the best.
-    `group`: the ranks that must agree."""
+    The sampler sets all logits of a request to -inf, except the logit of one drawn token. vLLM then samples that token
+    greedily. `group`: the ranks that must agree on the tokens.
+    """
 
     call: SampledBatch
 
@@ -101,10 +109,12 @@ class TokenSampler:
         self.group: Any = None
 
     def draw(self, logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-        """Draw for all rows of the requests `numbers`, one for each row of logits.
+        """Draw a token for each row of the requests `numbers`; return the new logits.
 
-        A request continues with one of its rows that continue, if there are any. Tokens count only when `lengths`
-        grow: vLLM also requests logits for parts of a prompt."""
+        `logits` has one row for each request. If some rows of a request continue after their token, the request
+        continues with the token of one of these rows. The drawn tokens count only when `lengths` grows, because vLLM
+        also requests logits for parts of a prompt.
+        """
         import numpy as np
         import torch
 
@@ -164,10 +174,12 @@ def _make_processor(sampler: TokenSampler) -> type:
 
 
 class Replica:
-    """The process groups of one vLLM engine, of which vLLM has one set per process.
+    """The process groups of one vLLM engine.
 
-    vLLM sees this set during a call, and never another's: neither a world that has ended nor one without expert
-    groups."""
+    vLLM has one set of process groups per process, in global variables. During a call of this engine, the variables
+    hold this engine's set. The variables never hold the set of a world that has ended, or the set of another engine,
+    which may lack expert groups.
+    """
 
     def __init__(self, devices: Devices) -> None:
         from torch import distributed as dist
@@ -197,7 +209,7 @@ class Replica:
 
     @contextmanager
     def as_world(self) -> Iterator[None]:
-        """Show this process only the replica, while vLLM creates its groups."""
+        """Show this process only the replica's ranks, while vLLM creates its groups."""
         from torch.distributed import distributed_c10d as c10d
 
         world = c10d._get_default_group()
@@ -228,8 +240,8 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    # Name of the memory that the replica's ranks share on a host. It starts with the name of the temporary folder, by
-    # which it is removed if a rank is killed before all have opened it.
+    # Name of the memory that the replica's ranks share on a host. It starts with the name of the temporary folder. By
+    # that prefix the memory is removed if a rank is killed before all ranks have opened it.
     name = f"{Path(tempfile.gettempdir()).name}-{uuid4().hex}".encode().ljust(255)
     name_bytes = torch.tensor(list(name), dtype=torch.uint8)  # a file name has at most 255 bytes
     dist.broadcast(name_bytes, group=group, group_src=0)
@@ -271,7 +283,8 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
     )
     engine_core = EngineCore(arguments.create_engine_config(), Executor, log_stats=False)
     gc.unfreeze()  # vLLM froze all objects of this process, as if they lived as long as it does
-    # The whole replica has opened it by now. Without a name it is removed with the last of them, however that ends.
+    # By now all ranks of the replica have opened the memory. Without a name, the system frees it when the last of these
+    # processes ends, however that happens.
     for leftover in Path("/dev/shm").glob(f"{memory}*"):
         leftover.unlink(missing_ok=True)
     return engine_core
@@ -289,11 +302,12 @@ def _check_rotary(model: Model) -> None:
 
 
 def apply_model_settings(module: Any, on_host: bool) -> None:
-    """Set what vLLM computes differently from transformers for latent attention.
+    """Make vLLM compute latent attention as transformers does.
 
-    Norms of latents get transformers' fixed epsilon, whatever the config's is. On a host torch rotates the latents'
-    positions: vLLM's kernel there supports only default ones in [tokens, heads x size], but gets [tokens, heads,
-    size]."""
+    - Norms of latents get the fixed epsilon of transformers, whatever the config's epsilon is.
+    - On a host, torch rotates the positions of latents instead of vLLM's kernel. The kernel supports only default
+      rotary positions in [tokens, heads x size], but gets [tokens, heads, size].
+    """
     for name, part in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
             part.variance_epsilon = LATENT_EPSILON
@@ -302,10 +316,11 @@ def apply_model_settings(module: Any, on_host: bool) -> None:
 
 
 def repack_weights(module: Any, dtype: Any, turned: bool) -> None:
-    """Convert the written weights in place to the forms that vLLM's kernels also read.
+    """Convert the written weights in place to the formats that vLLM's kernels read.
 
-    These are experts, unless they are `turned` (`make_shards` handles that), and what latent attention derives from
-    its projections."""
+    Two kinds of weights are converted: experts, and the tensors that latent attention derives from its projections. If
+    experts are `turned` (transposed), they are not converted here, because `make_shards` handles them.
+    """
     import torch
 
     for layer in module.modules():
@@ -330,10 +345,11 @@ def repack_weights(module: Any, dtype: Any, turned: bool) -> None:
 def make_shards(
     boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str, Iterable[str]], turned: bool = False
 ) -> Iterator[Shard]:
-    """Yield each box as a view into vLLM's parameters.
+    """Yield a shard for each box, as a view into vLLM's parameters.
 
-    `fused`: the names that vLLM concatenates in one parameter, by its name. `turned`: experts are stored [experts,
-    in, out], as in vllm-ascend."""
+    - `fused`: for each parameter in which vLLM concatenates weights, the names of these weights.
+    - `turned`: experts are stored transposed as [experts, in, out], as in vllm-ascend.
+    """
     import torch
 
     fused_parts = {part: (fused_name, list(parts)) for fused_name, parts in fused.items() for part in parts}
@@ -358,7 +374,10 @@ def make_shards(
         return parameter(name, source)[begin : begin + sizes[name][0]]
 
     def experts(name: str) -> torch.Tensor:
-        """Return an expert weight: gate and up are concatenated, each padded like down."""
+        """Return the view of an expert weight.
+
+        vLLM concatenates gate and up in one parameter. Gate, up and down are each padded.
+        """
         owner, _, leaf = name.partition(".*.")
         kind = "w2_weight" if leaf.startswith("down") else "w13_weight"
         places = (f"{owner}.routed_experts.{kind}", f"{owner}.{kind}")
@@ -369,7 +388,7 @@ def make_shards(
         return stacked.narrow(1, stacked.shape[1] // 2 if leaf.startswith("up") else 0, sizes[name][1])
 
     for name, size in sizes.items():
-        if not elements(boxes[name]):  # another stage's, or only padding of a short vocabulary
+        if not elements(boxes[name]):  # a weight of another stage, or only padding of a short vocabulary
             seen.add(name)
             yield Shard(name, boxes[name], torch.empty(size))
             continue

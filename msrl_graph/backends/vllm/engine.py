@@ -1,9 +1,11 @@
 """Generation by vLLM in the rank's own process (vllm-ascend on Ascend).
 
-Invariant: the shards are views into vLLM's own parameters, so that resharding fills them box by box. Parameters and
-cache have memory only between `allocate` and `release`. Tokens are drawn by generation/sampling.py, not by vLLM, so a
-row gets what the light engine draws, up to the rounding of logits.
-It has never run on an NPU, because none was available.
+The engine has never run on an NPU, because no NPU was available.
+
+Invariant: the shards are views into vLLM's own parameters, so that resharding fills the parameters box by box (a box is
+one index range per dimension). Parameters and cache have memory only between `allocate` and `release`. Tokens are drawn
+by generation/sampling.py, not by vLLM. So a row gets the same tokens as with the engine `hf`, up to the rounding of
+logits.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """A generator on this rank."""
+    """An engine that generates responses, on this rank."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         assert weights.work is not None
@@ -111,7 +113,7 @@ class VllmEngine:
         import numpy as np
 
         begun = np.zeros(len(keys), np.int64) if begun is None else begun
-        if stretch:  # whole cache blocks of running responses are still valid
+        if stretch:  # the cache still has the whole blocks of running responses
             stops = load_stops(self.model.path, sampling.stop) if sampling.stop else None
             yield from generate_in_segments(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
@@ -143,14 +145,17 @@ class VllmEngine:
 
     @contextmanager
     def _activate(self) -> Iterator[None]:
-        """Enter vLLM's groups for one step; other code computes between steps."""
+        """Make this engine's process groups current in vLLM, for one step.
+
+        Other code computes between steps.
+        """
         import torch
 
         with torch.inference_mode(), self.replica.activate():
             yield
 
     def _add_request(self, rows: NDArray[np.int64]) -> None:
-        """Add a request for rows that have the same tokens so far."""
+        """Add one request for rows that have the same tokens up to the current step."""
         import numpy as np
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -191,8 +196,9 @@ class VllmEngine:
     def _step(self) -> NDArray[np.int64]:
         """Compute one more token of the requests that the scheduler chooses.
 
-        Return the rows that end with it. Rows that draw another token than the one with which their request continues
-        get a new request, whose cache starts with the whole blocks that they share. A request without rows ends.
+        Return the rows that end with this token. A request continues with one of the tokens that its rows have drawn. A
+        row that has drawn another token moves to a new request. The new request's cache starts with the whole cache
+        blocks that the two requests share. A request without rows ends.
         """
         import numpy as np
 

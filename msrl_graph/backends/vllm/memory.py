@@ -1,10 +1,12 @@
 """Memory of a vLLM engine: release of its weights and cache, and reallocation.
 
-Invariant: a parameter is the same object at the same address whenever it has memory, so views into it and captured
-graphs stay valid. Its contents are lost. On host cores storages are resized. On devices vLLM sleeps (level 2: nothing
-is kept), and its allocator maps other memory to the same addresses.
-The order is that of vLLM's and vllm-ascend's workers: asleep, weights, cache, asleep again. A worker that sleeps
-twice would release memory that it no longer has. vLLM's sleep has run on an H100, vllm-ascend's never.
+Invariant: a parameter is the same object, at the same address whenever it has memory. So views into the parameter and
+captured graphs are always valid. A released parameter's contents are lost.
+
+On host cores, storages are resized. On devices, vLLM sleeps (level 2: no contents are kept), and vLLM's allocator maps
+new memory to the same addresses. The order of calls is the order of vLLM's and vllm-ascend's workers: sleep, wake the
+weights, wake the cache, sleep. A worker that sleeps twice in a row would release memory that it no longer has. vLLM's
+sleep has run on an H100. vllm-ascend's sleep has never run.
 """
 
 from __future__ import annotations
@@ -26,30 +28,33 @@ class EngineMemory(Protocol):
         """Allocate an empty cache."""
 
     def give(self) -> None:
-        """Release whatever is allocated of both."""
+        """Release the parameters and the cache, where they are allocated."""
 
 
 def release_embedding_buffers(runner: Any) -> None:
-    """Release vLLM's buffers for prompts given as embeddings, which are never used.
+    """Release vLLM's buffers for prompts that are passed as embeddings.
 
-    They are as large as a step's hidden states.
+    The buffers are never used. They are as large as a step's hidden states.
     """
     for unused in {id(tensor): tensor for tensor in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
         release(unused)
 
 
 def clear(cache: torch.Tensor) -> None:
-    """Zero a cache: kernels read beyond a sequence's end, where no NaN may be."""
+    """Fill a cache with zeros.
+
+    Kernels read beyond a sequence's end, where the cache must not contain NaN.
+    """
     view_bytes(cache.untyped_storage()).zero_()
 
 
 class ResizedMemory:
-    """Memory on host cores, where vLLM does not sleep."""
+    """The memory of an engine on host cores, where vLLM does not sleep."""
 
     def __init__(self, runner: Any, stages: int) -> None:
         self._parameters = list(runner.model.parameters())
         if runner.intermediate_tensors is None and stages > 1:
-            # A stage's input. vLLM allocates it in its warm-up, but not on the CPU.
+            # The input of a pipeline stage. vLLM allocates it in its warm-up, but not on the CPU.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 runner.max_num_tokens, runner.model_config.dtype, runner.device
             )
@@ -80,7 +85,10 @@ class ResizedMemory:
 
 
 class SleepingMemory:
-    """Memory on devices. `worker` is vLLM's, or a plug-in's."""
+    """The memory of an engine on devices.
+
+    `worker` is vLLM's worker, or the worker of a vLLM plug-in.
+    """
 
     def __init__(self, worker: Any) -> None:
         from torch.utils._pytree import tree_leaves
@@ -101,7 +109,8 @@ class SleepingMemory:
         if not self._weights:
             self._worker.wake_up(tags=["weights"])
             devices.wake(self._loaded)
-            # vllm-ascend transposes experts on waking, for a load that does not follow here (its pull request 13012).
+            # vllm-ascend transposes experts when it wakes, to load weights next (its pull request 13012). Here no load
+            # follows, so restore the parameters.
             for module, name, parameter in self._held:
                 setattr(module, name, parameter)
             self._weights = True

@@ -24,29 +24,35 @@ def block_size(work: Workload) -> int:
 
 
 def count_prompt_tokens(work: Workload) -> int:
-    """Return the cached prompt tokens of all sequences.
+    """Return the number of prompt tokens in the cache, of all sequences.
 
-    Sequences of a prompt share its whole blocks, except the block of its last token."""
+    Sequences of one prompt share the prompt's whole cache blocks, except the block of the prompt's last token.
+    """
     shared = max(0, work.prompt - 1) // block_size(work) * block_size(work)
     return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
 
 
 def count_step_tokens(work: Workload) -> int:
-    """Return the most tokens that a step computes."""
+    """Return the largest number of tokens that one step computes."""
     sequences = work.rows * work.samples
     return min(max(STEP, sequences), max(count_prompt_tokens(work), sequences))
 
 
 def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
-    """Return the sequences at once, and their cache blocks; the first block is vLLM's."""
+    """Return the number of sequences at once, and the number of cache blocks.
+
+    The number of cache blocks includes one block for vLLM itself.
+    """
     sequences = work.rows * work.samples
     return sequences, 1 + sequences * -(-(work.prompt + work.response) // block_size(work))
 
 
 def cache_elements(work: Workload) -> int:
-    """Return the elements of keys and values of a token on a rank.
+    """Return the elements of one token's keys and values on a rank.
 
-    A host caches expanded latents: vLLM's CPU kernel supports only published models' sizes, and no shared prefixes."""
+    On a host, the cache has expanded keys and values instead of latents. vLLM's CPU kernel for latents supports only
+    the sizes of published models, and no shared prefixes.
+    """
     model = replace(work.model, latent=None) if work.on_host else work.model
     return kv_elements(model, work.layout)
 
@@ -75,19 +81,19 @@ def _settings(situation: Situation) -> Iterator[Setting]:
 
 
 def _peaks(verb: str, work: Workload) -> Moments:
-    """Return the moments of a generation.
+    """Return the bytes at each moment of a generation.
 
-    The cache consists of whole blocks. vLLM also has the logits in float32. Tokens are drawn in float64 from some
-    rows at a time: exponentials, their sums, and what is sorted.
+    The cache consists of whole blocks. vLLM keeps a float32 copy of the logits. Tokens are drawn in float64, for some
+    rows at a time; the draw needs exponentials, their sums, and sorted values.
     """
     model = work.model
     layout = work.layout
     sequences, _ = count_sequences_and_blocks(work)
     tokens = count_step_tokens(work)
     heads = -(-model.heads // layout.tp) * model.head_dim
-    # The residual, before and after, and the states in and out. In the feed-forward half both products as one, the
-    # activation of the first, and their product; with experts two workspaces (TritonExperts.workspace_shapes; the CPU
-    # kernel allocates its own).
+    # The residual before and after, and the states in and out. In the feed-forward half: gate and up as one product,
+    # the activation of gate, and the product with up. With experts: two workspaces (TritonExperts.workspace_shapes; the
+    # CPU kernel allocates its own).
     half = 4 * -(-model.intermediate // layout.tp)
     if experts := model.experts:
         inner = -(-experts.intermediate // layout.etp)
@@ -111,13 +117,19 @@ def _cache(work: Workload) -> dict[str, int]:
 
 
 def _building(work: Workload) -> dict[str, int]:
-    """Return the whole cache, and buffers for prompts that come as embeddings."""
+    """Return the bytes that the engine holds when it is built.
+
+    The bytes are for the whole cache, and for vLLM's buffers for prompts that are passed as embeddings.
+    """
     return _cache(work) | {"embedded prompts": count_step_tokens(work) * work.model.hidden * BYTES[work.dtype]}
 
 
-# Cost besides operators, in operators that take as long, by processor time: of vLLM's own kernels in a layer (models
-# of 2 and 6 layers), and of the scheduler for each sequence in a step and for each that begins, including its end
-# (256 sequences and 4, 9 steps and one, on 2 layers). A step itself costs nothing more: its operators are small.
+# Cost in addition to operators, by processor time, in the number of operators that need the same time:
+# - KERNELS: vLLM's own kernels in a layer (models of 2 and 6 layers).
+# - SCHEDULED: the scheduler, for each sequence in a step.
+# - BEGUN: the scheduler, for each sequence that begins, including its end. SCHEDULED and BEGUN are from 256 and 4
+#   sequences, with 9 steps and with one step, on 2 layers.
+# A step itself costs nothing more: its operators are small.
 KERNELS = 16
 SCHEDULED = 3.3
 BEGUN = 13
@@ -126,7 +138,7 @@ BEGUN = 13
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
     """Return operator counts, including the draw of a token.
 
-    Counted by torch's profiler on Qwen2 models of 2 and 6 layers.
+    Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
     """
     return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 

@@ -1,8 +1,9 @@
-"""The process of a node's agents, next to the first rank of a group.
+"""The process that runs a node's agents, started by the first rank of a group.
 
-`AgentProcess` is the rank's side, `main` the process itself.
+`AgentProcess` is the rank's handle of this process, and `main` is the program of the process.
 
-Invariant: the user's code never runs in a rank, which it could block or end. A process whose rank has gone ends.
+Invariant: the user's code never runs in a rank, because this code could block or end the rank. The process ends when
+its rank has ended.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ EXIT_TIMEOUT = 5.0  # seconds that the process has to end by itself
 
 
 class AgentProcess:
-    """A rank's handle of the process of a node's agents.
+    """A rank's handle of the process that runs a node's agents.
 
-    The constructor starts the process, which is ready when it first answers.
+    The constructor starts the process. The process is ready when it first answers.
     """
 
     def __init__(self, plan: Plan, node: Node) -> None:
@@ -58,9 +59,10 @@ class AgentProcess:
         self._ask(batch)
 
     def next(self, drawn: list[SampleReply]) -> list[SampleRequest] | AgentsFinished:
-        """Return what to draw next, after what was drawn.
+        """Send drawn tokens to the agents, and return the next requests of the agents.
 
-        The list is empty if no agent has sent a request for a while.
+        `drawn` has the replies to earlier requests. The list of requests is empty if no agent has sent a request for a
+        while. Returns AgentsFinished when all agents have finished, or when one agent has failed and ends the run.
         """
         answer: list[SampleRequest] | AgentsFinished = self._ask(SampleReplies(drawn))
         return answer

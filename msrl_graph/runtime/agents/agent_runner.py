@@ -1,10 +1,10 @@
-"""The user's agents while they run: one call per row, many at once.
+"""The execution of a user's agents: one call per row, many calls at once.
 
-Each call has its deadline.
+Each call has its own deadline.
 
-Invariant: the requests of agents are drawn in batches, and the batching never changes what is drawn. An agent fails
-together with its row if it raises, takes too long or returns what the columns cannot hold. When a row ends, its key
-becomes invalid.
+Invariant: the tokens for the agents' requests are drawn in batches, and the batching never changes which tokens are
+drawn. An agent and its row fail if the agent raises an error, takes too long, or returns a value that its column cannot
+hold. When the call of a row ends, the row's API key becomes invalid.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ from .server import LOOPBACK, Endpoint, OpenRow
 from .template import ChatTemplate
 from .tool_calls import FORMATS, Calls
 
-MAX_CONCURRENT_AGENTS = 256  # agents that run concurrently: they wait for answers more than they compute
+MAX_CONCURRENT_AGENTS = 256  # maximum number of agents at a time, which mostly wait for answers
 QUIET = 0.02  # minimum seconds that a request waits for others while other agents compute
 FIGURES = ("left_out_answers", "left_out_tokens", "strayed", "conversations")
-HEARTBEAT = 10.0  # seconds after which a rank gets an empty answer if no request comes: its neighbours wait with it
+HEARTBEAT = 10.0  # seconds without a request after which a rank gets an empty answer: other ranks wait for this rank
 
 
 @dataclass(eq=False)
 class _Request:
-    """A request that waits for its tokens, since the time `since`."""
+    """A request that waits for its tokens.
+
+    `since` is the time at which the wait began. `future` gets the tokens and their log-probabilities.
+    """
 
     wanted: SampleRequest
     since: float
@@ -58,7 +61,10 @@ class _Request:
 
 
 class Agents:
-    """The agents of a node. All methods run in one event loop, except the user's code."""
+    """The agents of a node.
+
+    All methods run in one event loop. The user's code runs in other threads.
+    """
 
     def __init__(self, plan: Plan, node: Node) -> None:
         self.plan = plan
@@ -96,11 +102,11 @@ class Agents:
         self.speech.prepare()
         self.model = plan.graph.worker(node.worker).model
         self.endpoint = Endpoint(self.model, self.speech, self.attributes.stop, self._draw)
-        self.others = asyncio.new_event_loop()  # of `async` agents, which may block it without blocking others
+        self.others = asyncio.new_event_loop()  # for `async` agents: one that blocks it does not block requests
         threading.Thread(target=self.others.run_forever, daemon=True).start()
 
     def _tool_call_format(self) -> Calls | None:
-        """Return the format of tool calls that the program states."""
+        """Return the format of tool calls that the program states, or None."""
         expression = self.attributes.tool_calls
         if expression is None:
             return None
@@ -111,7 +117,7 @@ class Agents:
     # Batches
 
     async def begin(self, batch: BatchStart) -> None:
-        """Start an agent for each row."""
+        """Start an agent for each row of a batch."""
         if not self.endpoint.base_url:
             await self.endpoint.start(interface_address(self.plan.deploy.run.listen or LOOPBACK))
         self.batch = batch
@@ -121,7 +127,7 @@ class Agents:
         self.handed: dict[int, _Request] = {}
         self.number = 0
         self.failed: dict[int, tuple[Failure, dict[str, Any]]] = {}
-        self.began = self.took = 0.0  # when the last batch was handed out, and how long drawing it took
+        self.began = self.took = 0.0  # the time when the last batch was returned, and the seconds that drawing it took
         self.changed = asyncio.Event()
         self.places = asyncio.Semaphore(MAX_CONCURRENT_AGENTS)
         self.spoken: list[AgentResponse | None] = [None] * len(batch.rows)
@@ -131,7 +137,11 @@ class Agents:
         self.tasks = [asyncio.ensure_future(self._run_row(i)) for i in range(len(batch.rows))]
 
     async def next(self, replies: SampleReplies) -> list[SampleRequest] | AgentsFinished:
-        """Return what to draw next."""
+        """Pass replies to the waiting agents, and return the next requests of the agents.
+
+        The list of requests is empty if no agent sends a request for HEARTBEAT seconds. Returns AgentsFinished when all
+        agents have finished, or when one agent has failed and ends the run.
+        """
         clock = asyncio.get_running_loop().time
         self.took = clock() - self.began if replies.drawn else self.took
         for drawn in replies.drawn:
@@ -157,7 +167,11 @@ class Agents:
         return self._finish()
 
     def _patience(self, now: float) -> float:
-        """Return how long the waiting requests still wait for others, in seconds."""
+        """Return how many seconds the waiting requests still wait for other requests.
+
+        A batch of more requests is drawn faster than several small batches. The result is 0 or less if the batch must
+        be drawn now, and infinite if no request waits.
+        """
         if not self.waiting:
             return math.inf
         if len({request.wanted.place for request in self.waiting}) >= self.live:
@@ -243,7 +257,10 @@ class Agents:
             raise _exit_as_error(error) from error
 
     def _column_arguments(self, place: int) -> dict[str, Any]:
-        """Return the agent's arguments that are columns."""
+        """Return the arguments of an agent that are values of columns.
+
+        `place` is the index of the agent's row in the batch.
+        """
         batch = self.batch
         row = place // (len(self.batch.rows) // len(self.batch.batch.rows))
         arguments = {}
@@ -258,13 +275,20 @@ class Agents:
         return arguments
 
     def _injected_arguments(self, row: OpenRow, place: int) -> dict[str, Any]:
-        """Return the agent's other arguments: the endpoint's, and those of any function."""
+        """Return the arguments of an agent that are not values of columns or options.
+
+        These arguments are the base URL, API key and model name of the endpoint, and the arguments that every user's
+        function may have, such as `rng`.
+        """
         endpoint_values = dict(zip(ENDPOINT, (self.endpoint.base_url, row.api_key, self.model), strict=True))
         values = {name: endpoint_values[name] for name in self.signature.fills if name in endpoint_values}
         return values | self.filled(self.batch.task, self.batch.iteration, int(self.batch.rows[place]))
 
     def _store_result(self, place: int, conversations: Conversations, result: Any) -> None:
-        """Store the response and the returned values of an agent. Raises BadResult."""
+        """Store the response of an agent and the values that it returned.
+
+        Raises BadResult if there is no response, or if a value does not fit its column.
+        """
         last = conversations.last
         if last is None:
             raise BadResult(self._explain_missing_response(conversations))
@@ -330,14 +354,17 @@ class Agents:
 
 
 def _exit_as_error(error: BaseException) -> Exception:
-    """Turn an exit of a row's code into an error.
+    """Convert an exit in an agent's code to an error that fails only the agent's row.
 
-    An exit would end the event loop and all rows with it.
+    The exit itself would end the event loop and thereby all rows.
     """
     return RuntimeError(repr(error)).with_traceback(error.__traceback__)
 
 
 def interface_address(name: str) -> str:
-    """Return the IPv4 address of an interface of this host; else the argument itself."""
+    """Return the IPv4 address of the network interface `name` of this host.
+
+    Returns `name` itself if this host has no such interface.
+    """
     addresses = psutil.net_if_addrs().get(name, [])
     return next((str(entry.address) for entry in addresses if entry.family == socket.AF_INET), name)

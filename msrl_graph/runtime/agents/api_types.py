@@ -1,7 +1,7 @@
-"""Requests to the endpoint and its answers, in the shapes of OpenAI's API.
+"""Requests to the endpoint and its answers, in the formats of OpenAI's API.
 
-Invariant: a request that cannot be served is refused with an OpenAI error that names the reason. The run decides how
-tokens are drawn, not the agent: what a request says about it is ignored and reported.
+Invariant: a request that cannot be served is refused with an OpenAI error that names the reason. The run, not the
+agent, decides how tokens are drawn. Parameters of a request that say how to draw tokens are ignored and reported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestRefused(Exception):
-    """A request that is not answered, with the reason."""
+    """The error that a request is not answered, with the reason."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -64,9 +64,17 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request: `messages`, or a `prompt` as text or tokens.
+    """A parsed request for a chat answer or for a completion.
 
-    `more` are arguments of the template, `left_out` the ignored parameters on how tokens are drawn.
+    - `messages`: the messages of a chat request; empty for a completion.
+    - `prompt`: the prompt of a completion, as text or tokens.
+    - `tools`: the tools that the policy may call.
+    - `more`: additional arguments of the chat template.
+    - `most`: the maximum number of tokens of the answer; None if the request states none.
+    - `stop`: texts that end the answer.
+    - `logprobs`, `ids`: whether the answer has log-probabilities and token ids.
+    - `stream`, `usage`: whether the answer is a stream, and whether the stream ends with the numbers of tokens.
+    - `left_out`: ignored parameters of the request, which say how to draw tokens.
     """
 
     messages: Messages = field(default_factory=list)
@@ -153,9 +161,9 @@ def _is_tool(tool: Any) -> bool:
 
 
 def prepare_messages(value: Any) -> Messages:
-    """Return messages as templates expect them.
+    """Convert messages to the form that chat templates expect.
 
-    Content becomes text, the arguments of calls become objects.
+    The content of a message becomes text, and the arguments of its tool calls become objects. Raises RequestRefused.
     """
     if not are_messages(value):
         raise RequestRefused(
@@ -207,7 +215,15 @@ def _parse_prompt(value: Any) -> str | Array:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """An answer: its text, its tool calls, the reason why it ended, and its tokens."""
+    """The answer of the policy to a request.
+
+    - `text`: the text around the tool calls.
+    - `calls`: the tool calls.
+    - `ended`: the reason why the answer ended: stop, length or tool_calls.
+    - `tokens`, `logps`: the drawn tokens and their log-probabilities.
+    - `prompt`: the tokens before the answer.
+    - `row`: the row of the agent.
+    """
 
     text: str
     calls: tuple[Call, ...]
@@ -234,7 +250,7 @@ class ChatReply:
         return message
 
     def body(self, request: CompletionRequest, model: str) -> dict[str, Any]:
-        """Return the whole answer as one object."""
+        """Return the whole answer as one object of OpenAI's API."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.ended, "logprobs": self._logprobs(request)}
         if request.messages:
             choice["message"] = {**self.message(), "refusal": None}
@@ -246,9 +262,9 @@ class ChatReply:
         return {**self._header(kind, model), "choices": [choice], "usage": self._usage()}
 
     def chunks(self, request: CompletionRequest, model: str) -> Iterator[dict[str, Any]]:
-        """Yield the answer as a stream of chunks.
+        """Yield the answer as the chunks of a stream.
 
-        A generation returns whole answers, so all chunks come at once.
+        The policy's answer is complete before the first chunk, so all chunks are sent at the same time.
         """
         header = self._header("chat.completion.chunk" if request.messages else "text_completion", model)
         parts: list[dict[str, Any]] = [{"text": self.text}]
@@ -276,7 +292,11 @@ class ChatReply:
         return {"prompt_tokens": before, "completion_tokens": drawn, "total_tokens": before + drawn}
 
     def _logprobs(self, request: CompletionRequest) -> dict[str, Any] | None:
-        """Return the log-probabilities of the drawn tokens, at their temperature."""
+        """Return the log-probabilities of the drawn tokens in the format of OpenAI's API.
+
+        The log-probabilities are for the temperature at which the tokens were drawn. Returns None if the request does
+        not ask for log-probabilities.
+        """
         if not request.logprobs:
             return None
         # -9999.0 is OpenAI's value for -inf, which JSON lacks.

@@ -1,16 +1,23 @@
 """The conversations that an agent has with the policy for one row, as tokens.
 
-Invariant: an answer consists of exactly the tokens that were drawn, after exactly the tokens that they were drawn from.
+Invariant: an answer in a conversation has exactly the tokens that the policy drew. The tokens before the answer are
+exactly the tokens that the policy read when it drew the answer.
 
-Each request is a node of a tree. It continues the latest answer that its messages (or its text) begin with, or begins a
-new conversation. A repeated request whose answer never reached the agent gets that answer. A row is trained on the
-paths of the tree to the last answers that the agent received, of the conversations that begin with the row's own
-prompt: the latest ones, as many as the program says. An answer that several conversations share counts in the latest
-one.
+The requests of a row form a tree. A request continues the latest answer that its messages (or its text) begin with. If
+there is no such answer, the request begins a new conversation. If an agent repeats a request because the answer did not
+reach the agent, the repeated request gets the same answer.
 
-The noise of a draw is keyed as follows. The first continuation of an answer has the answer's key, and the row's first
-conversation has the row's, so an agent that sends one request after another draws what an environment would. Any other
-beginning or repetition has a key of its own, made from its tokens and the number of earlier requests for them.
+A path from the root of the tree to the last answer that the agent received is a conversation. A row is trained on
+conversations that begin with the row's own prompt. Only the latest of these conversations are used, and the program
+states the maximum number of them. An answer that several conversations share counts only in the latest of these
+conversations.
+
+The noise of a draw has one of these keys:
+- The first conversation of a row has the key of the row.
+- The first request that continues an answer has the key of that answer. So an agent that sends one request after
+  another draws the same tokens as an environment.
+- Any other request has a key of its own. The key is made from the tokens of the request, and from the number of earlier
+  requests with the same tokens.
 """
 
 from __future__ import annotations
@@ -31,16 +38,24 @@ NOTHING: Array = np.zeros(0, np.int32)
 
 
 class ContextOverflow(Exception):
-    """There is no room for an answer, or no turn left; the message says why."""
+    """The error that no answer can be drawn; the message says why.
+
+    Either there is no room for more tokens, or the row has no turn left.
+    """
 
 
 @dataclass(eq=False)
 class DrawnAnswer:
     """The answer that the policy draws for a request.
 
-    - `prefix`: all tokens before it, of which the first `base` do not belong to a response.
-    - `key`: the key of its noise; `most`: the maximum number of its tokens.
-    - `number`: counts the requests of a row; `got`: the agent has received the answer.
+    - `previous`: the answer that this answer continues, or None.
+    - `prefix`: all tokens before the answer.
+    - `base`: the number of tokens at the beginning of `prefix` that do not belong to a response.
+    - `key`: the key of the noise with which the answer is drawn.
+    - `number`: the number of the answer among the answers of its row.
+    - `most`: the maximum number of tokens of the answer.
+    - `continued`: whether another request continues the answer.
+    - `received`: whether the agent has received the answer.
     """
 
     previous: DrawnAnswer | None
@@ -59,7 +74,7 @@ class DrawnAnswer:
         return np.concatenate([self.prefix, self.tokens])
 
     def path(self) -> Iterator[DrawnAnswer]:
-        """Yield the answers from this one back to the first."""
+        """Yield the answers of a conversation, from this answer back to the first one."""
         node: DrawnAnswer | None = self
         while node is not None:
             yield node
@@ -68,10 +83,14 @@ class DrawnAnswer:
 
 @dataclass(frozen=True)
 class AgentResponse:
-    """The response of a row.
+    """The response of a row, which may contain several conversations.
 
-    Its tokens, their log-probabilities (NaN if they were not drawn), which were drawn (`mask`), at which of them a
-    conversation `begins`, and at which token its `last` answer begins. `kept` are the answers drawn in it.
+    - `tokens`: all tokens of the response.
+    - `logps`: the log-probability of each token; NaN for a token that was not drawn.
+    - `mask`: true for each token that was drawn.
+    - `begins`: true for each token at which a conversation begins.
+    - `last`: the index of the token at which the last answer begins.
+    - `drawn_answers`: the answers that were drawn in this response.
     """
 
     tokens: Array
@@ -85,8 +104,9 @@ class AgentResponse:
 class Conversations:
     """The conversations of a row.
 
-    `context` are the tokens before its response, `bound` is the maximum number of tokens of the response, `turns` the
-    maximum number of answers (None: any number).
+    - `context`: the tokens before the row's response.
+    - `bound`: the maximum number of tokens of the response.
+    - `turns`: the maximum number of answers; None means no limit.
     """
 
     def __init__(self, row: int, context: Array, bound: int, turns: int | None, speech: ChatTemplate) -> None:
@@ -105,8 +125,9 @@ class Conversations:
     # Requests
 
     def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> DrawnAnswer:
-        """Return the answer to draw for messages; `more` are arguments of the template.
+        """Return the answer that is to be drawn for the messages of a chat request.
 
+        `most` is the maximum number of tokens that the request states. `more` are arguments of the chat template.
         Raises ContextOverflow and BadMessages.
         """
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -121,7 +142,10 @@ class Conversations:
         return self._ask(None, self.speech.encode_prompt(messages, **more), most)
 
     def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
-        """Return the answer to draw after a text or tokens. Raises ContextOverflow."""
+        """Return the answer that is to be drawn after a prompt of text or tokens.
+
+        `most` is the maximum number of tokens that the request states. Raises ContextOverflow.
+        """
         if isinstance(prompt, str):
             known_text = max((text for text in self._by_text if prompt.startswith(text)), key=len, default=None)
             if known_text is None:
@@ -168,33 +192,47 @@ class Conversations:
     def record_chat_answer(
         self, answer: DrawnAnswer, messages: Messages, message: dict[str, Any], more: Mapping[str, Any]
     ) -> None:
-        """Record that the agent has received an answer to messages, as this message."""
+        """Record that the agent has received the answer to a chat request.
+
+        `messages` and `more` are the request. `message` is the answer in the form in which the agent received it.
+        """
         answer.received = True
         self._by_messages[message_keys([*messages, message], more)[-1]] = answer
 
     def record_completion(self, answer: DrawnAnswer, prompt: str | Array, text: str) -> None:
-        """Record that the agent has received an answer to a prompt, as this text."""
+        """Record that the agent has received the answer to a prompt.
+
+        `text` is the answer in the form in which the agent received it.
+        """
         answer.received = True
         if isinstance(prompt, str):
             self._by_text[prompt + text] = answer
 
     def record_dropped_request(self, answer: DrawnAnswer) -> None:
-        """Record that the agent has dropped a request, which it may repeat."""
+        """Record that the agent gave up a request before it received the answer.
+
+        The agent may repeat the request.
+        """
         self._lost[answer.prefix.tobytes()] = answer
 
     # The response
 
     @property
     def last(self) -> DrawnAnswer | None:
-        """The answer that the row's response ends with."""
+        """The answer with which the response of the row ends, or None.
+
+        The result is the latest answer that the agent received in a conversation that begins with the row's own prompt.
+        """
         got = [answer for answer in self.answers if answer.received]
         owned = [answer for answer in got if answer.base == len(self.context)]
         return max(owned, key=lambda answer: answer.number, default=None)
 
     def make_response(self, last: DrawnAnswer, most: int = 1) -> AgentResponse:
-        """Return the response that ends with an answer, of at most `most` conversations.
+        """Return the response that ends with the answer `last`.
 
-        Before the conversation of that answer it has the latest others that fit, in the order of their last answers.
+        The response has at most `most` conversations. The conversation that ends with `last` is the final conversation.
+        The conversations before it are the latest other conversations that fit into the response, in the order of their
+        last answers.
         """
         ends = [last]
         room = self.bound - (len(last.all_tokens) - last.base)
@@ -213,9 +251,11 @@ class Conversations:
         return AgentResponse(tokens, logps, mask, begins, len(tokens) - len(last.tokens), tuple(kept.values()))
 
     def _conversation(self, end: DrawnAnswer, kept: dict[int, DrawnAnswer]) -> tuple[Array, Array, Array, Array]:
-        """Return a conversation's tokens, log-probabilities, mask and beginning.
+        """Return the tokens, log-probabilities, mask and beginning of a conversation.
 
-        Answers that are `kept` elsewhere count as not drawn here.
+        `end` is the last answer of the conversation. Answers in `kept` already count in another conversation, so the
+        tokens of these answers count as not drawn in this conversation. The other answers of this conversation are
+        added to `kept`.
         """
         tokens = end.all_tokens
         logps = np.full(len(tokens), np.nan, np.float32)
@@ -231,7 +271,7 @@ class Conversations:
         return tokens[own], logps[own], mask[own], begins[own]
 
     def count_left_out(self, spoken: AgentResponse) -> tuple[int, int]:
-        """Return how many answers a response leaves out, and how many policy tokens."""
+        """Count the drawn answers that are not in a response, and their tokens."""
         kept = {id(answer) for answer in spoken.drawn_answers}
         left_out_lengths = [
             len(answer.tokens) for answer in self.answers if id(answer) not in kept and len(answer.tokens)
@@ -240,10 +280,10 @@ class Conversations:
 
 
 def message_keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
-    """Return for each message a key of the conversation up to it.
+    """Return, for each message, a key of the conversation up to this message.
 
-    Programs send messages back in their own way: fields that are not part of what was said, and surrounding blanks, do
-    not change the key.
+    Agents may send messages back with small changes. So the key does not depend on blanks around the content of a
+    message, or on fields other than role, name, content, tool calls and the id of a tool call.
     """
     keys = []
     key = json.dumps(more, sort_keys=True)
@@ -257,6 +297,9 @@ def message_keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any])
 
 
 def _noise_key(row: int, prefix: Array, times: int) -> int:
-    """Return a key beyond the keys of all rows."""
+    """Return the noise key of a request, which is larger than the keys of all rows.
+
+    `prefix` has the tokens of the request. `times` is the number of earlier requests with the same tokens.
+    """
     digest = hashlib.blake2b(f"{row} {times} ".encode() + prefix.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2 | 1 << 61

@@ -1,8 +1,11 @@
-"""Messages between a rank and the process of its agents.
+"""Messages between a rank and the process that runs the rank's agents.
 
-The rank begins a batch. Then it asks what to draw next, sending what was drawn, until all agents have finished.
+The rank sends a Setup once, and a BatchStart for each batch. After the BatchStart, the rank sends SampleReplies
+repeatedly. The process answers each SampleReplies with the next requests to draw, until all agents of the batch have
+finished.
 
-Invariant: one answer to each question, in turn. Rows are identified by their places in the batch.
+Invariant: the process sends one answer to each BatchStart and SampleReplies, in order. A row is identified by its index
+in the batch (`place`).
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from ..functions.instances import Failure
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process begins with: the plan, and a node of it.
+    """The first message to the process: the plan, and a node of the plan.
 
-    `files` is the folder of the shipped files, `log` the file to which the rank logs.
+    - `plan`: the plan as JSON.
+    - `node`: the name of the generation whose agents the process runs.
+    - `files`: the folder of the shipped files.
+    - `log`: the file to which the rank logs.
     """
 
     plan: str
@@ -30,10 +36,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """A batch of an iteration of a task (by the task's name).
+    """A batch of rows for which agents start.
 
-    Each row of the batch has the same number of `rows`. `contexts` are the tokens before their responses; a response
-    has room for `bound` tokens.
+    - `task`, `iteration`: the name of the task, and its iteration.
+    - `batch`: the rows that the agents read.
+    - `rows`: the numbers of the rows that the agents write. Each row of `batch` has the same number of these rows.
+    - `contexts`: for each of `rows`, the tokens before its response.
+    - `bound`: the maximum number of tokens of a response.
     """
 
     task: str
@@ -46,9 +55,15 @@ class BatchStart:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to draw for the row at `place`: at most `most` tokens after `tokens`.
+    """A request to draw tokens for one row.
 
-    The last `begun` of `tokens` count as its response. `key` is the key of the noise.
+    - `number`: the number of the request.
+    - `place`: the index of the row in the batch.
+    - `key`: the key of the noise with which tokens are drawn.
+    - `tokens`: the tokens after which the policy draws.
+    - `response_tokens`: how many tokens at the end of `tokens` belong to the response.
+    - `most`: the maximum number of tokens to draw.
+    - `stop`: texts that end the answer.
     """
 
     number: int
@@ -62,7 +77,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampleReply:
-    """What was drawn for a request, by its number."""
+    """The tokens that were drawn for the request with this number."""
 
     number: int
     tokens: Array
@@ -71,9 +86,10 @@ class SampleReply:
 
 @dataclass(frozen=True)
 class SampleReplies:
-    """The replies to the requests.
+    """The replies to the last requests.
 
-    The answer is the list of next requests, empty if none came for a while, or AgentsFinished.
+    The process answers with AgentsFinished, or with the list of the next requests. The list is empty if no agent has
+    sent a request for a while.
     """
 
     drawn: list[SampleReply] = field(default_factory=list)
@@ -81,12 +97,18 @@ class SampleReplies:
 
 @dataclass(frozen=True)
 class AgentsFinished:
-    """All agents have finished, or one has failed and ends the run.
+    """The message that the agents of a batch have ended.
 
-    - By row, empty for failed rows: the `response` (tokens, log-probabilities, mask, beginnings of conversations), the
-      token at which its `last` answer begins, and by column the other `values` that the node writes.
-    - `failed`: by place, the failure and the agent's arguments.
-    - Of all rows together: the number of `answers` of the policy, other `figures`, and `remarks` for the user.
+    Either all agents have finished, or one agent has failed and ends the run.
+
+    - `response`: the responses of all rows as four columns: tokens, log-probabilities, mask, and beginnings of
+      conversations. The response of a failed row is empty.
+    - `last`: for each row, the index of the token at which its last answer begins.
+    - `values`: the other columns that the node writes, with one value for each row.
+    - `failed`: for each failed row, by its index in the batch, the failure and the agent's arguments.
+    - `answers`: the number of answers that the policy gave in all rows.
+    - `figures`: other metrics, as sums over all rows.
+    - `remarks`: texts for the user.
     """
 
     response: tuple[ColumnData, ColumnData, ColumnData, ColumnData]
@@ -100,6 +122,6 @@ class AgentsFinished:
 
 @dataclass(frozen=True)
 class AgentsBroken:
-    """The process cannot run these agents, for this reason."""
+    """The message that the process cannot run the agents, with the reason."""
 
     message: str

@@ -1,8 +1,8 @@
 """The endpoint: an HTTP server for OpenAI's requests, which the policy answers.
 
-Invariant: a request belongs to the row whose key it has, and to no other. A client without the key of a row in progress
-is refused and keeps no connection for long (process/connection_gate.py). Everything runs in one event loop, so a row's
-conversations change in one place at a time.
+Invariant: a request belongs to the row whose API key it has, and to no other row. A client without the API key of a row
+in progress is refused, and its connection is closed after some seconds (process/connection_gate.py). All requests are
+handled in one event loop, so two requests never change the conversations of a row at the same time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,27 @@ MAX_REQUEST_BYTES = 64 << 20  # bytes of a request
 
 @dataclass(eq=False)
 class OpenRow:
-    """A row in progress: its place among the rows of a batch, and its conversations."""
+    """A row whose agent is running.
+
+    `place` is the index of the row in the batch. `conversations` are the conversations of the row.
+    """
 
     place: int
     conversations: Conversations
     api_key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
-    drawing: dict[int, asyncio.Future[tuple[Array, Array]]] = field(default_factory=dict)  # by the answer's number
+    drawing: dict[int, asyncio.Future[tuple[Array, Array]]] = field(default_factory=dict)  # by answer number
 
 
 Draw = Callable[[OpenRow, DrawnAnswer, tuple[str, ...]], Awaitable[tuple[Array, Array]]]
 
 
 class Endpoint:
-    """A server of one model under a name.
+    """An HTTP server for one model.
 
-    `draw` returns the tokens of an answer and their log-probabilities.
+    - `model`: the name of the model in requests.
+    - `speech`: the chat template of the model.
+    - `stops`: the texts that end an answer, as the program states.
+    - `draw`: the function that returns the tokens of an answer and their log-probabilities.
     """
 
     def __init__(self, model: str, speech: ChatTemplate, stops: tuple[str, ...], draw: Draw) -> None:
@@ -148,7 +154,7 @@ class Endpoint:
         return parsed
 
     def _start_answer(self, conversations: Conversations, parsed: CompletionRequest) -> DrawnAnswer:
-        """Return the answer to draw."""
+        """Return the answer that is to be drawn for a request. Raises RequestRefused."""
         try:
             if not parsed.messages:
                 self._check_tokens(parsed.prompt)
@@ -167,7 +173,7 @@ class Endpoint:
             ) from None
 
     def _check_tokens(self, prompt: str | Array) -> None:
-        """Refuse token ids that the model has no embedding for."""
+        """Raise RequestRefused if a prompt has tokens that are not in the vocabulary."""
         size = self.speech.tokens.tokenizer.get_vocab_size()
         if not isinstance(prompt, str) and (unknown_tokens := prompt[prompt >= size]).size:
             message = (

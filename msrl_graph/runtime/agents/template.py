@@ -1,8 +1,9 @@
-"""What a model's chat template writes, and where in it the policy's own text ends.
+"""A model's chat template, applied to conversations with the policy.
 
-Invariant: what the policy drew is never tokenized again. A conversation that continues consists of what was drawn,
-token for token, followed by what the template writes there. If the template now writes the earlier part differently,
-the conversation does not continue: a new one begins.
+Invariant: text that the policy drew is never tokenized again. A conversation that continues has exactly the drawn
+tokens, followed by the tokens of the text that the template writes after the drawn text. The template may write an
+earlier message differently after new messages are added. The conversation then does not continue, and a new
+conversation begins.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .tool_calls import Call, Calls, find_format
 
 
 class ChatTemplate:
-    """The tokenizer and the template of the policy's folder.
+    """The tokenizer and the chat template of the policy's model folder.
 
-    `calls` finds tool calls, if they are not in the template's own format.
+    `calls` is the parser of tool calls. If `calls` is None, the parser is chosen by the format that the template uses.
     """
 
     def __init__(self, tokens: Tokens, calls: Calls | None = None) -> None:
@@ -32,13 +33,16 @@ class ChatTemplate:
         self.ends = {end_id: end_text for end_id in tokens.ends if (end_text := tokens.tokenizer.id_to_token(end_id))}
 
     def prepare(self) -> None:
-        """Start the renderer before the first request, which would delay all others."""
+        """Start the template's renderer before the first request.
+
+        If the first request started the renderer, all other requests would wait for it.
+        """
         with suppress(BadMessages):  # a request reports it
             rendering.template(self.tokens.folder)
 
     @cached_property
     def calls(self) -> Calls | None:
-        """The parser of tool calls; None if the policy's format is unknown.
+        """The parser of tool calls, or None if the policy's format is unknown.
 
         Raises BadMessages.
         """
@@ -50,14 +54,14 @@ class ChatTemplate:
         return rendering.takes_tools(self.tokens.folder)
 
     def encode_prompt(self, messages: Messages, **more: Any) -> Array:
-        """Return the tokens of the prompt for an answer to messages. Raises BadMessages."""
+        """Return the prompt's tokens for an answer to messages. Raises BadMessages."""
         return self.encode(self.tokens.render(messages, True, **more))
 
     def encode_continuation(self, messages: Messages, last: int, drawn: Array, **more: Any) -> Array | None:
-        """Return the tokens between what was `drawn` and the next answer to all messages.
+        """Return the tokens between a drawn answer and the next answer of the policy.
 
-        The message at `last` was made from `drawn`. None if the template now writes the earlier part differently.
-        Raises BadMessages.
+        `messages` is the whole conversation. The message with index `last` was made from the tokens `drawn`. Returns
+        None if the template writes the conversation up to this message differently than before. Raises BadMessages.
         """
         asked = self.tokens.render(messages[:last], True, **more)
         full_text = self.tokens.render(messages, True, **more)
@@ -76,9 +80,10 @@ class ChatTemplate:
         )
 
     def _text_after_answer(self, turn: str, text: str) -> str | None:
-        """Return what a template writes in a turn after the drawn text.
+        """Return the text that a template writes in a turn after the drawn text.
 
-        None if that cannot be determined.
+        `turn` is the whole text of the turn, and `text` is the drawn text. Returns None if the end of the drawn text
+        cannot be found.
         """
         closes = max((turn.rfind(closer) for closer in self._closers), default=-1)
         if closes >= 0:
@@ -98,18 +103,21 @@ class ChatTemplate:
         return self.tokens.encode([text])[0]
 
     def encode_following(self, text: str) -> Array:
-        """Return the tokens of a text that comes after others. Raises BadPieceError."""
+        """Return the tokens of a text that follows other tokens. Raises BadPieceError."""
         return self.tokens.encode_after([text])[0]
 
     def decode(self, tokens: Array, special: bool = False) -> str:
         return self.tokens.decode([tokens], special)[0]
 
     def pieces(self, tokens: Array) -> list[str]:
-        """Return the text of each token by itself."""
+        """Return the text of each token, decoded one by one."""
         return self.tokens.decode([tokens[i : i + 1] for i in range(len(tokens))], special=True)
 
     def parse_answer(self, drawn: Array, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        """Return what the policy says in what it drew, and which of the tools it calls."""
+        """Return the text and the tool calls of an answer of the policy.
+
+        `drawn` has the tokens of the answer. Without `tools`, the whole answer is text.
+        """
         end = len(drawn) and int(drawn[-1]) in self.tokens.ends
         own = drawn[:-1] if end else drawn
         if tools and self.calls is not None:

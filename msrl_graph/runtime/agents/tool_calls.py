@@ -1,7 +1,7 @@
-"""Parsing of tool calls in what a policy wrote, in its chat template's format.
+"""Parsing of the tool calls that a policy wrote.
 
-Invariant: this module only parses; the template writes calls. A text without a complete call is an answer like any
-other.
+Invariant: this module only parses tool calls; the chat template writes them. A text without a complete tool call is an
+ordinary answer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ Calls = Callable[[str], tuple[str, list[Call]]]  # from a text to the text aroun
 class Format:
     """A format of tool calls.
 
-    `mark` is a text that occurs in a template of this format. Each match of `pattern` is JSON of one call or of a list
-    of calls, with the arguments under the key `arguments`.
+    - `mark`: a text that occurs in a chat template with this format.
+    - `pattern`: the pattern of a tool call in a text. Each match contains the JSON of one call or of a list of calls.
+    - `arguments`: the JSON key of the arguments of a call.
     """
 
     mark: str
@@ -64,5 +65,5 @@ FORMATS = {
 
 
 def find_format(template: str) -> Format | None:
-    """Return the format that a chat template teaches; None if it is none of these."""
+    """Return the format of tool calls that a chat template uses; None if unknown."""
     return next((format_ for format_ in FORMATS.values() if format_.mark in template), None)

@@ -1,10 +1,11 @@
-"""Measurement of this machine, in processes of Ray as a run has them.
+"""Measurement of this machine, in Ray processes like the processes of a run.
 
-It runs as many ranks at once as the machine has cores, then fewer and more.
+The measurement tries several numbers of ranks that run at the same time. In each round, every number of ranks runs the
+probes in turn.
 
-Invariant: what is measured is what a run calls, in the environment of a run: ranks are actors, and rows go through a
-dock of real controllers and warehouses. When it ends or is killed, none of its processes and temporary folders is left
-(processes.py).
+Invariant: the measured code is the code that a run calls, in the environment of a run: ranks are Ray actors, and rows
+go through a dock with real controllers and warehouses. When the measurement ends or is killed, none of its processes
+and temporary folders remains (processes.py).
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ TASKS = 25  # iterations of the dock that are measured
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
     """Measure this machine and write the figures to `path`.
 
-    `plan` is a small plan, whose dock is tried. `most` bounds the ranks at once (0: twice the cores). Raises
-    CalibrationError.
+    `plan` is a small plan; the measurement runs its dock and one of its Python functions. `rounds` is the number of
+    rounds of all probes. `most` is the largest number of ranks that run at the same time (0: twice the number of
+    cores). Raises CalibrationError.
     """
     with closing(Temporary()) as temporary:
         folder = temporary.folder
@@ -94,12 +96,12 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
 
 
 class CalibrationError(Exception):
-    """Measuring failed; the message is for the user."""
+    """Failure of a measurement; the message is for the user."""
 
 
 @ray.remote
 class RateProber:
-    """A rank that only runs probes."""
+    """A rank process that only runs probes."""
 
     def __init__(self, threads: int) -> None:
         compute_setup.prepare_process(threads)
@@ -161,7 +163,7 @@ def median_rates(rates: list[BusyRates]) -> BusyRates:
 def spread(rates: list[BusyRates]) -> list[float]:
     """Return the relative spread of each rate over ranks and rounds.
 
-    It is the median distance from the median.
+    The spread of a rate is the median of its relative distances from the rate's median.
     """
     series = [[rate.launch for rate in rates]]
     series += [
@@ -173,7 +175,11 @@ def spread(rates: list[BusyRates]) -> list[float]:
 
 
 def worlds(most: int = 0) -> list[int]:
-    """Return the numbers of ranks to try: powers of two, up to two ranks a core."""
+    """Return the numbers of ranks to try.
+
+    By default, the result is the powers of two below the number of cores, the number of cores, and twice the number of
+    cores. With `most`, the result is all numbers from 1 to `most`.
+    """
     cores = os.cpu_count() or 1
     return (
         sorted({min(2**k, cores) for k in range(cores.bit_length() + 1)} | {2 * cores})
@@ -183,7 +189,7 @@ def worlds(most: int = 0) -> list[int]:
 
 
 def start_probers(world: int) -> Callable[[], list[BusyRates]]:
-    """Start `world` probers; each call of the result is one round of them."""
+    """Start `world` probers; return a function that runs one round of their probes."""
     threads = max(1, (os.cpu_count() or 1) // world)
     ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
     port = ray.get(ranks[0].address.remote())
@@ -193,11 +199,12 @@ def start_probers(world: int) -> Callable[[], list[BusyRates]]:
 
 @dataclass(frozen=True)
 class DockTimings:
-    """Seconds that the dock takes.
+    """Seconds that the operations of the dock take.
 
-    `handover` is the time from one node's rows to the next node's having them. `share` is processor time for a share,
-    only in the dock's processes, since the writer and the reader wait for it. `turn` is the time of an iteration's
-    start and end, with the driver's book-keeping.
+    - `handover`: the time from one node's write of rows until the next node has the rows.
+    - `share`: the processor time for one share. Only the dock's own processes count, because the writer and the reader
+      wait during this time.
+    - `turn`: the time to start and end an iteration, including the driver's bookkeeping.
     """
 
     handover: float
@@ -265,7 +272,7 @@ def _processor_seconds() -> float:
 
 
 def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
-    """Return the seconds that the driver takes to record an iteration."""
+    """Return the seconds that the driver takes to record the metrics of an iteration."""
     report = Report(
         "rank 0",
         seconds={node.name: 0.1 for node in plan.graph.nodes},
@@ -278,7 +285,10 @@ def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
 
 
 def measure_function(plan: Plan) -> float:
-    """Measure a Python function that gets groups of rows; return seconds per row."""
+    """Measure a Python function that gets all responses to a prompt together.
+
+    Returns seconds per row.
+    """
     node = next(candidate for candidate in plan.graph.nodes if candidate.per == "prompt")
     reader = next(candidate_reader for candidate_reader in list_node_reads(plan) if candidate_reader.node == node.name)
     called = FunctionNode(node, plan, reader)
@@ -292,7 +302,10 @@ def measure_function(plan: Plan) -> float:
 
 
 def main(folder: str, path: str, rounds: int, most: int) -> None:
-    """Measure in the child process: in each round, every number of ranks in turn."""
+    """Run the measurement in the child process, and write the figures to `path`.
+
+    In each round, every number of ranks runs the probes in turn.
+    """
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1

@@ -1,8 +1,8 @@
 """Probes of this machine: rates at several sizes, operator overhead, collectives.
 
-Invariant: a probe is the very operation that it stands for, called as the engines call it, while all other ranks do the
-same. A figure is the median of several stretches. `launch` is the least time of an operator, and the rates do not
-include it.
+Invariant: a probe runs the same operation that the engines run, and calls this operation in the same way, while all
+other ranks run the same probe. A figure is the median of several timed series of calls. `launch` returns the least time
+of an operator. The rates of `matrix`, `memory` and `layer` do not include the least time of their operators.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5) -> float:
-    """Return the seconds of a call.
+    """Return the seconds of one call of `action`.
 
-    It is the median over stretches with equal numbers of calls, which take about `budget` seconds in all.
+    The result is the median over `stretches` series of calls. All series have the same number of calls, and together
+    they take about `budget` seconds.
     """
     action()
     start = time.perf_counter()
@@ -53,9 +54,10 @@ def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5)
 
 
 def rotate_operands(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Yield operands in turn, which together exceed a core's own cache.
+    """Yield sets of operands in turn.
 
-    A pass uses all other operands before it returns to one.
+    All sets together are larger than a core's own cache. A set is yielded again only after all other sets have been
+    yielded.
     """
     first = make()
     size = sum(tensor.nbytes for tensor in first)
@@ -63,16 +65,17 @@ def rotate_operands(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[tor
 
 
 def seconds_beyond(action: Callable[[], Any], least: float, budget: float = 0.06) -> float:
-    """Return the seconds of a call, without its operators' least time.
+    """Return the seconds of a call, without the least time of its operators (`least`).
 
-    The result is at least a tenth of the call's time, since both are measured.
+    The result is at least a tenth of the time of the call, because the two times are measured and their difference may
+    be too small.
     """
     total = seconds(action, budget)
     return max(total - least, total / 10)
 
 
 def matrix(dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Return (FLOP of a product, FLOP/s) for several sizes."""
+    """Return (FLOP of a matrix product, FLOP/s) for several sizes of matrices."""
     rates = []
     small = torch.ones(4, 4, dtype=dtype)
     least = seconds(lambda: small @ small, 0.01)
@@ -85,7 +88,7 @@ def matrix(dtype: torch.dtype) -> list[tuple[float, float]]:
 def memory() -> list[tuple[float, float]]:
     """Return (bytes that an operation reads and writes, bytes/s) for several sizes.
 
-    The operation is a sum into fresh memory, as eager operators make it.
+    The operation is a sum of two tensors into newly allocated memory, as in the operators of eager PyTorch.
     """
     rates = []
     small = torch.ones(4)
@@ -97,10 +100,11 @@ def memory() -> list[tuple[float, float]]:
 
 
 def layer() -> list[tuple[float, float]]:
-    """Return (bytes that an operator on hidden states moves, bytes/s) by tokens.
+    """Return (bytes that an operator moves, bytes/s) for several numbers of tokens.
 
-    The probe is what an eager layer does between its products: two norms, rotation of queries and keys, gating, two
-    residuals, and rows laid out for attention. Bytes are read and written, counted as in cost/time.py.
+    The operator works on hidden states. The probe runs everything that an eager layer runs between its matrix products:
+    two norms, the rotation of queries and keys, the gating, two residual additions, and a copy of the rows into the
+    order for attention. Bytes are read and written bytes, counted as in cost/time.py.
     """
     heads = 4
     size = 32
@@ -136,9 +140,9 @@ def layer() -> list[tuple[float, float]]:
 
 
 def attention() -> list[tuple[float, float]]:
-    """Return (FLOP of a row's head, FLOP/s) of causal attention.
+    """Return (FLOP of one head of one row, FLOP/s) of causal attention.
 
-    FLOP are counted as if it were not causal.
+    The FLOP are counted as if the attention were not causal.
     """
     rates = []
     for rows, heads, tokens, size in ATTENTION:
@@ -152,17 +156,17 @@ def attention() -> list[tuple[float, float]]:
 def copy() -> float:
     """Return bytes/s of a copy into memory that is new to the process.
 
-    Memory that is released and allocated again is like that.
+    Memory that the process has released and allocates again counts as new.
     """
     tensor = torch.randn(1 << 24)  # larger than what the allocator keeps
     return tensor.nbytes / seconds(tensor.clone, 0.2)
 
 
 def launch() -> float:
-    """Return the least seconds of an operator, with its part in Python.
+    """Return the least seconds of an operator, including its time in Python.
 
-    The probe is a small model of transformers on two tokens, divided by the number of its operators that no other
-    operator calls.
+    The probe runs a small model of transformers on two tokens. The result is the time of this forward pass, divided by
+    the number of operators that no other operator calls.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -181,7 +185,7 @@ def launch() -> float:
 
 
 def operators(action: Callable[[], Any]) -> int:
-    """Count the operators of a call, without those called by another operator."""
+    """Count the operators of a call, without operators that another operator calls."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         action()
     events = [event for event in profiler.events() if event.name.startswith("aten::")]
@@ -189,7 +193,7 @@ def operators(action: Callable[[], Any]) -> int:
 
 
 def row() -> float:
-    """Return the seconds that a row takes into tensors and out of them."""
+    """Return the seconds per row to pack rows into tensors and to unpack them again."""
     rng = np.random.default_rng(0)
     count = 512
     prompt = 6
@@ -212,8 +216,8 @@ def row() -> float:
 def collectives(world: int) -> dict[str, tuple[float, float]]:
     """Return (least seconds, received bytes/s) by kind of collective.
 
-    They run among the products of half a layer, as a model calls them: the more ranks have to do in between, the less
-    they arrive at the same instant.
+    Each collective is called after the matrix products of half a layer, as a model does. The more work the ranks have
+    between two collectives, the less likely the ranks reach a collective at the same instant.
     """
     states = torch.randn(256, 128)
     up = torch.randn(128, 512)
@@ -245,7 +249,11 @@ def collectives(world: int) -> dict[str, tuple[float, float]]:
 
 
 def _kinds(world: int) -> list[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any], float]]:
-    """Return kind, call on a rank's part and the full tensor, and received parts."""
+    """Return (kind, call, received parts) of each kind of collective.
+
+    The arguments of the call are one rank's part of the tensor, and the full tensor. The last item is the amount of
+    data that a rank receives, in units of one part.
+    """
     return [
         ("all_reduce", lambda part, _: dist.all_reduce(part), 2 * (world - 1) / world),
         ("all_gather", lambda part, full: dist.all_gather_into_tensor(full, part), world - 1),

@@ -1,1 +1,1 @@
-"""Columns of rows, the files that fill them, and checks of their values."""
+"""Columns of rows, the files from which columns are read, and checks of values."""

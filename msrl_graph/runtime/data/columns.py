@@ -1,8 +1,8 @@
 """Columns of rows in the sample flow: ragged arrays without padding.
 
-Invariant: a `Column` is flat numpy `values` and, unless every row is one scalar, `offsets` of n + 1 entries. Text
-is UTF-8 bytes. Ray passes numpy arrays without a copy, and processes that only store or score rows need no torch. A
-rank views the arrays as tensors without a copy.
+Invariant: a `ColumnData` is a flat numpy array `values` and an array `offsets` of n + 1 entries, or no `offsets` if
+every row is one scalar. Text is UTF-8 bytes. Ray passes numpy arrays without a copy, and processes that only store or
+score rows need no torch. A rank views the arrays as tensors without a copy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ColumnData:
         return bytes(self[row]).decode("utf-8")
 
     def stretch(self, start: int, stop: int) -> ColumnData:
-        """Return the rows from `start` to before `stop`; their values are a view."""
+        """Return the rows in the range [start, stop); their values are a view."""
         if self.offsets is None:
             return ColumnData(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
@@ -74,8 +74,8 @@ class ColumnData:
 class ColumnRows:
     """Rows of a column as processes exchange them.
 
-    It holds the numbers of the rows and the data of each row, in the same order. In `ColumnRows(np.array([3, 5]),
-    texts(["a", "bc"]))`, row 3 holds "a" and row 5 "bc".
+    `rows` are the row numbers, and `column` has the data of these rows in the same order. In
+    `ColumnRows(np.array([3, 5]), texts(["a", "bc"]))`, row 3 is "a" and row 5 is "bc".
     """
 
     rows: Array
@@ -87,20 +87,20 @@ class ColumnRows:
 
     @property
     def reported_values(self) -> Array:
-        """What controllers receive for each row: its length."""
+        """The number that controllers receive for each row: the length of the row."""
         return self.column.lengths
 
 
 @dataclass(frozen=True)
 class Verdicts(ColumnRows):
-    """A filter's verdict on rows: how often each row continues.
+    """The verdicts of a filter: how often each row continues.
 
-    0: the row is dropped. 2: the row and one repeat of it continue.
+    0: the row is dropped. 1: the row continues. 2: the row and one repeat of the row continue.
     """
 
     @property
     def reported_values(self) -> Array:
-        """What controllers receive for each row: the verdict itself."""
+        """The number that controllers receive for each row: the verdict itself."""
         times: Array = self.column.values.astype(np.int64)
         return times
 
@@ -124,7 +124,7 @@ def texts(rows: Iterable[str]) -> ColumnData:
 
 
 def concatenate(parts: Sequence[ColumnData]) -> ColumnData:
-    """Concatenate the rows of all parts."""
+    """Concatenate the rows of several fragments of one column."""
     if len(parts) == 1:
         return parts[0]
     values = np.concatenate([part.values for part in parts])

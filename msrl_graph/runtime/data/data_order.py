@@ -1,7 +1,7 @@
 """The order in which the rows of a data file are used.
 
-Invariant: the row at a position is a function of the stream and the arguments. Any process can compute any part of
-an order without the parts before it.
+Invariant: the row at a position is a function of the random stream and the arguments. Any process can compute any range
+of an order without the rows before it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .columns import Array
 
 
 def shuffle_rows(stream: RandomStream, size: int, position: int, count: int) -> Array:
-    """Return `count` rows from `position` on, of endless passes over the data.
+    """Return `count` rows, from `position` on, of endless passes over the data.
 
-    Each pass over the `size` rows has an order of its own.
+    Each pass over the `size` rows has its own order.
     """
     return _take_passes(lambda turn: _argsort(stream.keys(turn, np.arange(size))), size, position, count)
 
@@ -25,13 +25,12 @@ def shuffle_rows(stream: RandomStream, size: int, position: int, count: int) -> 
 def draw_rows(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
     """Draw `count` rows of an iteration by weight, from `position` on.
 
-    The draw is without replacement: each next row is one of the remaining rows, with the probability of its weight
-    among theirs. With weights [2, 1, 0] row 0 comes first in two draws of three. Rows of weight 0 come last, in an
-    order that the stream gives; if all weights are 0, all rows are treated alike. When all rows were drawn, the
-    next draw of all rows begins. `weights` has one number per row, finite and not negative.
+    Rows are drawn without replacement. The probability that a remaining row is drawn next is its weight, divided by the
+    sum of the weights of all remaining rows. With the weights [2, 1, 0], row 0 comes first in two draws of three. Rows
+    of weight 0 come last, in a random order; if all weights are 0, all rows are equally likely. After all rows were
+    drawn, a new draw of all rows begins. `weights` has one number per row, finite and not negative.
 
-    Source: Efraimidis and Spirakis 2006, the rows in the order of u^(1/w) for random u, here as log(-log u) - log
-    w.
+    Source: Efraimidis and Spirakis 2006. The rows are sorted by u^(1/w) for random u, here by log(-log u) - log w.
     """
     certain = weights > 0
     log = np.log(np.where(certain, weights, 1.0))

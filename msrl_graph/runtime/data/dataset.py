@@ -1,8 +1,8 @@
-"""The rows of a data file: read, checked, tokenised and assigned to iterations.
+"""The rows of a data file: read, checked, tokenized and assigned to iterations.
 
-Invariant: the row at a position is a function of the seed, and of the iteration and the weights if rows are drawn
-by weight. A row that cannot be used is reported with its number before anything starts, or is left out and counted.
-The same rows in the same order are the same data, whatever the file format.
+Invariant: the row at a position is a function of the seed; if rows are drawn by weight, it also depends on the
+iteration and the weights. A row that cannot be used is either reported with its number before the run starts anything,
+or left out and counted. The same rows in the same order give the same data in every file format.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ PREVIEW_ROWS = 1000  # the number of rows that are tokenised before a run starts
 class DatasetPreview:
     """What is known about a data file before a run.
 
-    The file has `rows` rows. The first `looked` of them were examined: `out` are left out because of `why`, and
-    `controls` hold control tokens, as in `example`.
+    The file has `rows` rows, and the first `examined` of them were examined. `left_out` rows are left out because of
+    `reason`, and `controls` rows contain control tokens; `example` is the first such token, with its place.
     """
 
     rows: int
@@ -59,7 +59,7 @@ class DatasetPreview:
     example: str = ""
 
     def __str__(self) -> str:
-        """Describe how many rows are left out, or return "" if none is."""
+        """Describe how many rows are left out, or return "" if no row is left out."""
         return f"{self.left_out:,} of {self._examined} rows are left out: {self.reason}" if self.left_out else ""
 
     @property
@@ -76,7 +76,7 @@ class DatasetPreview:
             message = f"{subject}, such as {self.example}: the model reads the token, not its letters"
             help = "ignore this if it is intended, as in prompts that a chat template has rendered"
             yield Diagnostic("bad-data", message, data.span, f"{help}; otherwise change the text", "warning")
-        usable = self.rows - self.left_out  # or fewer, if not all rows were examined
+        usable = self.rows - self.left_out  # an upper bound if not all rows were examined
         if usable < prompts:
             bound = "at most " if self.examined < self.rows else ""
             yield datafile.few_rows_warning(data, f"{bound}{usable:,} usable rows", prompts)
@@ -103,9 +103,9 @@ def check(data: DataSource, plan: Plan) -> DatasetPreview:
 
 
 def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Yield the first control token in the text of each row, with its place.
+    """Yield the first control token of each row whose text has one, with its place.
 
-    Only text that a model reads counts. The token that ends a response is allowed.
+    Only text that a model reads is searched. The token that ends a response is allowed.
     """
     added = dataset.tokens.tokenizer.get_added_tokens_decoder().values()
     if not (names := [re.escape(token.content) for token in added if token.special and token.content]):
@@ -134,8 +134,8 @@ def _strings(value: Any) -> Iterator[str]:
 def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
     """Read the rows of a JSON lines or Parquet file.
 
-    Returns them by line (in Parquet by row, from 1) and column. Raises Fault if the file is missing or empty, or if
-    a row cannot be used.
+    Returns, for each line number (in Parquet: row number, from 1), the values by column. Raises Fault if the file is
+    missing or empty, or if a row cannot be used.
     """
     path = Path(data.path)
     if path.suffix not in (".jsonl", ".json", ".parquet"):
@@ -155,10 +155,10 @@ def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
 
 
 class _Numbers:
-    """Numbers in text columns.
+    """The rows of text columns that have a number instead of text.
 
-    Many libraries turn a column of integers with a missing value into a column of floats. If all its numbers are
-    whole, they are written as integers.
+    Many libraries convert a column of integers with a missing value to floats. If all numbers of a column are whole,
+    the column's numbers are written as integers.
     """
 
     def __init__(self, data: DataSource, graph: Graph) -> None:
@@ -174,16 +174,16 @@ class _Numbers:
                     self.broken.add(column)
 
     def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the columns whose numbers are all whole, with the rows that hold floats."""
+        """Yield the columns whose numbers are all whole, with the lines that have floats."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
 class Dataset:
     """The usable rows of a data file, numbered from 0 in the file's order.
 
-    A row is left out if a column is longer than its bound, or has no token although a model reads it. `left_out`
-    counts these rows by column (the first such column of a row), `too_long` counts all of them, and `why` describes
-    the reasons. `rows` are the rows of the file as `read` returns them, if the caller has read it already.
+    A row is left out if a column is longer than its bound, or if a column that a model reads has no token. `left_out`
+    counts these rows by the first such column of each row, `too_long` is their total number, and `reason` describes
+    why. `rows` are the rows of the file as `read` returns them, if the caller has already read the file.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Dataset:
         self.preceding = columns_before(plan.graph)
         rows = rows or read(data, plan.graph)
         self.lines = list(rows)
-        # Lines with a text that is too long: only a prefix of it was encoded.
+        # The lines with a text that is too long, of which only a prefix was encoded.
         self.cut = set[int]()
         self.columns = {name: self._build_column(name, list(rows.values())) for name in data.fields}
         self._check_lengths()
@@ -247,10 +247,10 @@ class Dataset:
         return ragged(values, DTYPES[column.element])
 
     def _encode_texts(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
-        """Encode a column's texts, each after the columns before it in its row.
+        """Encode a column's texts; each text follows the columns before it in its row.
 
-        If a text is longer than the column's bound whatever its tokens are, only a prefix that is too long as well
-        is encoded. So one row of many megabytes does not take minutes.
+        If a text is surely longer than the column's bound, only a prefix is encoded that is too long as well. So a row
+        of many megabytes does not take minutes.
         """
         full_texts = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
         encoded_texts = [self.tokens.shorten(text, self.graph.bound(name)) for text in full_texts]
@@ -285,7 +285,7 @@ class Dataset:
         return bad_row(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
 
     def _text_before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
-        """Return the text of the columns before another column in a row."""
+        """Return the text of `columns` in a row, which precede another column."""
         text = ""
         for name in columns:
             ids = isinstance(row[name], np.ndarray)
@@ -298,7 +298,7 @@ class Dataset:
         return text
 
     def _text(self, name: str, row: dict[str, Any], line: int) -> str:
-        """Return a row's text as the model reads it: messages are rendered."""
+        """Return a row's text as the model reads it, with messages rendered."""
         value: str | Messages = row[name]
         if isinstance(value, str):
             return value
@@ -325,14 +325,14 @@ class Dataset:
             raise bad_row(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _check_lengths(self) -> None:
-        """Check the columns that must be as long as another column."""
+        """Check the columns that must have the same lengths as another column."""
         for name, column in self.columns.items():
             dims = self.graph.column(name).dims
             if not dims or dims[0].like not in self.columns:
                 continue
             size = math.prod(dim.size for dim in dims[1:])
             expected = self.columns[dims[0].like].lengths
-            # Lines in `cut` are left out anyway, and only a prefix of them is encoded.
+            # Lines in `cut` are left out in any case, and only a prefix of their text is encoded.
             complete = np.array([line not in self.cut for line in self.lines])
             if len(wrong_rows := np.flatnonzero(complete & (column.lengths != expected * size))):
                 row = wrong_rows[0]
@@ -357,7 +357,7 @@ class Dataset:
                     self._render(name, line, tokens.prompt_text, column.text(i)) for i, line in enumerate(self.lines)
                 ]
                 follows = name in self.preceding
-                if kind.dims or not follows or tokens.pieces.exact:  # otherwise the whole text must be encodable
+                if kind.dims or not follows or tokens.pieces.exact:  # else the whole text must be encoded
                     input_texts = [
                         tokens.shorten(text, self.graph.bound(name) if kind.dims else 0) for text in input_texts
                     ]
@@ -374,7 +374,7 @@ class Dataset:
         return fits
 
     def _check_vocabulary(self, name: str, column: ColumnData, size: int) -> None:
-        """Raise Fault if a usable row has a token outside its models' vocabulary."""
+        """Raise Fault if a usable row has a token outside the vocabulary of its models."""
         if not len(unknown := self.usable[rows_outside_vocabulary(column.take(self.usable), size)]):
             return
         ids = column[unknown[0]]
@@ -397,13 +397,13 @@ class Dataset:
         return row_place(self.data, self.lines[self.usable[index]])
 
     def indices(self, position: int, count: int) -> Array:
-        """Return `count` rows from `position` on, of endless shuffled passes."""
+        """Return `count` row indices from `position` on, in endless shuffled passes."""
         return data_order.shuffle_rows(self.order, len(self), position, count)
 
     def draw(self, weights: Array, iteration: int, position: int, count: int) -> Array:
         """Draw `count` rows of an iteration by weight, from `position` on.
 
-        The draw is without replacement. `weights` has one number per usable row, finite and not negative. Rows of
+        Rows are drawn without replacement. `weights` has one number per usable row, finite and not negative. Rows of
         weight 0 come last.
         """
         return data_order.draw_rows(self.weighted, iteration, weights, position, count)

@@ -1,7 +1,7 @@
 """Values with numpy arrays as MessagePack, decoded by their types.
 
-Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is
-executed, whatever their source. Arrays hold numbers or booleans and are read-only views of the decoded bytes.
+Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is executed, no matter
+where the bytes come from. Arrays contain numbers or booleans and are read-only views of the decoded bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, type: type[T]) -> T:
-    """Decode the result of `encode` for a value of this type. Raises DecodeError."""
+    """Decode a value of the type `type` from the result of `encode`.
+
+    Raises DecodeError.
+    """
     try:
         return msgspec.msgpack.decode(data, type=type, ext_hook=_decode_extension, dec_hook=_check_array)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
@@ -38,7 +41,7 @@ def decode(data: bytes | memoryview, type: type[T]) -> T:
 
 
 def view(buffer: Any, dtype: str, shape: tuple[int, ...], offset: int = 0) -> Array:
-    """Return an array that views a buffer's bytes from `offset` on.
+    """Return an array that is a view of a buffer's bytes from `offset` on.
 
     Raises DecodeError.
     """

@@ -1,11 +1,11 @@
 """Detection of wrong numbers in a run.
 
-They are values that are not finite, tokens outside a model's vocabulary, empty responses, and log-probabilities of
-the trainer that differ from the generator's.
+Wrong numbers are values that are not finite, tokens outside a model's vocabulary, empty responses, and
+log-probabilities of the trainer that differ from the generator's.
 
 Invariant: the process that produces a wrong number reports it once, in the same iteration. With `on_nan = stop` the
-report ends the run. With `skip` the number is counted, reported and passed on unchanged, and the update leaves out
-the step that contains it.
+report ends the run. With `skip` the number is counted, reported and passed on unchanged, and the update skips the
+optimizer step that contains the number.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 # The largest allowed difference between the log-probabilities of trainer and generator: in nats, mean over the tokens
 # of a batch, at temperature 1. Both sum the same products in different orders. A float32 logit near 32 is exact to
 # 2e-6, and layers add a few such errors: below 1e-5 is usual, so 1e-3 is not rounding. A bfloat16 logit near 32 is a
-# multiple of 1/8, so the last rounding alone adds an error of 1/32 on average: 0.1 is three times that. Weights that
-# are not the trainer's differ by more than either, unless they only miss one training step.
+# multiple of 1/8, so the last rounding alone adds an error of 1/32 on average: 0.1 is three times that. Wrong weights
+# cause a larger difference than both tolerances, unless the weights only lack one training step.
 TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A check of log-probabilities against those at sampling.
+    """A check of log-probabilities against the log-probabilities at sampling.
 
-    The node `node` computes log-probabilities of `response` with the generator's weights, and also reads `column`,
-    the log-probabilities at sampling. They may differ by `tolerance` nats on average if both weights have the same
-    version. The generator receives its weights by the resharding edge `edge`. `turns`: the response has several
-    turns; `column` holds NaN for tokens that the environment wrote.
+    The node `node` computes log-probabilities of `response` with the generator's weights, and also reads `column`, the
+    log-probabilities at sampling. If both weights have the same version, both log-probabilities may differ by
+    `tolerance` nats on average. The generator receives its weights through the resharding edge `edge`. `turns` means
+    that the response has several turns; `column` then has NaN for tokens that the environment wrote.
     """
 
     node: str
@@ -53,23 +53,23 @@ class Comparison:
     edge: str = ""
 
     def weights_age(self, task: Task) -> int:
-        """Return how many versions older the sampling weights are than the trained ones."""
+        """Return by how many versions the sampling weights are behind the trained weights."""
         fetch = task.fetches.get(self.edge)
         return task.number - fetch.version if fetch and task.trains else 0
 
 
 @dataclass(frozen=True)
 class SampledLogProbs:
-    """Log-probabilities of rows' tokens at sampling, and the temperature of each row."""
+    """The log-probabilities of rows' tokens at sampling, and each row's temperature."""
 
     logp: ColumnData
     temperature: Array
 
 
 def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
-    """Return the names of a generation's response column and of its log-probabilities.
+    """Return the names of a generation's response column and log-probability column.
 
-    The second is the declared column, or one that only the dock knows.
+    If the program declares no column for the log-probabilities, the dock has an undeclared column for them.
     """
     response = next(
         column for column in node.writes if graph.column(column).element == "i32" and is_tokens(graph, column)
@@ -78,16 +78,16 @@ def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
 
 
 def find_comparison(plan: Plan) -> Comparison | None:
-    """Find the node that compares log-probabilities.
+    """Find the node that compares its log-probabilities with those at sampling.
 
-    It is the first node after the generation that computes the response's log-probabilities with the generator's
+    It is the first node after the generation that computes log-probabilities of the response with the generator's
     weights.
     """
     graph = plan.graph
     # The nodes of one worker are in one pool, so the order of the pools does not matter.
     order = [graph.node(name) for name in nodes_run(plan.schedule)]
     for node in graph.verb("generate"):
-        if node.cuts:  # its responses may mix several versions
+        if node.cuts:  # a response may be sampled with several versions
             continue
         response, column = sampled_columns(graph, node)
         edges = [edge for edge in graph.reshards() if edge.dst == node.name]
@@ -117,9 +117,9 @@ def find_comparison(plan: Plan) -> Comparison | None:
 
 
 def vocabulary_size(plan: Plan, column: str) -> int:
-    """Return the number of tokens that all models reading a column know.
+    """Return the size of the smallest vocabulary of the models that read a column.
 
-    0 if no model reads it.
+    The result is 0 if no model reads the column, or if the column has no token ids.
     """
     readers = [
         node for node in plan.graph.nodes if column in node.reads and node.verb in ("generate", "infer", "update")
@@ -135,7 +135,7 @@ def vocabulary_size(plan: Plan, column: str) -> int:
 class NumericsWatch:
     """Checks of the values that nodes produce.
 
-    Masks have one entry per row: True if the row holds a wrong number.
+    A mask that a method accepts or returns has one entry per row: True if the row has a wrong number.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -153,9 +153,9 @@ class NumericsWatch:
         report.remarks.append(message)
 
     def check_input(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
-        """End the run if the model's input before its first prediction has no token.
+        """End the run if a row has no input token before the model's first prediction.
 
-        No `on_nan` setting helps here.
+        This error ends the run with any `on_nan` setting.
         """
         if len(empty_rows := rows[lengths == 0]):
             raise RunError(
@@ -167,7 +167,8 @@ class NumericsWatch:
     def check_temperature(self, node: Node, task: Task, rows: Array, name: str, values: Array) -> None:
         """End the run if a sampling temperature cannot be used.
 
-        It must not be negative, nor 0 if a policy scores the response. No `on_nan` setting helps here.
+        A temperature must be finite and not negative, and it must not be 0 if a policy scores the response. This error
+        ends the run with any `on_nan` setting.
         """
         response, _ = sampled_columns(self.graph, node)
         scores = [
@@ -197,7 +198,8 @@ class NumericsWatch:
     ) -> Array:
         """Report rows with a value that is not finite; return the mask of all such rows.
 
-        The value replaces `{}` in `what`. Rows that are `known` to be wrong are not reported again.
+        `problem` is the message, in which the value replaces `{}`. Rows that are already `known` to be wrong are not
+        reported again, but are in the result.
         """
         bad = rows_not_finite(column)
         known = np.zeros(len(bad), bool) if known is None else known
@@ -220,7 +222,7 @@ class NumericsWatch:
     ) -> None:
         """Check the values that a function returned for a column.
 
-        If a row may have no value in the column, missing values are counted instead.
+        If rows may have no value in this column, missing values are only counted.
         """
         if name not in self.graph.optional:
             self.check_finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
@@ -230,9 +232,9 @@ class NumericsWatch:
     def check_scored(
         self, node: Node, task: Task, report: Report, rows: Array, lengths: dict[str, Array], known: Array
     ) -> Array:
-        """Report rows without a token that a loss term scores.
+        """Report rows without a token in a column that the node scores.
 
-        Returns `known` together with them.
+        Returns `known` combined with the mask of these rows.
         """
         for column in node.scores:
             empty = lengths[column] == 0
@@ -254,8 +256,8 @@ class NumericsWatch:
     ) -> Array:
         """Check log-probabilities that a trainer computed.
 
-        In training they are compared with those at sampling. An evaluation has a temperature of its own, so it is
-        not compared.
+        In training, the log-probabilities are compared with the log-probabilities at sampling. In an evaluation they
+        are not compared, because an evaluation has its own temperature.
         """
         known = self.check_finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
         return (
@@ -267,7 +269,10 @@ class NumericsWatch:
     def check_response(
         self, node: Node, task: Task, report: Report, rows: Array, tokens: ColumnData, logp: ColumnData, vocabulary: int
     ) -> None:
-        """Check generated responses; in a response of several turns, the policy's tokens."""
+        """Check the tokens and log-probabilities that a generation sampled.
+
+        In a response of several turns, `logp` has only the policy's tokens.
+        """
         unknown = rows_outside_vocabulary(tokens, vocabulary)
         if len(bad_rows := np.flatnonzero(unknown)):
             values = tokens.take(bad_rows).values
@@ -296,10 +301,10 @@ class NumericsWatch:
         sampled: SampledLogProbs,
         known: Array,
     ) -> Array:
-        """Compare log-probabilities with those at sampling.
+        """Compare log-probabilities with the log-probabilities at sampling.
 
-        Returns the mask of rows that cannot be compared or differ too much. If the sampling weights are older, the
-        difference may be as large as the policy's change since, so it is only counted.
+        Returns the mask of rows that cannot be compared or differ too much. If the weights at sampling were older, the
+        policy has changed since, so the difference is only counted.
         """
         assert self.comparison is not None
         age = self.comparison.weights_age(task)
@@ -357,10 +362,10 @@ def rows_outside_vocabulary(tokens: ColumnData, vocabulary: int) -> Array:
 
 
 def clip_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData], Array]:
-    """Clip tokens to a model's vocabulary of `size`.
+    """Clip tokens to a model's vocabulary of `size` tokens.
 
-    Also returns a mask of the rows that had an unknown token. Such a token would end the process, or be ignored
-    silently under tensor parallelism.
+    Also returns a mask of the rows that had an unknown token. Without clipping, such a token would end the process, or
+    would be ignored silently under tensor parallelism.
     """
     unknown = np.any([rows_outside_vocabulary(column, size) for column in columns], axis=0)
     return [

@@ -1,9 +1,9 @@
 """Chat templates, rendered in a separate process.
 
-Invariant: a template is a program that comes with a model. Whatever it does, it is stopped after SECONDS of CPU
-time for one conversation, gets MEMORY bytes beyond what its process uses, and writes no more text than `most_text`
-allows. The process starts with the first messages and serves all folders. Requests to it are pickled; its replies
-are only text.
+Invariant: a template is a program that comes with a model, so its resources are limited. For one conversation, a
+template is stopped after SECONDS of CPU time, can allocate MEMORY bytes in addition to the memory of its process, and
+may write no more text than `most_text` allows. The process starts with the first request and renders the templates of
+all folders. Requests to the process are pickled; its replies are only text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..process import shipped_files
 from ..process.resource_limits import limit_data, unlimit_data
 
 SECONDS = 3.0  # of CPU time, for one conversation: real templates take a few milliseconds
-MEMORY = 512 << 20  # bytes beyond what the process uses anyway
-SLACK = 1 << 16  # characters that a template may write in addition
-FACTOR = 64  # characters that it may write for each character of the conversation
+MEMORY = 512 << 20  # bytes in addition to the memory of the process
+SLACK = 1 << 16  # characters that a template may write for any conversation
+FACTOR = 64  # more characters that it may write for each character of the conversation
 PATIENCE = 600.0  # seconds without a reply until the process is killed: its imports are slow on a busy machine
-FILES = ("chat_template.jinja", "chat_template.json")  # places of a template other than the tokenizer's config
+FILES = ("chat_template.jinja", "chat_template.json")  # in addition to tokenizer_config.json
 PROGRAM = "msrl_graph.runtime.data.rendering"
 
 Kind = Literal["render", "template", "tools"]
@@ -40,7 +40,7 @@ Kind = Literal["render", "template", "tools"]
 class BadMessages(ValueError):
     """Messages that a model's chat template cannot render.
 
-    Holds the reason and, if there is one, a `help`.
+    The error has the reason and, if there is one, a `help`.
     """
 
     def __init__(self, message: str, help: str = "") -> None:
@@ -49,19 +49,19 @@ class BadMessages(ValueError):
 
 
 def render(folder: str, messages: Messages, prompt: bool, more: dict[str, Any]) -> str:
-    """Render messages as text. Raises BadMessages.
+    """Render messages as text.
 
-    With `prompt`, the text that asks for a response is appended. `more` holds further template variables, such as
-    `tools`.
+    With `prompt`, the text that asks for a response is appended. `more` has further template variables, such as
+    `tools`. Raises BadMessages.
     """
     return _request("render", folder, (messages, prompt, more))
 
 
 @cache
 def template(folder: str) -> str | dict[str, str] | None:
-    """Return a folder's chat template. Raises BadMessages.
+    """Return a folder's chat template.
 
-    It is one text, or several by name, or None.
+    The result is one text, several texts by name, or None. Raises BadMessages.
     """
     template_or_templates: str | dict[str, str] | None = json.loads(_request("template", folder))
     return template_or_templates
@@ -69,17 +69,23 @@ def template(folder: str) -> str | dict[str, str] | None:
 
 @cache
 def takes_tools(folder: str) -> bool:
-    """Return whether the template for tools uses them. Raises BadMessages."""
+    """Return whether the folder's template for tools uses the variable `tools`.
+
+    Raises BadMessages.
+    """
     return bool(json.loads(_request("tools", folder)))
 
 
 def most_text(messages: Messages, more: dict[str, Any]) -> int:
-    """Return the most characters that a template may write for a conversation."""
+    """Return the largest number of characters that a template may write.
+
+    The number depends on the length of the conversation.
+    """
     return SLACK + FACTOR * len(json.dumps([messages, more], default=str))
 
 
 def tools_template(templates: str | dict[str, str] | None) -> str:
-    """Return the template that is used when there are tools."""
+    """Return the template that is used if a conversation has tools."""
     source = templates.get("tool_use", templates.get("default", "")) if isinstance(templates, dict) else templates
     return str(source or "")
 
@@ -99,7 +105,7 @@ def _request(kind: Kind, folder: str, arguments: Any = None) -> str:
 
 
 class _Process:
-    """The rendering process; restarted after a template that it was killed for."""
+    """The rendering process; it is restarted after a template caused its death."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -107,7 +113,7 @@ class _Process:
         self.program: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Any) -> tuple[str, str]:
-        """Return the outcome (fine, load, error or bound) and the text."""
+        """Send a request; return the outcome (fine, load, error or bound) and the text."""
         with self.lock:
             line, program = self._connect()
             try:
@@ -144,7 +150,7 @@ class _Process:
 
 
 def _reap(program: subprocess.Popen[bytes]) -> None:
-    """Kill the process: its connection is closed or about to be."""
+    """Kill the process whose connection is closed or about to be closed."""
     program.kill()
     program.wait()
 

@@ -1,9 +1,9 @@
 """The rows of a run as Parquet files, for inspection and for replaying training.
 
-Invariant: a file holds one table of one iteration or evaluation, in the order of the row numbers, and is either
-complete or absent. Every value is stored at its row and at the rows derived from it. A recorded response is used
-only for the prompt that it was sampled for. Of a partial rollout the file holds the responses that the iteration
-used, not those that it cut.
+Invariant: a file has one table of one iteration or evaluation, in the order of the row numbers, and is either complete
+or absent. A value is stored at its own row and at all rows below that row. A recorded response is used only for the
+prompt for which it was sampled. After a partial rollout, the file has the responses that the iteration used, but not
+the responses that were cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .numerics import rows_not_finite, sampled_columns, vocabulary_size
 from .tokens import column_tokenizer, tokenise_columns
 
 FOLDER = "rows"  # in a run's folder
-EVALUATED = "evaluation_rows"  # in a run's folder, with a folder for each evaluation
+EVALUATED = "evaluation_rows"  # in a run's folder; contains one folder for each evaluation
 REPLAY_HINT = "replay a recording with the seed, the data, the sizes and the version that it was made with"
 ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every other row its own number
 
@@ -38,10 +38,11 @@ ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every 
 class RecordedTable:
     """A table of a recording: the rows of one generation or of the source.
 
-    The repeats that a `select` made are among them. `column` is the column that the rows belong to, such as
-    `response`, and `rows` their row set (ir/rowsets.py). `folder` is the table's folder within FOLDER, "" if there
-    is only one table. `ids` are the columns of row numbers, each with the set whose rows it numbers: {"row": 1,
-    "prompt_row": 0}.
+    The table also has the repeats that a `select` made of these rows.
+
+    - `column`: the column to which the rows belong, such as `response`. `rows`: their row set (ir/rowsets.py).
+    - `folder`: the table's folder within FOLDER; "" if there is only one table.
+    - `ids`: the columns of row numbers, each with the row set that it numbers: {"row": 1, "prompt_row": 0}.
     """
 
     folder: str
@@ -50,9 +51,9 @@ class RecordedTable:
     ids: dict[str, int]
 
     def file(self, run: Path, iteration: int, evaluation: str = "") -> Path:
-        """Return the file of an iteration or evaluation.
+        """Return the path of the file of an iteration or evaluation.
 
-        The name of an evaluation's file is the number of iterations before it.
+        The name of an evaluation's file is the number of iterations before the evaluation.
         """
         folder = run / EVALUATED / evaluation if evaluation else run / FOLDER
         return folder / self.folder / f"{iteration:06d}.parquet"
@@ -61,7 +62,8 @@ class RecordedTable:
 def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]:
     """List the tables of a graph's recordings.
 
-    There is one table if there is at most one generation. Otherwise the source has one and each generation has one.
+    With at most one generation there is one table. Otherwise there is one table for the source and one for each
+    generation.
     """
     row_sets = row_sets or rowsets(graph)
     generated = {
@@ -88,10 +90,10 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
 
 
 def _file_column(graph: Graph, column: str) -> str:
-    """Return a column's name in the file.
+    """Return the name of a column in the file.
 
-    A dot, as in `response.logp`, would denote a part of a column. A declared `response_logp`, as an `infer` may
-    write, keeps its name.
+    A dot, as in `response.logp`, is replaced, because in Parquet a dot denotes a nested field. If the program declares
+    a column `response_logp`, the column with the dot is named `response_logp_drawn`.
     """
     name = column.replace(".", "_")
     return (
@@ -102,7 +104,10 @@ def _file_column(graph: Graph, column: str) -> str:
 
 
 def _token_columns(plan: Plan) -> list[str]:
-    """List the columns that can be shown as text: tokens that a model writes or reads."""
+    """List the columns of tokens that can be shown as text.
+
+    A model must read or generate the column.
+    """
     graph = plan.graph
     generated = {sampled_columns(plan.graph, node)[0] for node in plan.graph.verb("generate")}
     return [
@@ -113,9 +118,9 @@ def _token_columns(plan: Plan) -> list[str]:
 
 
 def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
-    """Raise Fault if a recording cannot be written, or lacks an iteration.
+    """Raise Fault if a recording cannot be written, or cannot be replayed.
 
-    A replay needs every iteration from `begin` on.
+    The recording to replay must have every iteration from `begin` on.
     """
     diagnostics = []
     levels = tables(plan.graph)
@@ -173,9 +178,10 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
 
 
 def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> None:
-    """Write all rows of a task's columns into a run's folder, ascending.
+    """Write all rows of a task's columns into files of a run's folder, ascending.
 
-    An evaluation runs only the nodes that it needs. A generation that it does not run has no table in it.
+    An evaluation runs only the nodes that it needs. For a generation that does not run in the evaluation, no file is
+    written.
     """
     from pyarrow import parquet
 
@@ -193,10 +199,11 @@ def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> N
 
 
 def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
-    """Remove the rows of all evaluations but these.
+    """Remove the rows of all evaluations that are not in `evaluations`.
 
-    Each is a name and the number of iterations before it. A run that is resumed with more iterations does not
-    repeat the evaluations after the end of the shorter run.
+    An entry of `evaluations` is the name of an evaluation and the number of iterations before it. Rows must be removed
+    if a run is resumed with more iterations: the longer run does not repeat the evaluations after the end of the
+    shorter run.
     """
     for path in (run / EVALUATED).rglob("*.parquet"):
         name = path.relative_to(run / EVALUATED).parts[0]
@@ -212,9 +219,9 @@ def _build_table(
     rows_by_set: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
-    """Build a level's table with the columns of this level and those above it.
+    """Build a table with the columns of its own rows and of the rows above them.
 
-    A missing value is null: a filter dropped the row, or a function returned None.
+    A value is null if it is missing: a filter dropped the row, or a function returned None.
     """
     import pyarrow as pa
 
@@ -222,9 +229,10 @@ def _build_table(
     rows = np.unique(np.concatenate([*rows_by_set.values()]))
 
     def row_numbers(rowset: int, only: bool = False) -> Array:
-        """Return the number in a set of each row, or of its ancestor there.
+        """Return for each row of the table the number of its ancestor in a row set.
 
-        -1 if there is none. `only`: without descendants.
+        A row of the set itself has its own number. The number is -1 if there is no ancestor. With `only`, only rows of
+        the set itself have a number.
         """
         result = np.full(len(rows), -1)
         for own_set, own_rows in rows_by_set.items():
@@ -270,14 +278,14 @@ def _build_table(
 def _select_rows(
     level: RecordedTable, row_sets: Rowsets, numbers: Numbers, pieces: dict[str, ColumnRows], trains: bool
 ) -> dict[int, Array]:
-    """Return the rows of a level by set.
+    """Return the row numbers of a table, by row set.
 
-    They are the produced rows and, for each `select`, the chosen ones; repeats have numbers of their own. An
-    evaluation has no filters, so each row continues once.
+    The table has the rows that were produced and, for each `select`, the rows that were chosen; repeats have their own
+    numbers. An evaluation has no filters, so each row continues once.
     """
     nothing = ColumnRows(
         np.zeros(0, np.int64), ColumnData(np.zeros(0, np.int64))
-    )  # a filter may leave no prompt to generate from
+    )  # a filter may have dropped all prompts
     column_names = [
         level.column,
         *(
@@ -300,7 +308,7 @@ def _select_rows(
 
 
 def _to_arrow(column: ColumnData, places: Array, present: Array, text: bool) -> Any:
-    """Build an Arrow array of the rows at these places, null where a row is missing."""
+    """Build an Arrow array of the rows at these positions, with null for missing rows."""
     import pyarrow as pa
 
     values_present = column.take(places[present])
@@ -327,7 +335,7 @@ def _to_arrow(column: ColumnData, places: Array, present: Array, text: bool) -> 
 class Recording:
     """The responses of a run that was recorded into `folder`.
 
-    The responses of one iteration at a time are in memory.
+    Only the responses of one iteration are in memory at a time.
     """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
@@ -337,17 +345,17 @@ class Recording:
         self._read: dict[str, tuple[Path, dict[str, ColumnData]]] = {}  # by node
 
     def prompts(self, node: Node, columns: Sequence[str], iteration: int, fan: int) -> Array:
-        """Return the prompts that a recorded iteration has responses to."""
+        """Return the prompts for which a recorded iteration has responses."""
         prompts: Array = np.unique(self._iteration(node, columns, iteration)[1]["row"].values // fan)
         return prompts
 
     def responses(
         self, node: Node, columns: Sequence[str], iteration: int, prompts: list[Array], rows: Array, fan: int
     ) -> list[list[Array]]:
-        """Return the recorded responses for these rows, as a generator would sample them.
+        """Return the recorded responses of these rows, as a generator would return them.
 
-        Each prompt has `fan` rows. The result has one list per name in `columns`: tokens, their log-probabilities
-        at sampling, and further columns.
+        Each prompt has `fan` rows. The result has one list for each name in `columns`: tokens, log-probabilities at
+        sampling, and further columns.
         """
         path, recorded = self._iteration(node, columns, iteration)
         context = sequences(self.plan.graph, node).context
@@ -364,7 +372,7 @@ class Recording:
         return [[recorded[_file_column(self.plan.graph, name)][row] for row in places] for name in columns]
 
     def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, ColumnData]]:
-        """Return the file of an iteration and its columns."""
+        """Return the path of an iteration's file, and its columns."""
         path = self.tables[columns[0]].file(self.folder, iteration)
         context = sequences(self.plan.graph, node).context
         if node.name not in self._read or self._read[node.name][0] != path:

@@ -1,10 +1,11 @@
 """Tokenization of pieces of text that are read as one sequence.
 
-Examples are a response after its prompt, and an environment's reply after a response.
+Examples of pieces are a response after its prompt, and an environment's reply after a response.
 
-Invariant: the tokens of a piece, after those of the text before it, decode to the joined text. Some tokenizers put
-a blank before each text (Llama 2, TinyLlama). For these a piece is encoded together with the text before it, and
-cut off. If that does not help either, the piece is refused.
+Invariant: the tokens of a piece, after the tokens of the text before the piece, decode to the joined text. Some
+tokenizers put a blank before each text (Llama 2, TinyLlama). With such a tokenizer, a piece is encoded together with
+the text before it, and the tokens of that text are cut off. If the result still decodes to another text, the piece is
+rejected.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 
 from .columns import Array
 
-# Substitutes for the text before a piece, if that is unknown or forms one token together with the piece.
+# Substitutes for the text before a piece, if that text is unknown or forms one token together with the piece.
 ANCHORS = ("=", "\n", "1", "a", ".")
-# Parts of a tokenizer that do not change a text. NFC composes characters, as the comparison does too.
+# Components of a tokenizer that do not change a text. NFC composes characters; the comparison of texts ignores this.
 EXACT = {"Sequence", "Split", "Digits", "ByteLevel", "NFC"}
-# Parts of a tokenizer that never drop a character of a text. NFC merges at most COMPOSED characters into one.
+# Components of a tokenizer that never drop a character. NFC merges at most COMPOSED characters into one.
 KEEPING = {*EXACT, "Prepend", "Replace", "Metaspace", "Punctuation"}
 COMPOSED = 4
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -32,7 +33,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 class BadPieceError(ValueError):
     """A text that a tokenizer cannot encode after another text.
 
-    `index` is its position among the given texts.
+    `index` is the position of the text among the given texts.
     """
 
     def __init__(self, message: str, index: int) -> None:
@@ -41,22 +42,22 @@ class BadPieceError(ValueError):
 
 
 class Pieces:
-    """Encoder of a sequence's pieces, with a tokenizer of `tokenizers`."""
+    """An encoder of a sequence's pieces, for a tokenizer of the library `tokenizers`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """Return the tokens of each text by itself."""
+        """Return the tokens of each text, encoded on its own."""
         return [
             np.asarray(encoding.ids, np.int32)
             for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ]
 
     def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
-        """Return the tokens of each text after the text `before` it. Raises BadPieceError.
+        """Return the tokens of each text as the continuation of the text `before` it.
 
-        `before` is None if it is not known.
+        `before` is None if the texts before are not known. Raises BadPieceError.
         """
         own_ids = self.encode(texts)
         if self.exact:
@@ -95,9 +96,9 @@ class Pieces:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether each text decodes to itself after any other text.
+        """Whether each text, encoded on its own, decodes to itself after any other text.
 
-        Decided by the types of the tokenizer's parts.
+        The types of the tokenizer's components decide this.
         """
         parts = {
             key: [*_iterate_parts(getattr(self.tokenizer, key))] for key in ("normalizer", "pre_tokenizer", "decoder")
@@ -115,7 +116,7 @@ class Pieces:
     def shorten(self, text: str, tokens: int) -> str:
         """Return the text, or a prefix of it that has more than `tokens` tokens.
 
-        If the prefix has more than that, the whole text has too.
+        If a prefix is returned, the whole text also has more than `tokens` tokens.
         """
         if len(text) <= tokens or self._longest is None:
             return text
@@ -124,10 +125,10 @@ class Pieces:
 
     @cached_property
     def _longest(self) -> int | None:
-        """The most characters that one token stands for.
+        """The largest number of characters that one token represents.
 
-        They are counted after NFC if the tokenizer composes them. None if a part of the tokenizer may drop
-        characters or join any number of them.
+        If the tokenizer composes characters (NFC), the composed characters are counted. None if a component of the
+        tokenizer may drop characters, or may join any number of characters into one token.
         """
         parts = [
             part for key in ("normalizer", "pre_tokenizer") for part in _iterate_parts(getattr(self.tokenizer, key))
@@ -151,7 +152,10 @@ class Pieces:
 
 
 def _iterate_parts(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a normalizer, pre-tokenizer or decoder, as in tokenizer.json."""
+    """Yield the components of a normalizer, pre-tokenizer or decoder.
+
+    Each component is a dictionary, as in tokenizer.json.
+    """
     pending = [json.loads(part.__getstate__())] if part is not None else []
     while pending:
         yield (current := pending.pop())
@@ -161,7 +165,7 @@ def _iterate_parts(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_length(replace: dict[str, Any]) -> bool:
-    """Return whether a replacement writes at least as many characters as it read."""
+    """Return whether a replacement writes at least as many characters as it reads."""
     pattern = replace["pattern"].get("String")
     return pattern is not None and len(replace["content"]) >= len(pattern)
 
@@ -169,7 +173,8 @@ def _keeps_length(replace: dict[str, Any]) -> bool:
 def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> bool:
     """Return whether a model encodes every character, if need be as its own token.
 
-    BPE does if it knows all bytes, or has an unknown token that it does not fuse with the next one.
+    A BPE model does so if it has a token for each byte, or an unknown token that it does not merge with the next
+    unknown token.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -182,10 +187,10 @@ def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> boo
 
 
 def _strip_prefix(tokens: Array, part: Array) -> Array | None:
-    """Return the tokens after the prefix `part`, or None if they do not begin with it."""
+    """Return the tokens after the prefix `part`, or None if `part` is not a prefix."""
     return tokens[len(part) :] if np.array_equal(tokens[: len(part)], part) else None
 
 
 def _same_text(one: str, other: str) -> bool:
-    """Return whether texts differ at most in how their characters are composed."""
+    """Return whether two texts are equal up to the composition of their characters."""
     return one == other or unicodedata.normalize("NFKC", one) == unicodedata.normalize("NFKC", other)

@@ -1,7 +1,7 @@
 """Text and messages as a model reads them, and tokens as text.
 
-Invariant: text is encoded without special tokens. Messages are rendered by the chat template of the model that
-reads them; nothing else is added. The same text gives the same tokens in every process.
+Invariant: text is encoded without special tokens. Messages are rendered by the chat template of the model that reads
+them, and nothing is added to the rendered text. The same text gives the same tokens in every process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .token_pieces import Pieces
 
 
 class Tokens:
-    """The tokenizer of a model's folder.
+    """The tokenizer in a model's folder.
 
-    `ends` are the tokens that end a response; the first is appended to a response without one. `ends` is empty if
-    the folder names none.
+    `ends` are the tokens that end a response, or empty if no file of the folder names such a token. The first of `ends`
+    is appended to a response that does not end with one of them.
     """
 
     def __init__(self, folder: str, tokenizer: Any = None) -> None:
@@ -39,18 +39,18 @@ class Tokens:
         self.ends = end_tokens(folder)
 
     def read(self, column: ColumnData, follows: bool = False) -> ColumnData:
-        """Encode a text column. Raises BadMessages, BadPieceError.
+        """Encode a text column.
 
-        A JSON list of messages is rendered as a prompt; other text is encoded as it is. `follows`: other tokens
-        come before these.
+        A JSON list of messages is rendered as a prompt; other text is encoded without changes. `follows` means that
+        other tokens precede the text of each row. Raises BadMessages and BadPieceError.
         """
         input_texts = [self.prompt_text(column.text(row)) for row in range(len(column))]
         return ragged(self.encode_after(input_texts) if follows else self.encode(input_texts), np.int32)
 
     def encode_responses(self, column: ColumnData) -> ColumnData:
-        """Encode a text column of responses, each with an end token. Raises BadMessages.
+        """Encode a text column of responses, each with an end token.
 
-        Messages are refused, because the text before them is not known here.
+        Raises BadMessages if a row has messages, because this method does not know the text before them.
         """
         texts = [column.text(row) for row in range(len(column))]
         if any(map(messages, texts)):
@@ -58,9 +58,9 @@ class Tokens:
         return ragged(self.append_end_tokens(self.encode_after(texts)), np.int32)
 
     def append_end_tokens(self, responses: Sequence[Array]) -> list[Array]:
-        """Append the end token to responses without one, except empty ones.
+        """Append the end token to each response without one, except to empty responses.
 
-        Without it a model never learns to end.
+        Without end tokens, a model never learns to end a response.
         """
         ends = self.ends
         return [
@@ -71,29 +71,32 @@ class Tokens:
         ]
 
     def strip_end_token(self, text: str) -> str:
-        """Return a response's text without the token that ends it."""
+        """Return a response's text without the token that ends the response."""
         names = [end_text for end in self.ends if (end_text := self.tokenizer.id_to_token(end))]
         return next((text.removesuffix(name) for name in names if text.endswith(name)), text)
 
     def prompt_text(self, text: str) -> str:
-        """Return the text that `read` encodes for this text. Raises BadMessages."""
+        """Return the text that `read` encodes for this text: messages are rendered.
+
+        Raises BadMessages.
+        """
         return self.prompt(conversation) if (conversation := messages(text)) else text
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """Return the tokens of each text, as it is."""
+        """Return the tokens of each text; the text is not changed."""
         return self.pieces.encode(texts)
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Cut a long text; the result still has more than `tokens` tokens.
+        """Return the text, or a prefix of it that has more than `tokens` tokens.
 
-        If the prefix has more than that, the whole text has too.
+        If a prefix is returned, the whole text also has more than `tokens` tokens.
         """
         return self.pieces.shorten(text, tokens)
 
     def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
-        """Return the tokens of each text after the text `before` it. Raises BadPieceError.
+        """Return the tokens of each text as the continuation of the text `before` it.
 
-        `before` is None if it is not known.
+        `before` is None if the texts before are not known. Raises BadPieceError.
         """
         return self.pieces.encode_after(texts, before)
 
@@ -103,18 +106,24 @@ class Tokens:
         return texts
 
     def chat(self) -> Any:
-        """Return the transformers tokenizer, for user functions. Raises BadMessages."""
+        """Return the transformers tokenizer of the folder, for user functions.
+
+        Raises BadMessages if the tokenizer cannot be loaded.
+        """
         return _chat(self.folder)
 
     def prompt(self, messages: Messages) -> str:
-        """Return the text that asks for a response to these messages. Raises BadMessages."""
+        """Return the text that asks for a response to these messages.
+
+        Raises BadMessages.
+        """
         return self.render(messages, True)
 
     def response(self, prompt: Messages, messages: Messages) -> str:
-        """Return the text that a generation would have written after `prompt`.
+        """Return the text that a generation would have to write after `prompt`.
 
-        It is what the chat template writes for `messages`, up to the end token if there is one. `messages` may
-        begin with those of the prompt. Raises BadMessages.
+        It is the text that the chat template writes for `messages`, up to the end token if there is one. `messages` may
+        begin with the messages of the prompt. Raises BadMessages.
         """
         conversation = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
         role = conversation[len(prompt)]["role"] if len(conversation) > len(prompt) else ""
@@ -136,7 +145,7 @@ class Tokens:
             )
             raise BadMessages(f"the chat template of {self.folder} {message}, so neither text is a prefix of the other")
         text = text[len(prompt_text) :]
-        # Templates write more after the end token, mostly a newline, which a generation never reaches.
+        # After the end token, templates write more text, mostly a newline. A generation never gets to this text.
         shorter = text.rstrip()
         return (
             shorter
@@ -145,10 +154,10 @@ class Tokens:
         )
 
     def render(self, messages: Messages, prompt: bool, **more: Any) -> str:
-        """Render messages as text. Raises BadMessages.
+        """Render messages as text.
 
-        With `prompt`, the text that asks for a response is appended. `more` holds further template variables, such
-        as `tools`.
+        With `prompt`, the text that asks for a response is appended. `more` has further template variables, such as
+        `tools`. Raises BadMessages.
         """
         if not rendering.template(self.folder):
             reason = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"
@@ -160,9 +169,9 @@ class Tokens:
 
 
 def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict[str, ColumnData]:
-    """Replace the text columns that a node's model reads by their tokens.
+    """Replace the text columns that a node's model reads by columns of their tokens.
 
-    A text that the model scores gets the token that ends a response. Raises BadMessages, BadPieceError.
+    The token that ends a response is appended to a text that the model scores. Raises BadMessages and BadPieceError.
     """
     node_sequences = sequences(plan.graph, node)
     order = (*node_sequences.context, *node_sequences.scored)
@@ -185,7 +194,7 @@ def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) 
 def column_tokenizer(plan: Plan, column: str) -> Tokens:
     """Return the tokenizer of a column's tokens.
 
-    It is the tokenizer of the column's writer, or the policy's if the writer is not a model.
+    It is the tokenizer of the model that writes the column, or the policy's tokenizer if no model writes the column.
     """
     graph = plan.graph
     writer = graph.writer(column)
@@ -196,9 +205,10 @@ def column_tokenizer(plan: Plan, column: str) -> Tokens:
 
 
 def node_tokenizer(plan: Plan, node: Node) -> Tokens:
-    """Return the tokenizer of the first token column that a node reads or else writes.
+    """Return the tokenizer of a node's tokens.
 
-    If there is none, return the policy's.
+    It is the tokenizer of the first token column that the node reads, or else of the first token column that the node
+    writes. If the node has no token column, it is the policy's tokenizer.
     """
     graph = plan.graph
     column = next(
@@ -225,9 +235,9 @@ def _pieces(folder: str) -> Pieces:
 
 @cache
 def _chat(folder: str) -> Any:
-    """Load the transformers tokenizer.
+    """Load the transformers tokenizer of a folder.
 
-    The import costs seconds, so only callers that need it pay.
+    The import takes seconds, so it happens only when a caller needs this tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -241,11 +251,12 @@ def _chat(folder: str) -> Any:
 def end_tokens(folder: str) -> tuple[int, ...]:
     """Return the tokens that end a response of a folder's model.
 
-    The files of the folder name them. The tokenizer's own comes first. Empty if no file names one.
+    The files of the folder name these tokens; the result is empty if no file names one. The end token of the tokenizer
+    comes first.
     """
     ids, token = read_end_tokens(shipped_files.find_copy(folder))
     tokenizer_end = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
     if not ids:
         return () if tokenizer_end is None else (tokenizer_end,)
-    # If there are several, the tokenizer's own is the one that ends a turn.
+    # If there are several end tokens, the tokenizer's own token is the one that ends a turn.
     return tuple(sorted(ids, key=lambda end: end != tokenizer_end))

@@ -1,4 +1,4 @@
-"""The transfer dock: controllers, warehouses, and their clients.
+"""The transfer dock: controllers, warehouses, and the clients of the dock.
 
 See arXiv:2507.19017, figure 4.
 """

@@ -1,12 +1,13 @@
 """Connections between processes: Unix sockets on one host, TLS between hosts.
 
-Invariant: before either end reads a byte of a message, it knows that the other end belongs to the same run. Nobody
-between them can read, change, repeat or drop a part of the traffic without breaking the connection.
+Invariant: before an end of a connection reads a byte of a message, it knows that the other end belongs to the same run.
+A third party on the network cannot read the traffic, and a changed, repeated or dropped part of the traffic breaks the
+connection.
 
-- On one host, the socket is in a folder that only this user can enter, and each end asks the kernel for the user of the
+- On one host, the socket is in a folder that only this user can enter. Each end asks the kernel for the user of the
   other end's process (SO_PEERCRED). No port is open.
 - Between hosts, both ends prove that they have the key of the run, which is new for each attempt. They use TLS 1.3 and
-  accept only the certificate of the run. The key travels with the processes' arguments.
+  accept only the certificate of the run. Each process receives the key with its arguments.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ _KEEPALIVE_PROBES = 3
 
 
 class Address(NamedTuple):
-    """Where a process listens.
+    """The address where a process listens.
 
-    `host` is the number of its host, `folder` and `name` are the private folder and the name of its Unix socket. `ip`
-    and `port` are for other hosts; port 0 means that the run has one host.
+    `host` is the number of the process's host. `folder` and `name` are the private folder and the name of the Unix
+    socket, for processes of the same host. `ip` and `port` are for processes of other hosts; port 0 means that the run
+    has one host.
     """
 
     host: int
@@ -56,7 +58,7 @@ class Impostor(ConnectionError):
 def new_key() -> bytes:
     """Return a private key and its certificate (PEM).
 
-    The processes of a run on several hosts authenticate each other with it.
+    The processes of a run on several hosts authenticate each other with the key.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -95,9 +97,9 @@ def _tls_context(key: bytes, serves: bool) -> ssl.SSLContext:
 
 
 class Listener:
-    """The listening end of a process.
+    """The listening sockets of a process.
 
-    It passes each connection to `serve` once the other end has proved its identity.
+    The listener calls `serve` for each connection once the other end has proved its identity.
     """
 
     def __init__(self, key: bytes, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]):
@@ -108,7 +110,10 @@ class Listener:
         self._tasks: list[asyncio.Future[None]] = []
 
     def start(self, host: int, folder: str, ip: str) -> Address:
-        """Listen in a private folder and, with a key, also at this IP address of the host."""
+        """Listen in a private folder and, if there is a key, also at an IP address.
+
+        `host` is the number of this host, `ip` an address of this host. Returns the address for other processes.
+        """
         name = f".line-{secrets.token_hex(8)}"
         unix_socket = socket.socket(socket.AF_UNIX)
         with _open_private_folder(folder) as path:
@@ -122,7 +127,7 @@ class Listener:
         return Address(host, folder, name, ip, tcp_socket.getsockname()[1])
 
     def close(self) -> None:
-        """Stop listening; open connections stay."""
+        """Stop listening; existing connections remain open."""
         for task in self._tasks:
             task.cancel()
         for listening in self._sockets:
@@ -161,7 +166,7 @@ class Listener:
 async def _open_accepted(connection: socket.socket, context: ssl.SSLContext | None = None) -> Streams:
     """Return streams over an accepted connection.
 
-    With a `context` it does the TLS handshake first. Raises OSError.
+    With a `context`, the function does the TLS handshake first. Raises OSError.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -174,9 +179,9 @@ async def _open_accepted(connection: socket.socket, context: ssl.SSLContext | No
 
 
 def connect(address: Address, host: int, key: bytes) -> socket.socket:
-    """Connect a process of this host to an address.
+    """Connect a process of the host `host` to an address.
 
-    Both ends have proved their identity when it returns. Raises OSError.
+    When the function returns, both ends have proved their identity. Raises OSError.
     """
     if address.host == host:
         return _connect_here(address)
@@ -192,7 +197,7 @@ def connect(address: Address, host: int, key: bytes) -> socket.socket:
 
 
 async def open_streams(address: Address, host: int, key: bytes) -> Streams:
-    """Do what `connect` does, for a coroutine."""
+    """Connect like `connect`, but return asyncio streams."""
     if address.host == host:
         return await asyncio.open_unix_connection(sock=_connect_here(address))
     context = _tls_context(key, False)
@@ -220,8 +225,8 @@ def _connect_here(address: Address) -> socket.socket:
 def _open_private_folder(folder: str) -> Iterator[str]:
     """Yield a short path to a folder that only this user can enter.
 
-    A socket's path may have 107 bytes, so a deep folder is reached through a file descriptor. Raises Impostor if other
-    users can enter the folder.
+    The path of a socket may have at most 107 bytes, so a deep folder is reached through a file descriptor. Raises
+    Impostor if other users can enter the folder.
     """
     folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -244,7 +249,7 @@ def _check_user(connection: socket.socket) -> None:
 def _set_tcp_options(connection: socket.socket) -> None:
     """Set a connection's TCP options.
 
-    Small messages are sent at once, and a dead host is noticed within about 20 s.
+    Small messages are sent without delay, and a dead host is noticed within about 20 s.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

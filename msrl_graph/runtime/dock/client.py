@@ -1,7 +1,7 @@
-"""The dock client of ranks and function hosts, which also walks their streams.
+"""The dock client of ranks and function hosts, which also executes their streams.
 
-Invariant: what a client reads or writes belongs to the current task and is forgotten with it. A share is requested by
-its number, so the replacement of a dead process gets the same shares.
+Invariant: all data that a client reads or writes belongs to the current task, and the client forgets the data at the
+end of the task. A share is requested by its number, so the replacement of a dead process gets the same shares.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ DOCK = "dock"  # the trace track for a process's traffic with the dock, next to 
 
 
 class Client:
-    """The dock client of a process; `process` is its name.
+    """The dock client of a process; `process` is the name of the process.
 
-    It writes to the warehouse of its host, or to the first warehouse if its host has none.
+    The client writes to the warehouse of its host, or to the first warehouse if its host has none.
     """
 
     def __init__(self, process: str, readers: list[NodeReads], dock_address: DockAddress, host: int) -> None:
@@ -47,9 +47,9 @@ class Client:
         self.readers = {reader.node: reader for reader in readers}
         self.lines = RpcConnections(look_up_address, host, dock_address.key)
         self.home = dock_address.hosts.index(host) if host in dock_address.hosts else 0
-        self.segments: Segments | None = None  # of this host, once they were requested
+        self.segments: Segments | None = None  # of this host; None until they are first needed
         self.activity: Activity | None = None
-        # By node: the task, how many of its shares were returned, and the shares that arrived ahead of their turn.
+        # By node: the task key, the number of shares that were returned, and shares that arrived in advance.
         self.shares_by_node: dict[str, tuple[str, int, list[Share]]] = {}
         self.known: dict[str, list[ColumnRows]] = {}  # by column: rows of the task from other hosts
         self.loads: dict[str, list[int]] = {}  # by node: the tokens of each share
@@ -70,7 +70,7 @@ class Client:
         return self.lines.connection_to(self.dock_address.warehouses[warehouse])
 
     def _local_segments(self) -> Segments | None:
-        """Return the segments of this host, None if it has no warehouse."""
+        """Return the segments of this host, or None if this host has no warehouse."""
         if self.segments is None and self.dock_address.hosts[self.home] == self.host:
             room = Room(Path(self._connection(self.home).send("folder").get()))
             room.join()
@@ -98,7 +98,7 @@ class Client:
             )
 
     def _ask(self, question: ControllerRequest[T]) -> T:
-        """Return the answer of a node's controller, as soon as there is one."""
+        """Wait for the answer of a node's controller and return it."""
         home = self._connection(self.home)
         line = self.lines.connection_to(self.dock_address.controllers[question.node])
         if line is not home:
@@ -113,9 +113,9 @@ class Client:
         return answer
 
     def take_share(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
-        """Return the group's next share with its rows.
+        """Wait for the next share of a data-parallel group; return it with its rows.
 
-        `at_once` means that this process begins to work on it now.
+        `at_once` means that this process starts to work on the share immediately, so its activity is reported.
         """
         reader = self.readers[node]
         start = time.perf_counter()
@@ -145,10 +145,10 @@ class Client:
         return batch
 
     def _fetch(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, ColumnData]:
-        """Return the rows of a share, by column.
+        """Return the rows that a share needs, by column.
 
-        Rows of this host are views of its segments. Rows of other hosts come from their warehouses, with one request to
-        each.
+        Rows on this host are returned as views of segments. Rows on other hosts are fetched from the warehouses of
+        these hosts, with one request to each warehouse.
         """
         parts: dict[str, list[tuple[Array, ColumnData]]] = {}  # by column: positions and their values
         asked: dict[int, dict[str, dict[str, Array]]] = {}  # by warehouse, segment and column
@@ -196,7 +196,7 @@ class Client:
         self.moved[counter] = self.moved.get(counter, 0) + column.nbytes
 
     def again(self, node: str, task: Task, rounds: int) -> bool:
-        """Return whether the filter `node` needs another round of prompts after `rounds`."""
+        """Return whether the filter `node` needs more prompts after `rounds` rounds."""
         start = time.perf_counter()
         needed = self._ask(RefillRequest(node, task.key, rounds))
         self.wait_seconds += time.perf_counter() - start
@@ -211,9 +211,9 @@ class Client:
         around: Callable[[Instruction], AbstractContextManager[None]] = lambda step: nullcontext(),
         begin: int = 0,
     ) -> None:
-        """Walk through a pool's stream, each instruction within `around`.
+        """Execute the instructions of a pool, each one within the context `around(step)`.
 
-        `begin` is the number of instructions that were already done.
+        `begin` is the number of instructions that were already executed.
         """
         walk = Walk({pool: instructions}, begin)
         while (step := walk.step(pool)) is not None:
@@ -222,7 +222,10 @@ class Client:
                 walk.advance(pool, walker)
 
     def read_all_rows(self, task: Task, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
-        """Return all rows of a task by column, ascending; `columns` limits the columns."""
+        """Return all rows of a task by column, ascending.
+
+        If `columns` is given, the result has only these columns.
+        """
         asked = [
             self._connection(warehouse).send("whole", task.key, columns)
             for warehouse in range(len(self.dock_address.warehouses))
@@ -237,8 +240,9 @@ class Client:
     def put_rows(self, node: str, task: Task, pieces: Mapping[str, ColumnRows], asks: bool = False) -> None:
         """Write the rows that a node made, by column, into the memory of this host.
 
-        It announces them to the warehouse without waiting for an answer. `asks` means that this thread requests rows or
-        ends the task right after, so the announcement travels with that message.
+        The client announces the rows to the warehouse without waiting for an answer. `asks` means that this thread
+        sends another message right after this call, to request rows or to end the task. The announcement then travels
+        with that message.
         """
         start = time.perf_counter()
         self._reach(f"before put of {node}", task)
@@ -257,10 +261,10 @@ class Client:
     def _place_segments(
         self, node: str, task: Task, pieces: Mapping[str, ColumnRows]
     ) -> Iterator[tuple[int, str, Mapping[str, ColumnRows]]]:
-        """Yield where to write the rows, with the name of the segment.
+        """Yield for each segment its warehouse, its name and its rows.
 
-        They go to the warehouse of this host or, if that is full, to others with space, in parts if necessary. Waits
-        for space.
+        All rows go to one segment in the warehouse of this host if there is space. Otherwise the rows go to other
+        warehouses, and are split if no warehouse has space for all of them. Waits until there is space.
         """
         self.written += 1
         name = f"{self.process.replace(' ', '-')}.{self.written:06}.{os.getpid()}"
@@ -278,12 +282,15 @@ class Client:
             yield from self._place_segments(node, task, part)
 
     def report_rows_done(self, node: str, task: Task, rows: int) -> None:
-        """Report that this process finished `rows` more rows of a node that writes none."""
+        """Report that this process finished `rows` more rows of a node.
+
+        The node writes no rows, so the dock cannot know this number from the rows that are written.
+        """
         if self._local_segments() is not None and self.activity is not None:
             self.activity.add_done_rows(task.key, node, rows)
 
     def flush(self, task: Task, report: Report) -> None:
-        """End a task and raise the errors of its writes.
+        """Wait for all writes of a task and end the task; raise the errors of the writes.
 
         The report gets the bytes that were moved, the tokens of the shares, and the waits.
         """
@@ -304,9 +311,9 @@ class Client:
 
 
 def look_up_address(name: str) -> Address:
-    """Look up the address of a named process in Ray.
+    """Look up in Ray the address of the process with this name.
 
-    Waits for a process that is restarting.
+    Waits if the process is restarting.
     """
     import ray
 
@@ -315,7 +322,7 @@ def look_up_address(name: str) -> Address:
 
 
 def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, ColumnRows]]:
-    """Yield the columns one by one, or the two halves of a single column."""
+    """Yield one mapping per column; for a single column, one per half of its rows."""
     if len(pieces) > 1:
         yield from ({column: piece} for column, piece in pieces.items())
         return
@@ -325,7 +332,10 @@ def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, Col
 
 
 def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
-    """Merge parts of a column, each given with the positions of its rows."""
+    """Merge fragments of one column.
+
+    Each fragment comes with the positions of its rows in the result.
+    """
     if len(parts) == 1:
         return parts[0][1]
     column = concatenate([part for _, part in parts])
@@ -335,7 +345,7 @@ def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
 
 
 def _find_rows(rows: Array, pieces: Sequence[ColumnRows]) -> ColumnData | None:
-    """Return these rows in this order from the first piece that has all of them."""
+    """Return `rows`, in order, from the first piece that has all of them, else None."""
     for piece in pieces:
         order = np.argsort(piece.rows)
         positions = np.searchsorted(piece.rows[order], rows)
@@ -356,10 +366,10 @@ def list_wanted_rows(share: Share, reader: NodeReads, numbers: Numbers) -> dict[
 def assemble_batch(
     share: Share, reader: NodeReads, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, ColumnData]
 ) -> Batch:
-    """Arrange fetched columns by the rows of the node.
+    """Arrange fetched columns so that each has one entry per row of the share.
 
-    `asked` are the rows that were fetched (`wanted`). With two responses to each of two prompts, each prompt appears
-    twice.
+    `asked` are the rows that were fetched of each column (the result of `list_wanted_rows`), `fetched` is their data.
+    With two responses to each of two prompts, each prompt appears twice.
     """
     columns = {}
     for read in reader.reads if asked else ():
@@ -370,6 +380,9 @@ def assemble_batch(
 
 
 def split_by_place(where: Array) -> Iterable[tuple[int, Array]]:
-    """Yield each place together with the positions of its rows."""
+    """Yield each value in `where` together with the positions of its rows.
+
+    A value in `where` is the index of a location.
+    """
     for place in np.unique(where):
         yield int(place), np.flatnonzero(where == place)

@@ -1,22 +1,21 @@
 """The controllers of the transfer dock (arXiv:2507.19017, figure 4).
 
-They know which rows are ready and where these are stored.
+A controller knows which rows are ready for one node and where these rows are stored.
 
-Invariant: which rows form a round of an update is a function of (seed, node, iteration, epoch, row) and nothing else; a
-controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (for an
-update: once per epoch), and a request for a group's n-th share always gets the same share. A controller's state
-consists of its decisions and of the news that it received: `restore` rebuilds it from the warehouses. Nothing here
-knows Ray or torch; host.py runs controllers in processes.
+Invariant: which rows form a mini-batch of an update is a function of (seed, node, iteration, epoch, row) and nothing
+else. A controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once
+(for an update: once per epoch), and a request for the n-th share of a group always gets the same share. The state of a
+controller consists of its decisions and of the news (`RowsReady`) that it received: `restore` rebuilds this state from
+the warehouses. This module imports neither Ray nor torch; host.py runs controllers in processes.
 
-All decisions for a node are made here: which units go to which group next, whether another round of prompts is needed,
-when an iteration is closed, and which decisions must be stored. What a rank or a function host may ask is a
-`ControllerRequest`, a class at the end of this file. A new request needs its class here and the line of client.py that
-sends it; host.py passes on all of them alike.
+All decisions for a node are made in this module: which units each group gets next, whether the filter needs another
+round of prompts, when an iteration is closed, and which decisions must be stored. Each question that a rank or a
+function host can ask is a `ControllerRequest` (at the end of this file), and a line in client.py sends it.
 
-Rows are those of rowsets.py. A node's *units* are what is handed out as one: its rows, or with `per = prompt` whole
-groups. A filter decides how often each row continues (its *verdict*). A node after a filter gets the remaining rows,
-and is done when all verdicts are there. With a refill, the nodes up to the filter work in rounds of prompts, and the
-first groups that survive the filter, in the source's order, continue.
+The sets of rows are defined in ir/rowsets.py. A *unit* of a node is what is handed out as one: a row, or with
+`per = prompt` all rows below one prompt. A filter decides how often each row continues (its *verdict*). A node after a
+filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill, the nodes up
+to the filter work in rounds of prompts. The first prompts, in the order of the data, with rows that pass continue.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ ALL = "nothing: all its rows are there"
 
 @dataclass
 class MiniBatches:
-    """The mini-batches of an update.
+    """The mini-batches of an update in one iteration.
 
-    `todo` are the ones to come, as (epoch, rows), and `done` counts the ones that were handed out. `missing_rows`
-    counts, for each mini-batch of the first epoch, its rows that are not ready. `mini_batch_of_row` is the index of the
-    mini-batch of each of the `rows`.
+    `todo` are the mini-batches that are not yet handed out, as (epoch, rows), and `done` counts the others.
+    `missing_rows` counts, for each mini-batch of the first epoch, its rows that are not ready. `mini_batch_of_row[i]`
+    is the index of the mini-batch of `rows[i]` in the first epoch.
     """
 
     todo: deque[tuple[int, Array]]
@@ -72,7 +71,7 @@ class MiniBatches:
         return cls(todo, rows, mini_batch, np.bincount(mini_batch, minlength=1))
 
     def ready(self, rows: Array) -> list[tuple[int, Array]]:
-        """Note that more rows are ready; return the mini-batches that are now due."""
+        """Note that more rows are ready; return the mini-batches that can be handed out."""
         self.missing_rows -= np.bincount(
             self.mini_batch_of_row[np.searchsorted(self.rows, rows)], minlength=len(self.missing_rows)
         )
@@ -88,8 +87,8 @@ class MiniBatches:
 class IterationState:
     """What a controller knows of one iteration.
 
-    `shares` are those handed out so far, by group; `had` is the load that each group has received. `tokens` are the
-    tokens of the ready units, where batches are cut by tokens.
+    `shares` are the shares that were handed out, by group; `loads` is the load that each group has received. `tokens`
+    is the number of tokens of the ready units, counted only if batches are cut by tokens.
     """
 
     task: Task
@@ -103,8 +102,9 @@ class IterationState:
 class Controller:
     """The metadata of one node: which rows are ready, where they are, who gets them.
 
-    `open`, `heard` and `restore` return the rounds that they decided. If the controller `keeps` its rounds, the caller
-    first stores them in a warehouse. Then it passes them to `hand`, in order, which makes the shares for `decided`.
+    `open`, `take_in_news` and `restore` return the `Round`s that they decided. If the property `keeps` is true, the
+    caller first stores the new rounds in a warehouse. Then it passes each round, in order, to `hand_out`, which makes
+    the shares that `decided_shares` returns.
     """
 
     def __init__(self, reader: NodeReads) -> None:
@@ -113,18 +113,19 @@ class Controller:
 
     @property
     def keeps(self) -> bool:
-        """Whether rounds depend on the order in which rows arrive.
+        """Whether the rounds of this node depend on the order in which rows arrive.
 
-        That is so where batches are cut from the rows that are ready; such a round must be stored before it is
-        announced. All other rounds (all rows at once, or an update's mini-batches in their order) would be decided the
-        same way again, because a row that is written again goes to the same warehouse.
+        They do if batches are cut from the rows that are ready. Such a round must be stored before its shares are
+        announced. Other rounds (all rows at once, or the mini-batches of an update in order) need no storage: a new
+        controller decides the same round again, because a row that is written again goes to the same warehouse.
         """
         return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 
     def open(self, task: Task) -> list[Round]:
-        """Begin an iteration, unless it has begun.
+        """Begin an iteration, unless it has begun; return the rounds that are decided.
 
-        A node that reads only states, and no column, waits for no row: its rounds are decided now.
+        A node that reads no columns, only states of the algorithm, waits for no rows: its rounds are decided in this
+        call.
         """
         if task.key in self.states:
             return []
@@ -141,22 +142,23 @@ class Controller:
         self.states.pop(key, None)
 
     def take_in_news(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
-        """Take in the news that a warehouse has new rows."""
+        """Record news of rows in a warehouse; return the rounds that are decided."""
         if (state := self.states.get(key)) is None or not self._record_news(state, news):
             return []
         return self._deal(state)
 
     def _record_news(self, state: IterationState, news: Iterable[RowsReady]) -> bool:
-        """Record the news; return whether any of it concerns the node."""
+        """Record the news; return whether any entry is about a column that the node needs."""
         relevant = [entry for entry in news if entry.column in self.reader.needed_columns]
         for entry in relevant:
             state.progress.note(entry)
         return bool(relevant)
 
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
-        """Rebuild a controller that had opened the iteration and received this news.
+        """Rebuild the state of a controller from its news and its stored rounds.
 
-        `rounds` are its stored decisions. Returns the rounds that are decided in addition.
+        `news` is all news of the iteration, `rounds` are the decisions that the previous controller stored. Returns the
+        rounds that this call decides in addition.
         """
         self._begin(task)
         state = self.states[task.key]
@@ -171,7 +173,7 @@ class Controller:
         return self._deal(state)
 
     def hand_out(self, key: str, round: Round) -> None:
-        """Make the shares of a round, for `decided`; a closed iteration gets none."""
+        """Make the share of each group for a round; do nothing for a closed iteration."""
         if (state := self.states.get(key)) is None:
             return
         progress = state.progress
@@ -205,13 +207,14 @@ class Controller:
             )
 
     def decided_shares(self, key: str, group: int) -> list[Share]:
-        """Return the shares of a task's rows that the group got so far."""
+        """Return all shares of a task that were made for the group, oldest first."""
         return self.states[key].shares[group]
 
     def needs_refill(self, key: str, rounds: int) -> bool | None:
-        """Return whether the refilling filter needs another round after `rounds` rounds.
+        """Return whether the filter with `refill` needs another round of prompts.
 
-        None while that is not known. Raises RunError when the maximum number of rounds is reached.
+        `rounds` is the number of rounds drawn. Returns None while a verdict is missing. Raises RunError if another
+        round is needed but the maximum number of rounds is reached.
         """
         state = self.states[key]
         filter = self.reader.refilling
@@ -234,16 +237,16 @@ class Controller:
         return True
 
     def count_rows(self, key: str) -> tuple[int, int]:
-        """Return how many rows of a task were handed out, and how many are known to exist.
+        """Return the number of a task's rows handed out, and the number known to exist.
 
-        Both count a row once per epoch.
+        Both numbers count a row once per epoch.
         """
         state = self.states[key]
         handed = sum(len(share.rows) for shares in state.shares for share in shares)
         return handed, max(handed, len(state.progress.rows_under_way[0]) * self.reader.epochs)
 
     def describe_missing_rows(self, key: str) -> str:
-        """Describe what the node waits for."""
+        """Describe the rows and verdicts that the node waits for."""
         progress = self.states[key].progress
         reader = self.reader
         parts = list[str]()
@@ -280,7 +283,7 @@ class Controller:
         return rounds
 
     def _deal_units(self, state: IterationState) -> list[Round]:
-        """Cut batches from the ready units, until the units of the round are used up."""
+        """Hand out ready units in batches until too few are left for another batch."""
         progress = state.progress
         rounds = list[Round]()
         while progress.undealt_count or not progress.complete:
@@ -294,7 +297,7 @@ class Controller:
         return rounds or [self._assign_round(state, 0, progress.deal_next(0), True)]
 
     def _next_batch_size(self, state: IterationState) -> int:
-        """Return how many of the ready units make a batch; 0 if they do not make one yet."""
+        """Return how many of the ready units make the next batch; 0 if they are too few."""
         progress = state.progress
         reader = self.reader
         counts = list[int]()
@@ -307,7 +310,7 @@ class Controller:
         return min(counts, default=rest)
 
     def _add_ready_tokens(self, state: IterationState, units: Array, sign: int) -> None:
-        """Count the tokens of units that became ready (`sign` 1) or were handed out (-1)."""
+        """Add (`sign` 1) or subtract (`sign` -1) the tokens of units to the ready tokens."""
         if self.reader.chunk_tokens and len(units):
             state.tokens += sign * float(self._count_tokens(state, *state.progress.rows_of(units)).sum())
 
@@ -324,7 +327,7 @@ class Controller:
         return [self._assign_round(state, epoch, units, i == last) for i, (epoch, units) in enumerate(ready, 1)]
 
     def _assign_round(self, state: IterationState, epoch: int, units: Array, last: bool) -> Round:
-        """Assign units to the groups."""
+        """Assign units to the data-parallel groups; return the decision."""
         reader = self.reader
         rows, sizes = state.progress.rows_of(units)
         starts = np.cumsum(sizes) - sizes
@@ -340,7 +343,7 @@ class Controller:
         return Round(epoch, tuple(parts), last)
 
     def _weigh_units(self, state: IterationState, rows: Array, sizes: Array) -> Units:
-        """Return what the assignment of units, given unit by unit, to groups depends on."""
+        """Return the prompt, home warehouse, weight and size of each unit."""
         progress = state.progress
         warehouses = state.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
@@ -372,29 +375,29 @@ class Controller:
 
 @dataclass(frozen=True)
 class ControllerRequest(ABC, Generic[T_co]):
-    """A question to the controller of `node` in a task; the asking process waits."""
+    """A question to the controller of `node` in task `key`; the asking process waits."""
 
     node: str
     key: str
 
     @abstractmethod
     def answer(self, controller: Controller) -> T_co | None:
-        """Return the answer, None while there is none."""
+        """Return the answer, or None while the controller cannot answer yet."""
 
     @property
     def group_index(self) -> int:
-        """The group that asks; -1 if the answer does not depend on the group."""
+        """The data-parallel group that asks; -1 if the answer is the same for all groups."""
         return -1
 
     @property
     def waiter(self) -> str:
-        """The name of the waiting process in messages."""
+        """The name of the waiting node (and group) in messages."""
         return f"`{self.node}`" + (f" (group {self.group_index})" if self.group_index >= 0 else "")
 
 
 @dataclass(frozen=True)
 class ShareRequest(ControllerRequest[list[Share]]):
-    """The group's shares from number `index` on that are decided, once there is one."""
+    """A request for the decided shares of a group, from number `index` on."""
 
     group: int
     index: int
@@ -409,7 +412,7 @@ class ShareRequest(ControllerRequest[list[Share]]):
 
 @dataclass(frozen=True)
 class RefillRequest(ControllerRequest[bool]):
-    """Whether the filter `node` needs another round of prompts after `rounds`."""
+    """The question whether the filter `node` needs more prompts after `rounds` rounds."""
 
     rounds: int
 

@@ -1,6 +1,7 @@
 """What the dock of a host shows to the observers of a run.
 
-Invariant: it keeps no counters of its own. Everything is computed on request, from the state that the dock has anyway.
+Invariant: this module keeps no counters. Every figure is computed on request from data that the dock has for its own
+work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def take_snapshot(
     warehouse: Warehouse | None,
     statuses: Mapping[str, ProcessStatus],
 ) -> DockSnapshot:
-    """Take a snapshot of the dock of a host."""
+    """Return a snapshot of the dock of a host."""
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
         for key in controller.states:

@@ -1,10 +1,11 @@
 """The dock on Ray: one process per host, with its warehouse and its controllers.
 
-client.py is the other end, in ranks and function hosts.
+client.py is the client of this process, in ranks and function hosts.
 
-Invariant: a wait ends with rows, or with an error that says who waited how long for which rows from which node; it
-never polls. Only the process that writes or reads samples sees them, and the warehouse that sends them to another host.
-A process of the dock may die at any moment and be restarted: no row is lost or handed out twice.
+Invariant: a wait ends with rows, or with an error that says which node waited, how long, and for which rows from which
+node. A wait never polls. The values of samples are only in the process that writes or reads them, and in the warehouses
+that send them between hosts. A process of the dock may die at any moment and be restarted: no row is lost or handed out
+twice.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .segments import Room, Segments
 from .warehouse import SPLIT, Warehouse
 
 T = TypeVar("T")
-PEER_TIMEOUT = 3.0  # seconds that other hosts have to report when a row last moved there
+PEER_TIMEOUT = 3.0  # seconds within which other hosts must report when a row last moved on them
 SERVED = ("ask", "at", "folder", "free", "get", "heard", "known", "leave", "place", "promise", "put", "still", "whole")
 
 
@@ -50,7 +51,7 @@ class DockTimeout(RunError):
 
 
 class DockFull(RunError):
-    """There is no space for rows, and no other rows will leave."""
+    """There is no space for rows, and no rows will be removed to make space."""
 
 
 # Every process of a run may wait at the same time, and news must still get through.
@@ -58,12 +59,13 @@ class DockFull(RunError):
 class DockHost:
     """The dock's process of one host, the `index`-th of the `members`.
 
-    It has one controller for each of the `readers`, which gets news of rows from all members. A replacement of a dead
-    process begins with the contents of the rooms of all hosts and decides the rest again. The arguments contain the
-    names of processes, not handles, because Ray restarts a process with the arguments of its first start.
+    The process has one controller for each of the `readers`, and each controller gets news of rows from all members. A
+    replacement of a dead process begins with the stored rows and decisions of all hosts, and makes the remaining
+    decisions again. The arguments contain names of processes instead of handles, because Ray restarts a process with
+    the arguments of its first start.
 
-    This class decides nothing: it passes on news and requests, and a request waits here until its controller has an
-    answer.
+    This class decides nothing: it passes on news and requests. A request waits in this process until the controller has
+    an answer.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class DockHost:
         self.moved = time.monotonic()
 
     async def address(self) -> Address:
-        """Return the address where it listens."""
+        """Return the address where this process listens."""
         return self.server.address(self.host, str(self.room.path), ray.util.get_node_ip_address())
 
     async def _ensure_restored(self) -> None:
@@ -123,17 +125,17 @@ class DockHost:
                         self._hand_out(
                             key, node, controller.restore(own_inventory.task, news, own_inventory.rounds.get(node, []))
                         )
-                    self._announce_to_others(key, own_inventory.news)  # which others may not have received
+                    self._announce_to_others(key, own_inventory.news)  # other members may not have received it
                 self.stale = False
 
     async def _announce(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Announce news to all controllers that it concerns."""
+        """Send news to all controllers, in this and other processes, that need it."""
         self._announce_to_others(key, news)
         if relevant := [entry for entry in news if entry.column in self.hears]:
             await self.heard(key, relevant)
 
     def _announce_to_others(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Announce news to the other members."""
+        """Send news to the other members whose controllers need the column."""
         for member, post in self.others:
             if relevant := [entry for entry in news if entry.column in member.needed_columns]:
                 self.announcements.append(asyncio.ensure_future(post.send("heard", key, relevant)))
@@ -155,7 +157,7 @@ class DockHost:
             self._hand_out(task.key, node, controller.open(task))
 
     async def drop(self, key: str) -> int:
-        """Forget a task; return how many messages came since the last one was dropped.
+        """Forget a task; return the number of messages since the previous call of `drop`.
 
         Raises the errors of announcements to other members.
         """
@@ -172,10 +174,13 @@ class DockHost:
             self.announcements += [asyncio.ensure_future(post.send("leave")) for _, post in self.others]
         message_count = self.server.messages
         self.server.messages = 0
-        return message_count + 2  # the driver's own, to open and to drop it
+        return message_count + 2  # plus the driver's two messages, which open and drop the task
 
     async def status(self, watched: bool = False) -> Status:
-        """Return the status; with `watched`, also the snapshot for observers of the run."""
+        """Return the status of this dock.
+
+        With `watched`, the status includes the snapshot for the observers of the run.
+        """
         now = time.monotonic()
         statuses = self._collect_statuses()
         waits = tuple(
@@ -195,18 +200,19 @@ class DockHost:
         )
         ended = heartbeat.killed_processes(self.run_folder) if self.run_folder else {}
         moved = heartbeat.bytes_moved(self.run_folder) if self.run_folder else 0
-        # A computed row counts as movement too: the stall check compares this number with the one before.
+        # A computed row counts as movement too: the stall check compares this number with the previous one.
         moves = self.moves + sum(status.rows for status in statuses.values())
         return Status(self.last, moves, waits, doing, snapshot, ended, moved)
 
     # What ranks, function hosts and the other hosts' docks call.
 
     async def place(self, key: str, node: str, name: str, size: int, single: bool) -> int:
-        """Reserve space for a segment of `size` bytes; return the warehouse that has it.
+        """Reserve space for a segment of `size` bytes; return the index of its warehouse.
 
-        That is this warehouse, or else the emptiest other one. It waits until one has the space. Returns SPLIT if no
-        warehouse can ever hold the segment but all together can; a `single` row is never split. Raises DockFull if no
-        other task will release space before this one ends.
+        The reservation is in this warehouse if there is space, else in the emptiest other warehouse. The call waits
+        until a warehouse has space. Returns SPLIT if no single warehouse has space but all warehouses together do.
+        `single` means that the segment has one row, which cannot be split. Raises DockFull if no other task will
+        release space before the task `key` ends.
         """
         posts = {member.warehouse: post for member, post in self.others if member.warehouse >= 0}
         begin = time.monotonic()
@@ -238,14 +244,17 @@ class DockHost:
         return self.warehouse.index
 
     async def free(self) -> tuple[int, tuple[int, bool] | None]:
-        """Return the warehouse's free bytes, and the turn of its earliest open task."""
+        """Return the warehouse's free bytes, and the position of its earliest open task.
+
+        The position is `Task.turn`, which orders the tasks; None if no task is open.
+        """
         return self.warehouse.free, min((task.turn for task in self.warehouse.tasks.values()), default=None)
 
     async def promise(self, key: str, name: str, size: int) -> bool:
         return self.warehouse.promise(key, name, size)
 
     async def leave(self) -> None:
-        """Note that rows have left a warehouse."""
+        """Note that rows were removed from a warehouse, so that waiting writers try again."""
         self.departures += 1
         async with self.changed:
             self.changed.notify_all()
@@ -253,7 +262,7 @@ class DockHost:
     async def put(self, key: str, node: str, segment: str, pieces: Mapping[str, ColumnRows] | None = None) -> None:
         """Announce a segment that a process of this host has written.
 
-        `pieces` are the rows of a process whose host has no warehouse.
+        `pieces` are the rows of a process whose host has no warehouse; this process then writes the segment.
         """
         fault_points.reach(self.process, f"put of {node} in {key}")
         if pieces is not None:
@@ -264,7 +273,7 @@ class DockHost:
         fault_points.reach(self.process, f"told {node} in {key}")
 
     async def heard(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Take in the news that a warehouse has new rows."""
+        """Pass the news that a warehouse has new rows to the controllers of this process."""
         await self._ensure_restored()
         self._record_move()
         label = f"{', '.join(entry.column for entry in news)} of {key}"
@@ -278,10 +287,10 @@ class DockHost:
         fault_points.reach(self.process, f"handed out {label}")
 
     async def ask(self, question: ControllerRequest[T]) -> T:
-        """Return the answer of a node's controller, as soon as there is one.
+        """Wait for the answer of a node's controller and return it.
 
-        A wait may last for the deadline, counted from when a row last moved or was computed on any host. A request made
-        early thus does not time out while others are at work.
+        The deadline of a wait is counted from when a row last moved or was computed on any host. Thus an early request
+        does not time out while other processes work. Raises DockTimeout.
         """
         await self._ensure_restored()
         answer = await self._answer(question, self.controllers[question.node])
@@ -310,13 +319,13 @@ class DockHost:
                     if time.monotonic() >= max(begin, self.moved) + self.deadline:
                         message = f"{self._describe_wait(question)}, and for {self.deadline:g} s no row has moved"
                         raise DockTimeout(message + self._describe_slow_rows(progress_lines)) from None
-        self.waits.pop(question, None)  # several ranks, or a replacement, may have made it
+        self.waits.pop(question, None)  # several ranks, or a replacement, may have sent the same request
         return answer
 
     async def still(self) -> tuple[float, list[str]]:
-        """Return how long no row has moved here, and the progress of the processes.
+        """Return the seconds since a row last moved on this host, and progress lines.
 
-        The time is in seconds; a computed row counts as movement. Only processes that count their rows have progress.
+        A row that was computed also counts as moved. There is one progress line for each process that counts its rows.
         """
         now = time.monotonic()
         statuses = self._collect_statuses()
@@ -329,9 +338,10 @@ class DockHost:
         return now - last, rows
 
     async def _ask_for_last_move(self) -> list[str]:
-        """Find out when a row last moved on any host that answers; return progress lines.
+        """Ask all hosts when a row last moved; return the progress lines of all hosts.
 
-        It keeps the latest time in `moved`. The lines are of the processes that count their rows.
+        The latest time of the hosts that answer is recorded in `moved`. There is one progress line for each process
+        that counts its rows.
         """
         async with self.polling:  # all waits reach their deadline at the same time
             requests = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
@@ -339,13 +349,13 @@ class DockHost:
             if requests:
                 answered, unanswered = await asyncio.wait(requests, timeout=min(PEER_TIMEOUT, self.deadline))
                 reports += [future.result() for future in answered if future.exception() is None]
-                for future in unanswered:  # of processes that do not answer in time
+                for future in unanswered:  # their processes did not answer in time
                     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             self.moved = max(self.moved, time.monotonic() - min(seconds for seconds, _ in reports))
             return [line for _, rows in reports for line in rows]
 
     def _describe_slow_rows(self, rows: list[str]) -> str:
-        """Name the processes that may only be slow, and the setting that helps."""
+        """Return lines with the progress of each process and the setting to raise."""
         if not rows:
             return ""
         longer = 2 * self.deadline
@@ -354,12 +364,12 @@ class DockHost:
         return "".join(f"\n  {line}" for line in [*rows, fix])
 
     async def get(self, key: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return rows for a process of another host, by segment and column."""
+        """Return rows to a process of another host, by segment and column."""
         fault_points.reach(self.process, f"get in {key}")
         return self.warehouse.get(key, wanted)
 
     async def at(self, process: str, activity: str, rows: int = 0, total: int = 0, where: str = "") -> None:
-        """Record what a process of a host without a room begins to do, or its progress."""
+        """Record the activity or the progress of a process whose host has no room."""
         now = time.monotonic()
         before = self.doing.get(process)
         since = before.since if total and before else now
@@ -372,14 +382,14 @@ class DockHost:
         return str(self.room.path)
 
     async def known(self) -> dict[str, WarehouseInventory]:
-        """Return what is known of each open task, to rebuild a controller."""
+        """Return the inventory of each open task, to rebuild a controller."""
         return {key: self.warehouse.known(task) for key, task in self.warehouse.tasks.items()}
 
     async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
         return self.warehouse.whole(key, columns)
 
     def _collect_statuses(self) -> dict[str, ProcessStatus]:
-        """Return the reported status of each process of this host."""
+        """Return the last status that each process reported to this dock."""
         return self.doing | self.room.read_statuses()
 
     def _record_move(self) -> None:

@@ -1,7 +1,7 @@
 """Messages that the processes of a run send each other through the dock.
 
-Invariant: messages are plain data that does not change once it is sent. They may be sent twice: repeated news changes
-nothing. Rows themselves travel as `ColumnRows` and `Verdicts` (data/columns.py).
+Invariant: a message is plain data that does not change once the message is sent. A message may be sent twice: repeated
+news changes nothing. The rows themselves are sent as `ColumnRows` and `Verdicts` (data/columns.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ..process.task import Task
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the dock, as the others know it.
+    """A process of the dock, as the other processes of the dock know it.
 
-    It has a name, a host, the index of its warehouse (-1: none), and the columns that its controllers need news of.
+    `host` is the number of its host and `warehouse` the index of its warehouse (-1: it has none). `needed_columns` are
+    the columns that its controllers need news of.
     """
 
     name: str
@@ -31,11 +32,11 @@ class Member:
 class DockAddress:
     """What a process needs to find the dock of its run.
 
-    - `controllers`: by node, the name of the process that has its controller.
-    - `warehouses`: by the warehouse's index, the name of its process; `hosts`: the host of each.
-    - `key`: authenticates the processes of a run on several hosts (channel.py); empty on one host.
+    - `controllers`: for each node, the name of the process that has the node's controller.
+    - `warehouses`: for each warehouse, by its index, the name of its process. `hosts`: the number of its host.
+    - `key`: authenticates the processes of a run on several hosts (channel.py); empty for a run on one host.
     - `token`: authenticates the objects that ranks exchange (rank/object_collectives.py).
-    - `capacity`: bytes of rows that a warehouse takes; 0: as much as its host's memory holds.
+    - `capacity`: the bytes of rows that a warehouse accepts; 0: the memory of its host is the only limit.
     """
 
     controllers: Mapping[str, str]
@@ -47,7 +48,7 @@ class DockAddress:
 
 
 class RowLocation(NamedTuple):
-    """Where rows are stored: a segment of a warehouse, by its name."""
+    """The location of rows: the index of a warehouse, and the name of a segment in it."""
 
     warehouse: int
     segment: str
@@ -55,10 +56,11 @@ class RowLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsReady:
-    """The news that a warehouse sends to controllers when it gets rows of a column.
+    """The news that new rows of a column are in a warehouse.
 
-    It has the numbers of the rows, the length of each row, and their location. For a filter's verdicts (`verdicts`),
-    `lengths` are how often each row continues.
+    A warehouse sends this message to controllers. It contains the numbers of the rows (`rows`), the length of each row
+    (`lengths`), and the location of the rows (`place`). If `verdicts` is true, the column has the verdicts of a filter,
+    and `lengths` is how often each row continues.
     """
 
     column: str
@@ -69,15 +71,15 @@ class RowsReady:
 
     @classmethod
     def from_piece(cls, column: str, piece: ColumnRows, place: RowLocation) -> RowsReady:
-        """Return the news that a piece makes."""
+        """Return the news that the rows of a piece are stored at `place`."""
         return cls(column, piece.rows, piece.reported_values, place, isinstance(piece, Verdicts))
 
 
 @dataclass(frozen=True)
 class WorkShare:
-    """What a group gets of a round.
+    """The units that one data-parallel group gets in a round.
 
-    Its units, the number of rows of each, and those rows, unit by unit.
+    `sizes` is the number of rows of each unit, and `rows` are the rows of all units, unit by unit.
     """
 
     units: Array
@@ -87,9 +89,10 @@ class WorkShare:
 
 @dataclass(frozen=True)
 class Round:
-    """A decision of a controller: what each group gets next.
+    """A decision of a controller: the units that each data-parallel group gets next.
 
-    `last` means the last of the iteration, or of a round of its prompts.
+    `parts` has one entry for each group. `last` means that this is the last decision of the iteration or, for a node
+    that works in rounds of prompts, of the current round of prompts.
     """
 
     epoch: int
@@ -99,9 +102,10 @@ class Round:
 
 @dataclass(frozen=True)
 class WarehouseInventory:
-    """What a warehouse tells a rebuilt controller about an open task.
+    """What a warehouse reports about an open task to a controller that is rebuilt.
 
-    The news of all its rows and, by node, the rounds that a controller has stored there.
+    `news` is the news of all rows of the task in the warehouse. `rounds` are, for each node, the rounds that the node's
+    controller has stored in the warehouse.
     """
 
     task: Task
@@ -111,16 +115,18 @@ class WarehouseInventory:
 
 @dataclass(frozen=True)
 class Share:
-    """What one data-parallel group gets of a round.
+    """The units that one data-parallel group gets in a round, and where their data is.
 
-    - `units`: what it computes, as prompts or responses; `sizes`: the number of rows of each unit; `rows`: those rows,
-      unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8 rows.
-    - `where`: by column, the place of each row that these rows need, as an index into `places`. The rows of the column
-      are ascending and unique.
-    - `most`: the number of rows of the round's largest share, so that all groups make the same number of micro-batches.
-    - `round_units`: the number of rows of the whole round; `elements`: by column, the number of elements of the whole
-      round.
-    - `epoch`: of an update; `last`: nothing comes after it in this iteration, or in this round of prompts.
+    - `units`: the units to compute, as numbers of prompts or of responses. `sizes`: the number of rows of each unit.
+      `rows`: the rows of all units, unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8
+      rows.
+    - `where`: for each column, the location of each row of the column that the share needs, as an index into `places`.
+      The rows of the column are ascending and unique.
+    - `largest_share_rows`: the number of rows of the largest share of the round. With this number all groups make the
+      same number of micro-batches.
+    - `round_units`: the number of rows of the whole round. `elements`: for each column, the number of elements of the
+      whole round.
+    - `epoch`: the epoch of an update. `last`: no other share follows in this iteration, or in this round of prompts.
     """
 
     units: Array
@@ -146,7 +152,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class CurrentActivity:
-    """What a process began to do, how many seconds ago, and its progress.
+    """What a process is doing, for how many seconds, and its progress.
 
     `rows` is the progress in words, empty if the process does not count its rows.
     """
@@ -162,10 +168,12 @@ class CurrentActivity:
 class ProcessStatus(NamedTuple):
     """What a process reports about itself.
 
-    - `what` it does, `since` when (time.monotonic), and its `pid` on its host (0: not reported).
-    - `done`: by node that writes no rows, the number of finished rows in the task `key`.
-    - `rows`: the number of computed rows `of` its share (0: it does not count). `moved`: when the last one was done
-      (time.monotonic; 0: none yet). `where`: more about the position, such as the turn.
+    - `activity`: what the process does. `since`: when the activity began (time.monotonic). `pid`: the process id on its
+      host (0: not reported).
+    - `done`: for each node that writes no rows, the number of rows that the process finished in the task `key`.
+    - `rows`: the number of rows computed, of the `total_rows` of the share (0: the process does not count its rows).
+      `last_row_at`: when the last row was computed (time.monotonic; 0: none yet). `where`: a more exact position, such
+      as the turn.
     """
 
     activity: str
@@ -179,7 +187,10 @@ class ProcessStatus(NamedTuple):
     where: str = ""
 
     def progress(self, now: float) -> str:
-        """Describe the progress of its rows; empty if it does not count them."""
+        """Describe how many rows of its share the process has computed.
+
+        Returns only `where` if the process does not count its rows.
+        """
         if not self.total_rows:
             return self.where
         last = f", the last {now - self.last_row_at:.0f} s ago" if self.rows and self.last_row_at else ""
@@ -190,8 +201,9 @@ class ProcessStatus(NamedTuple):
 class Wait:
     """A process that waits for a controller's answer.
 
-    `who` names the node, and its group if one requests rows. `missing` describes the rows that are not there yet and
-    names the edges.
+    `who` names the node and, for a request for rows, also the data-parallel group. `key` is the task. `missing`
+    describes the rows that are not ready: their column and the node that writes it, or the filter whose verdict is
+    missing.
     """
 
     who: str
@@ -207,13 +219,14 @@ class Wait:
 class DockSnapshot:
     """What the dock of a host shows to the observers of a run.
 
-    - `rows`: by task and node of a controller here, the rows that were handed out and the rows known to exist, each
-      once per epoch.
-    - `done`: by task and node, the rows written here, or for a node that writes none, the rows that its processes
-      finished.
-    - `held`: bytes of rows in the warehouse, None if there is none.
-    - `memory`: by process of this host, its resident bytes, shared memory included; `used` and `total`: of the host.
-    - `pid`: of this process, which tells a replacement from its predecessor.
+    - `rows`: for each task and each node whose controller is in this dock, the number of rows that were handed out and
+      the number of rows known to exist. Both count a row once per epoch.
+    - `done`: for each task and node, the number of rows written on this host. For a node that writes no rows, it is the
+      number of rows that the processes of this host finished.
+    - `row_bytes`: the bytes of rows in the warehouse; None if this dock has no warehouse.
+    - `memory`: for each process of this host, its resident bytes, including shared memory. `used` and `total`: bytes of
+      the host's memory.
+    - `pid`: the id of the dock's process. A replacement of the process has another id.
     """
 
     host: int
@@ -230,10 +243,12 @@ class DockSnapshot:
 class Status:
     """What the dock of a host knows of the run.
 
-    - `last`: the node that took rows last; `moves`: a counter that grows while rows move.
-    - `doing`: what each process reported last.
-    - `ended`: the processes of the host that stopped responding and were killed, by id, with the name and the reason.
-    - `bytes`: what the host's processes have read and written.
+    - `last`: the node that received a share last. `moves`: a counter that grows when rows arrive, are handed out or are
+      computed.
+    - `waits`: the requests that wait for an answer. `doing`: what each process reported last.
+    - `ended`: the processes of the host that stopped responding and were killed: for each process id, the name and the
+      reason.
+    - `bytes`: the number of bytes that the processes of the host have read and written.
     """
 
     last: str

@@ -1,10 +1,10 @@
 """Progress of a node's rows in one iteration: which units can be handed out.
 
-Invariant: an incremental look finds what a look at all rows would find. Its work is proportional to the number of
-prompts with news since the last look, no matter how many rows wait.
+Invariant: an incremental look finds the same ready units as a look at all rows. The work of an incremental look is
+proportional to the number of prompts with news since the last look, no matter how many rows wait.
 
-A unit is ready when all of its rows are known (row_tables.py) and everything that the node reads for them is in some
-warehouse. A prompt is settled when all of its rows are known, so that it has no other units.
+A unit is ready when all of its rows are known (row_tables.py) and every column that the node reads for these rows is in
+some warehouse. A prompt is settled when all of its rows are known, so that no more units can appear below the prompt.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ WAITS, READY, DEALT = range(3)  # the states of a unit, in this order
 class Progress:
     """What a controller knows of the rows of one iteration.
 
-    - `where`: for each row of a column, its location as an index into `places` and their `warehouses` (-1: not there
-      yet). `heard`: the length of the row or, for a filter's verdict, how often the row continues.
-    - `opened`: the number of rounds of prompts with news of some row; `ended`: the number of rounds that were handed
-      out completely. Without a refill there is one round.
-    - `ready`: the units that are ready and not handed out, in the order in which they became ready; `fresh` counts
-      them.
+    - `where`: for each row of a column, the location of the row, as an index into `places` and `warehouses` (-1: the
+      row is not in a warehouse yet). `heard`: the length of the row or, for a filter's verdict, how often the row
+      continues.
+    - `places`: the locations in the order of their first news. `warehouses`: the index of the warehouse of each
+      location.
+    - `opened`: the number of prompt rounds of which any row has news. `ended`: the number of prompt rounds that were
+      handed out completely. Without a refill there is one prompt round.
+    - `ready`: the units that are ready and not handed out, in the order in which they became ready; `ready_count` is
+      their number. `dealt` is the number of units that were handed out (in the current prompt round, if the node
+      loops).
     """
 
     def __init__(self, reader: NodeReads, task: Task) -> None:
@@ -49,19 +53,20 @@ class Progress:
         self._state = RowTable(size[reader.unit], WAITS)
         self._sieves = reader.passed if task.trains else reader.failing
         self._filter = reader.refilling if task.trains else None
-        # By prompt: whether there is news since the last look, for `look` and for `surviving`; whether it is settled;
-        # its number of units (of rows, if all rows are one unit), and whether everything read for them is there.
+        # For each prompt: whether there is news since the last `look`, and since the last `find_surviving_prompts`;
+        # whether the prompt is settled; its number of units (of rows, if all rows are one unit); and whether all
+        # columns that the node reads for its rows are in a warehouse.
         self._news = np.ones(prompts, bool)
         self._unsifted = np.ones(prompts, bool)
         self._settled = np.zeros(prompts, bool)
         self._units = np.zeros(prompts, int)
         self._all_present = np.zeros(prompts, bool)
-        # By prompt, for the filter that refills: the arguments of `first_prompts` and its results.
+        # For each prompt, about the filter with `refill`: the arguments of `first_prompts` and its results.
         self._alive = np.zeros(prompts, bool)
         self._open = np.ones(prompts, bool)
         self._inside = np.zeros(prompts, bool)
         self._decided = np.zeros(prompts, bool)
-        self._enough = True  # prompts survive, so no others will come
+        self._enough = True  # whether enough prompts survive, so that no more prompts will come
 
     def note(self, news: RowsReady) -> None:
         """Record the news that a warehouse has new rows."""
@@ -78,11 +83,14 @@ class Progress:
             self.opened = max(self.opened, int(prompts.max()) // self.task.prompts + 1)
 
     def rows_above(self, rows: Array, end: int) -> Array:
-        """Return the row of set `end` that each row of the node came from."""
+        """Return, for each of these rows of the node, the row of set `end` above it."""
         return self.numbers.above(rows, self.reader.rows, end)
 
     def find_surviving_prompts(self, rounds: int) -> tuple[Array, Array, int]:
-        """Return `first_prompts` of the filter that refills, after `rounds` rounds."""
+        """Find the first prompts that have rows after the filter with `refill`.
+
+        Considers the prompts of the first `rounds` prompt rounds. Returns the result of `first_prompts`.
+        """
         filter = self._filter
         prompt_count = rounds * self.task.prompts
         assert filter is not None
@@ -97,7 +105,11 @@ class Progress:
 
     @property
     def _window(self) -> slice:
-        """The prompts under way; for a node that works in rounds, those of its round."""
+        """The range of prompts from which units are handed out.
+
+        For a node that works in prompt rounds, these are the prompts of its current round; for any other node, the
+        prompts of all rounds that have begun.
+        """
         count = self.task.prompts
         loops = self._filter is not None and self.reader.loops
         return slice(self.ended * count, (self.ended + 1) * count) if loops else slice(0, self.opened * count)
@@ -139,7 +151,10 @@ class Progress:
         return units
 
     def _apply_refill_filter(self, window: slice) -> None:
-        """Update which prompts survive the refilling filter, and mark the changed ones."""
+        """Update which prompts survive the filter with `refill`.
+
+        A prompt whose result has changed is marked, so that the next look considers it.
+        """
         inside, decided, survivors = self.find_surviving_prompts(self.opened)
         self._enough = survivors >= self.task.target
         if self._filter in self.reader.passed:
@@ -148,7 +163,7 @@ class Progress:
             self._decided[window] = decided
 
     def rows(self, prompts: Array) -> tuple[Array, Array]:
-        """Return the node's rows under some prompts, and which of them are known.
+        """Return the node's rows below some prompts, and which of these rows are known.
 
         Rows that a filter dropped are left out.
         """
@@ -160,17 +175,20 @@ class Progress:
 
     @property
     def rows_under_way(self) -> tuple[Array, Array]:
-        """The `rows` of all prompts under way."""
+        """The node's rows below all prompts of the window, and which of them are known.
+
+        See `_window` and `rows`.
+        """
         return self.rows(np.arange(self._window.start, self._window.stop))
 
     @property
     def complete(self) -> bool:
-        """Whether all units that will come are counted."""
+        """Whether all units of the window are counted, so that no more units can appear."""
         return self._enough and bool(self._settled[self._window].all())
 
     @property
     def undealt_count(self) -> int:
-        """The number of units counted so far that were not handed out."""
+        """The number of units that are counted and not yet handed out."""
         units = int(self._units[self._window].sum())
         return (min(units, 1) if self.reader.whole_batch else units) - self.dealt
 
@@ -180,7 +198,7 @@ class Progress:
         return np.sort(np.concatenate([*self.ready, np.zeros(0, np.int64)]))
 
     def deal_next(self, count: int) -> Array:
-        """Hand out the first `count` of the ready units, by number."""
+        """Hand out the `count` ready units with the lowest numbers; return their numbers."""
         ready = self.ready_units
         units = ready[:count]
         self.ready = [ready[count:]]
@@ -193,15 +211,15 @@ class Progress:
         self.dealt += len(units)
 
     def end(self) -> None:
-        """Note that all units are handed out, or all units of the current round."""
+        """Note that all units are handed out, of the iteration or of the prompt round."""
         self.ended += 1
         if self.reader.loops:
             self.dealt = 0
 
     def rows_of(self, units: Array) -> tuple[Array, Array]:
-        """Return the rows of some units, unit by unit, and the number of rows of each.
+        """Return the rows of some units, unit by unit, and the number of rows per unit.
 
-        Rows are ascending within a unit.
+        The rows of each unit are ascending.
         """
         reader = self.reader
         if reader.whole_batch:

@@ -1,6 +1,6 @@
-"""What the dock knows in advance: which columns each node's controller needs.
+"""What the dock knows before a run: which columns each node's controller needs.
 
-Invariant: plain data, a function of the plan.
+Invariant: `NodeReads` is plain data, a function of the plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .messages import DockAddress, Member
 
 @dataclass(frozen=True)
 class ColumnRead:
-    """A column that a node reads: the set of its rows, and the node that writes it."""
+    """A column that a node reads: the index of its set of rows, and its writer node."""
 
     column: str
     rows: int
@@ -32,17 +32,21 @@ class ColumnRead:
 class NodeReads:
     """What a controller needs to know of its node.
 
-    - `reads`: the columns that it reads. `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of the units that
-      it is handed. A function with `per = prompt` works on responses, and its units are prompts.
-    - `chunk`, `chunk_tokens`: how much is handed out at once, from the plan's controller.
-    - `at`: for each data-parallel group, the warehouse of its host (-1: it has none).
-    - `tokens`: the columns whose lengths make up a unit's length, and how often each counts. `balance`: shares are even
-      by this length, else by number. `imbalance`: how many times an even share a share may be.
-    - `passed`: the filters whose verdicts decide which rows it gets. `failing`: those of them that also decide in an
-      evaluation, because the node's inputs come from them and failed rows leave there.
-    - `refilling`: the graph's filter that asks for more prompts, if any. `before_refill`: the filters before it.
-      `loops`: the node is that filter or comes before it, so it works in rounds of prompts.
-    - `prompts`: a column of the source. A node that loops and reads no column learns from it that a round has begun.
+    - `reads`: the columns that the node reads. `sets`: all sets of rows of the graph (ir/rowsets.py).
+    - `rows` and `unit`: the sets of the node's rows and of its units, as indices into `sets`. For a function with
+      `per = prompt` that works on responses, the units are prompts.
+    - `chunk`, `chunk_tokens`: the number of units or of tokens of a batch, from the plan's controller (0: no such
+      limit).
+    - `group_warehouses`: for each data-parallel group, the index of the warehouse of its host (-1: the host has none).
+    - `tokens`: the columns whose lengths make up the length of a unit, and how often each column counts. `balance`:
+      shares are even by this length, else by the number of units. `imbalance`: the largest load of a share, as a
+      multiple of an even share.
+    - `passed`: the filters whose verdicts decide which rows the node gets. `failing`: the filters of `passed` that also
+      decide in an evaluation. They are nodes that write inputs of this node, and drop the rows that failed.
+    - `refilling`: the filter of the graph that requests more prompts, if any. `before_refill`: the filters before it.
+      `loops`: the node is the `refilling` filter or comes before it, so the node works in rounds of prompts.
+    - `prompts`: a column of the source. The news of this column shows a node that loops and reads no column that a
+      round of prompts has begun.
     """
 
     node: str
@@ -70,9 +74,9 @@ class NodeReads:
 
     @cached_property
     def needed_columns(self) -> dict[str, int]:
-        """The columns that the node needs news of, and the set of their rows.
+        """The columns whose news the node needs, and the set of rows of each column.
 
-        They include verdicts.
+        The columns with the verdicts of filters are included.
         """
         verdicts = (*self.passed, *([self.refilling] if self.refilling else []), *self.before_refill)
         begun = {self.prompts: 0} if self.loops and not self.reads else {}
@@ -81,15 +85,17 @@ class NodeReads:
         )
 
     def numbers(self, task: Task) -> Numbers:
-        """Return how the rows of a task are numbered."""
+        """Return the `Numbers` of a task, which describe how its rows are numbered."""
         return row_numbers(self.sets, self.refilling, task)
 
 
 def list_node_reads(plan: Plan) -> list[NodeReads]:
     """Return the `NodeReads` of each controller of the plan.
 
-    A node that compares log-probabilities also reads those recorded when the tokens were drawn, declared or not. A node
-    that scores conversations also reads where these begin.
+    A node may read more columns than its program declares for it:
+
+    - A node that compares log-probabilities reads those that were recorded when the tokens were sampled.
+    - A node that scores conversations reads the positions where the conversations begin.
     """
     graph = plan.graph
     node_reads = []
@@ -150,7 +156,7 @@ def list_node_reads(plan: Plan) -> list[NodeReads]:
 
 
 def list_members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
-    """Return the dock's processes and their address.
+    """Return the dock's processes and the dock's address.
 
     There is one process for each host that has a warehouse or a controller.
     """

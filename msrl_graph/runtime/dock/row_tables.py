@@ -1,7 +1,8 @@
-"""What a controller knows of rows by number, and which rows pass the filters.
+"""Numbers that a controller knows of each row, and the rows that pass the filters.
 
-Invariant: pure functions of the received news. A row is *known* when every filter before it has decided that it
-continues. It stays known: more news only turns unknown rows into known ones, or removes them.
+Invariant: all results are pure functions of the received news. A row is *known* when every filter before the node has
+decided that the row continues. More news never makes a known row unknown: news only turns unknown rows into known ones,
+or removes unknown rows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ..data.columns import Array
 
 
 class RowTable:
-    """A number for each row, by the row's number; `empty` if none was set.
+    """A number for each row, by the row's number; `empty` for a row without one.
 
-    Row numbers of repeats (rowsets.py) are far beyond `size`: row 3 of 8 has the repeats 11, 19, … So the table
-    consists of blocks of `size` numbers, each made when its first row comes: block 0 for the rows themselves, block 1
-    for the first repeat of each, and so on.
+    The row numbers of repeats (ir/rowsets.py) are far beyond `size`: row 3 of 8 has the repeats 11, 19, … Therefore the
+    table consists of blocks of `size` numbers. A block is allocated when its first row is set. Block 0 is for the rows
+    themselves, block 1 for the first repeat of each row, and so on.
     """
 
     def __init__(self, size: int, empty: int) -> None:
@@ -58,12 +59,18 @@ class RowTable:
 def enumerate_rows(
     numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, RowTable]
 ) -> tuple[Array, Array]:
-    """List the rows of set `end` under some prompts that filters have not dropped.
+    """List the rows of set `end` below some prompts that filters have not dropped.
 
-    Also returns which of them are known to stay. The function walks from the prompts down to the set: a generation
-    makes `fan` rows of each row, a filter drops rows whose verdict is 0, a `select` repeats rows whose verdict is 2 or
-    more. A row without a verdict stays, but is not known. For 2 prompts with 2 responses each and the verdicts 1, 0, 1
-    and none for the responses 0 to 3, the rows are [0, 2, 3], known [True, True, False].
+    Returns the rows, and for each row whether it is known that the row continues. The function walks from the set of
+    prompts down to `end`:
+
+    - A generation makes `fan` rows of each row.
+    - A filter drops each row whose verdict is 0.
+    - A `select` repeats each row whose verdict is 2 or more.
+    - A row without a verdict remains, but is not known to continue.
+
+    For 2 prompts with 2 responses each and the verdicts 1, 0, 1 and none for the responses 0 to 3, the rows are [0, 2,
+    3], known [True, True, False].
     """
     rows = prompts
     known = np.ones(len(prompts), bool)
@@ -73,8 +80,8 @@ def enumerate_rows(
             fan = numbers.fans[row_set]
             rows = (rows[:, None] * fan + np.arange(fan)).reshape(-1)
             known = np.repeat(known, fan)
-        # A `select` turns rows into other rows, so filters that choose from these rows come before it, wherever it is
-        # in the graph.
+        # A `select` turns the rows of this set into rows of another set. So filters that choose from the rows of this
+        # set are applied before the `select`, wherever the `select` is in the graph.
         for sieve in sorted(
             (candidate for candidate in sieves if candidate.rows == row_set),
             key=lambda candidate: candidate.remaining != row_set,
@@ -92,8 +99,8 @@ def enumerate_rows(
                 rows = np.repeat(rows, count) + repeat * numbers.space[row_set]
                 known = np.repeat(known & (times >= 0), count)
     for sieve in sieves:
-        # A filter of rows that are not above these: a row stays if any row of the filter under the row above both
-        # stays.
+        # The filter chooses from rows that are not above the rows of `end`. Both sets have a common set above them. A
+        # row of `end` continues if, below its row in the common set, any row of the filter continues.
         if sieve.remaining in path:
             continue
         meeting = common(numbers.sets, sieve.remaining, end)
@@ -114,14 +121,18 @@ def enumerate_rows(
 
 
 def first_prompts(alive: Array, open_: Array, count: int) -> tuple[Array, Array, int]:
-    """Find the first `count` prompts, in order, that keep any row, as far as is known.
+    """Find the first `count` prompts, in order, that have a row after the filters.
 
-    For each prompt, `alive` means that some row surely stays, and `open_` that some row is undecided. Returns for each
-    prompt whether it is one of the first `count` and whether that is decided, and the number found so far. With count =
-    2, and rows left of the prompts 0, 2 and 3, the prompts 0 and 2 are the first. If any row of prompt 1 is undecided,
-    only prompt 0 is decided.
+    For each prompt, `alive` means that some row is known to continue, and `open_` that some row is undecided. Returns:
+
+    - for each prompt, whether it is one of the first `count`,
+    - for each prompt, whether the first result is final,
+    - the number of such prompts found, at most `count`.
+
+    Example with count = 2: if only the prompts 0, 2 and 3 have rows left, the first two are 0 and 2. If prompt 1 has no
+    row that is known to continue and any undecided row, the results for all prompts after prompt 0 are not final.
     """
-    decided = np.logical_and.accumulate(alive | ~open_)  # one row that stays is enough to keep the prompt
+    decided = np.logical_and.accumulate(alive | ~open_)  # one row that continues is enough for the prompt
     rank = np.cumsum(alive & decided)
     found_count = int(rank[-1]) if len(rank) else 0
     return alive & decided & (rank <= count), decided | (found_count >= count), min(found_count, count)

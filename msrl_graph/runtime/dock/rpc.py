@@ -1,12 +1,13 @@
 """Calls between the processes of a run: named servers, and connections to them.
 
-Invariant: a connection answers in the order of its calls, each once, or raises what the served method raised. A call
-whose connection breaks is repeated on a new connection to the same name, so a served method must tolerate a repeated
-call. Nothing is read from a process that has not proved that it belongs to the run (channel.py). A connection begins
-with the name of the process that it is meant for, and a server with another name does not answer.
+Invariant: a connection returns the answers in the order of its calls, one answer for each call, or raises what the
+served method raised. A call whose connection breaks is repeated on a new connection to the same name, so a served
+method must tolerate a repeated call. Nothing is read from a process that has not proved that it belongs to the run
+(channel.py). A client first sends the name of the process that it wants to reach, and a server with another name closes
+the connection.
 
-Ray starts the processes and reports their addresses. Calls do not go through Ray: a Ray call takes about two
-milliseconds of CPU time, a call here a tenth of that.
+Ray starts the processes and reports their addresses. Calls do not go through Ray: a Ray call needs about two
+milliseconds of CPU time, and a call of this module a tenth of that time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _HEADER = struct.Struct("<IQ")  # the number of buffers that follow a message, a
 _NAME_SIZE = struct.Struct("<H")  # bytes of the name that a connection begins with
 _INLINE_LIMIT = 1 << 12  # bytes; smaller buffers stay inside the message
 _SEND_CHUNK = 1 << 18  # bytes that a coroutine writes at a time
-_WAIT_SLICE = 0.5  # seconds between looks at a thread's own connections while it waits for another thread
+_WAIT_SLICE = 0.5  # seconds between reads of a thread's own connections while it waits for another thread
 _RETRY_PAUSE = 0.05  # seconds between attempts to reach a process that is restarting
 _IMPOSTOR_GRACE = 30.0  # seconds for which something other than the expected process may answer
 
@@ -60,15 +61,15 @@ def frame_message(message: Any) -> list[Any]:
 
 
 def greeting_bytes(name: str) -> bytes:
-    """Return the bytes that a connection to the process of this name begins with."""
+    """Return the first bytes that a client sends to the process of this name."""
     data = name.encode()
     return _NAME_SIZE.pack(len(data)) + data
 
 
 class RpcServer:
-    """A server of some `methods` of an object, which are coroutines.
+    """A server for the coroutine `methods` of the object `served`.
 
-    It has a name and answers the processes that have the run's key.
+    The server has a name and answers only processes that have the run's key.
     """
 
     def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
@@ -80,7 +81,7 @@ class RpcServer:
         self._address: Address | None = None
 
     def address(self, host: int, folder: str, ip: str) -> Address:
-        """Return the address where it listens; the first call begins to listen.
+        """Return the address where the server listens; the first call starts to listen.
 
         `folder` is a private folder of this host, `ip` an address of the host that other hosts can reach.
         """
@@ -112,17 +113,17 @@ class RpcServer:
 
 
 class UnprovedPeer:
-    """The failed attempts to reach a process that has not proved its identity."""
+    """A record of failed attempts to reach a process that has not proved its identity."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._since = 0.0
 
     def failed(self, error: OSError, address: Address) -> None:
-        """Count an attempt that failed.
+        """Record an attempt that failed.
 
-        Raises RunError if something else has answered for too long. After a process has died, its port can briefly
-        belong to another program.
+        Raises RunError if another program has answered for too long. (After a process has died, another program may
+        briefly use its port.)
         """
         if not isinstance(error, Impostor | ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
@@ -137,7 +138,7 @@ class UnprovedPeer:
 
 
 class AsyncRpcConnection:
-    """A coroutine's connection from a process of `host`; calls are sent one at a time."""
+    """A connection for coroutines of a process of `host`; it sends one call at a time."""
 
     def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
         self.name = name
@@ -182,7 +183,7 @@ class AsyncRpcConnection:
 
 
 class PendingReply:
-    """The reply to a call, present or future."""
+    """The reply to a call, which may not have arrived yet."""
 
     def __init__(self, line: RpcConnection) -> None:
         self.line = line
@@ -191,7 +192,7 @@ class PendingReply:
         self.error: Exception | None = None
 
     def get(self) -> Any:
-        """Wait for the answer and return it."""
+        """Wait for the reply; return its value or raise its error."""
         while not self.done:
             self.line.receive()
         if self.error is not None:
@@ -202,8 +203,9 @@ class PendingReply:
 class RpcConnection:
     """A thread's connection to a named process.
 
-    Answers are read when they are requested, or while the thread waits for another of its connections (`lines`): that
-    answer might never come if a call on this connection was lost.
+    A reply is read when its value is requested. While the thread waits for a reply on another of its connections
+    (`lines`), replies on this connection are read too, and broken connections are repaired: the other reply may depend
+    on a call that was lost on this connection.
     """
 
     def __init__(self, name: str, find: Find, host: int, key: bytes, lines: Mapping[str, RpcConnection]) -> None:
@@ -218,9 +220,10 @@ class RpcConnection:
         self._unanswered: deque[list[tuple[PendingReply, Call]]] = deque()  # messages without an answer yet
 
     def send(self, method: str, *arguments: Any, wait: bool = False) -> PendingReply:
-        """Make a call.
+        """Make a call; return its pending reply.
 
-        With `wait` it is sent with the next call, in one message, or when its answer is requested.
+        With `wait`, the call is not sent yet: it is sent together with the next call, in one message, or when its reply
+        is requested.
         """
         self._queued.append((answer := PendingReply(self), (method, arguments)))
         if not wait:
@@ -228,7 +231,7 @@ class RpcConnection:
         return answer
 
     def flush(self) -> None:
-        """Send the calls that wait."""
+        """Send the queued calls in one message."""
         if not self._queued:
             return
         self._unanswered.append(self._queued)
@@ -247,7 +250,7 @@ class RpcConnection:
         self._socket = None
 
     def receive(self) -> None:
-        """Wait for the next answers and read them."""
+        """Wait for the replies to the oldest unanswered message and read them."""
         self.flush()
         while self._socket is not None and self not in (ready := _readable([*self.lines.values()], None)):
             for line in ready:
@@ -273,7 +276,7 @@ class RpcConnection:
         """Open a new connection and send all unanswered calls again."""
         self.close()
         while True:
-            address = self.find(self.name)  # raises where the process is gone for good
+            address = self.find(self.name)  # raises if the process will not be restarted
             try:
                 self._socket = connect(address, self.host, self.key)
                 self._doubt.settled()
@@ -288,7 +291,7 @@ class RpcConnection:
 
 
 class RpcConnections:
-    """The connections of a process of `host`: each of its threads has its own."""
+    """The connections of a process of `host`; each thread has its own connections."""
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:
         self.find = find
@@ -303,10 +306,10 @@ class RpcConnections:
         return known[name]
 
     def wait(self, future: futures.Future[T]) -> T:
-        """Return what another thread of this process has requested.
+        """Wait for the result of a future that another thread of this process sets.
 
-        Meanwhile this thread reads its own connections and repeats the calls that were lost on broken ones: a dock that
-        died may have lost the very rows that the other thread waits for.
+        While it waits, this thread reads its own connections and repeats calls that were lost on broken connections. (A
+        dock that died may have lost the very rows that the other thread waits for.)
         """
         while not futures.wait([future], _WAIT_SLICE).done:
             for line in _readable([*self._thread_local.__dict__.get("lines", {}).values()], 0):
@@ -315,9 +318,10 @@ class RpcConnections:
 
 
 def _readable(lines: Sequence[RpcConnection], patience: int | None) -> list[RpcConnection]:
-    """Return the connections with unanswered calls that can be read or that broke.
+    """Return the connections that can be read or are broken.
 
-    Waits up to `patience` milliseconds for one (None: without limit).
+    Only connections with unanswered calls are considered. Waits for up to `patience` milliseconds until there is one
+    (None: without limit).
     """
     by_descriptor = {line._socket.fileno(): line for line in lines if line._unanswered and line._socket is not None}
     # The kernel does not report data that TLS has already decrypted and nobody has read yet.
@@ -346,7 +350,7 @@ def _send(connection: socket.socket, parts: list[Any]) -> None:
 
 
 async def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
-    """Send a message in pieces, so that neither asyncio nor TLS copies all of it."""
+    """Send a message in chunks, so that neither asyncio nor TLS copies all of it."""
     for part in parts:
         view = memoryview(part).cast("B")
         for begin in range(0, len(view), _SEND_CHUNK):

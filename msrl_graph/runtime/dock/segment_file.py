@@ -1,7 +1,7 @@
 """The file format of a segment: a header in MessagePack, then raw arrays.
 
-Invariant: reading does not trust a file: a damaged one raises RunError, and nothing in it is executed (no pickle).
-Readers get views of the file, which is mapped read-only.
+Invariant: a reader does not trust a file. A damaged file raises RunError, and nothing in the file is executed (no
+pickle). Readers get views of the file, which is mapped read-only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADER_SIZE = struct.Struct("<Q")  # a file begins with the size of its header i
 
 
 class ArrayPlace(msgspec.Struct, array_like=True):
-    """Where an array is behind the header of a file."""
+    """The type and shape of an array, and its offset behind the header of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class ArrayPlace(msgspec.Struct, array_like=True):
 
 
 class SegmentColumn(msgspec.Struct, array_like=True):
-    """A column of a segment."""
+    """A column of a segment: the places of its arrays, and whether it has verdicts."""
 
     verdicts: bool
     rows: ArrayPlace
@@ -40,7 +40,7 @@ class SegmentColumn(msgspec.Struct, array_like=True):
 
 
 class SegmentHeader(msgspec.Struct, array_like=True):
-    """The header of a segment: the node that wrote it, and its columns."""
+    """The header of a segment: the node that wrote the segment, and its columns."""
 
     node: str
     fields: dict[str, SegmentColumn]
@@ -50,9 +50,9 @@ _header_decoder = msgspec.msgpack.Decoder(SegmentHeader)
 
 
 class Segment:
-    """The rows that one call wrote: pieces by column, as views.
+    """The rows that one call wrote: for each column a piece, as views of the file.
 
-    Raises RunError for a file that no call wrote.
+    Raises RunError for a file that is not a complete segment.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class Segment:
 
 
 def _fit_together(rows: Array, values: Array, offsets: Array | None) -> bool:
-    """Return whether these can be the arrays of a piece."""
+    """Return whether these arrays can belong to one piece."""
     if rows.ndim != 1 or rows.dtype.kind != "i" or not values.ndim:
         return False
     if offsets is None:
@@ -108,5 +108,8 @@ def damaged_file(path: Path, why: object) -> RunError:
 
 
 def arrays_begin(head: int) -> int:
-    """Return where the arrays begin behind a header of `head` bytes."""
+    """Return the offset in the file where the arrays begin, in bytes.
+
+    `head` is the size of the header in bytes.
+    """
     return -(-(HEADER_SIZE.size + head) // ALIGN) * ALIGN

@@ -1,13 +1,14 @@
 """The rows of one host in shared memory: one file per call that wrote rows.
 
-Invariant: a file is complete or absent, and never changes. It describes its own contents, so a replacement of a dead
-process finds everything. Readers get views of the file, which nobody may write to and which stay valid when the file is
-dropped: the memory of a large file is reused, but only when nobody reads it any more. When the last process that
-`Room.join`ed has ended, in any way, the room and all its files are removed.
+Invariant: a segment file is complete or absent, and never changes. The file describes its own contents, so the
+replacement of a dead process can read everything. Readers get views of the file, which nobody may write to. The views
+stay valid when the file is dropped: the memory of a large dropped file is reused only when no process reads the file
+any more. The room (the folder of the files) is removed with all its files when the last process that called `Room.join`
+has ended, even if the process was killed.
 
-A room is a private folder (files/private.py) with a name that nobody can guess; every process that joins it checks it.
-Its files have a header in MessagePack, followed by raw arrays, and no pickle. A file of another user is never read, and
-a damaged file raises RunError.
+A room is a private folder (files/private.py) with a name that nobody can guess. Every process that joins the room
+checks that the folder is private. A segment file has a header in MessagePack, followed by raw arrays, and no pickle. A
+file of another user is never read, and a damaged file raises RunError.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ T = TypeVar("T")
 LOCK = ".held"
 SPARE = ".spare"
 _LARGE = 1 << 20  # bytes; the memory of a file of this size or more is reused
-# The status file of a process: its prefix, the unit in which its text is measured (bytes), where the text begins.
+# A status file of a process: the prefix of its name, the unit of the text's size (bytes), the offset of the text.
 _STATUS_PREFIX = ".says-"
 _UNIT = 16
 _STATUS_BEGIN = 1
@@ -58,7 +59,7 @@ _STATUS_INTERVAL = 0.05  # seconds between two writes of the number of computed 
 
 
 class Room:
-    """A folder for the files of one host and one run."""
+    """The folder with the files of one run on one host."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,9 +68,9 @@ class Room:
     def create(cls, name: str, size: int) -> Room:
         """Make a room with space for `size` bytes, in memory if possible.
 
-        If memory is too small, the room is among the temporary files. Nobody may be able to guess the name. A room of
-        the same name that a dead process left is taken over. The room is removed when no process uses it any more.
-        Raises RunError for a folder that other users can access.
+        If memory is too small, the room is among the temporary files. `name` must be impossible to guess. If a dead
+        process left a room of this name, the room is used again. The room is removed when no process uses it any more.
+        Raises RunError if other users can access the folder.
         """
         places = [SHARED] if SHARED.is_dir() and os.access(SHARED, os.W_OK) else []
         places += [Path(tempfile.gettempdir())]
@@ -87,7 +88,7 @@ class Room:
         return room
 
     def read_statuses(self) -> dict[str, ProcessStatus]:
-        """Return the last status of each process, dead ones included."""
+        """Return the last status of each process, including processes that have died."""
         statuses = {}
         for path in self.path.glob(f"{_STATUS_PREFIX}*"):
             with suppress(OSError, ValueError):
@@ -107,9 +108,9 @@ class Room:
         return total_bytes
 
     def join(self) -> None:
-        """Keep the room for as long as this process lives.
+        """Prevent the removal of the room for as long as this process lives.
 
-        Raises RunError if other users can access it.
+        Raises RunError if other users can access the folder.
         """
         try:
             private.check_folder(self.path)
@@ -125,16 +126,17 @@ def _refuse(path: Path, error: OSError) -> NoReturn:
 
 
 class Activity:
-    """The status of a process in shared memory, for the dock of its host.
+    """The status of a process in shared memory, where the dock of its host reads it.
 
-    A status survives the death of its process. Writing it takes one write to mapped memory and no message.
+    A status remains readable after the death of its process. An update is one write to mapped memory, without a
+    message.
     """
 
     def __init__(self, room: Room, process: str) -> None:
         self.process = process
         descriptor = os.open(room.path / f"{_STATUS_PREFIX}{process.replace(' ', '-')}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Never shorter: a process that has mapped it would get SIGBUS.
+            # The file never shrinks: a process that has mapped it would get SIGBUS.
             os.ftruncate(descriptor, _STATUS_BEGIN + 255 * _UNIT)
             self._memory = mmap.mmap(descriptor, 0)
         finally:
@@ -154,7 +156,10 @@ class Activity:
         self._write()
 
     def set_computed_rows(self, rows: int, total: int, where: str = "") -> None:
-        """Record the computed rows; written at most every _STATUS_INTERVAL seconds."""
+        """Record how many of `total` rows are computed.
+
+        The numbers are written to shared memory at most once in _STATUS_INTERVAL seconds.
+        """
         now = time.monotonic()
         before, _, moved, _ = self._rows
         self._rows = (rows, total, now if rows != before else moved, where[:200])
@@ -162,7 +167,7 @@ class Activity:
             self._write()
 
     def add_done_rows(self, key: str, node: str, rows: int) -> None:
-        """Add finished rows of a node that writes none."""
+        """Add `rows` finished rows of a node that writes no rows."""
         if key != self._key:
             self._key = key
             self._done = {}
@@ -173,7 +178,7 @@ class Activity:
         status_fields = [self.process, self._activity, self._since, os.getpid()]
         self._written_at = time.monotonic()
         text = json.dumps([*status_fields, self._key, self._done, *self._rows]).encode()
-        if len(text) > 255 * _UNIT:  # its activity is more important than its rows
+        if len(text) > 255 * _UNIT:  # the activity is more important than the finished rows
             text = json.dumps([*status_fields, "", {}, *self._rows]).encode()
         size = -(-len(text) // _UNIT)
         self._memory[:1] = b"\0"  # a reader between these lines sees no status
@@ -181,7 +186,7 @@ class Activity:
         self._memory[0] = size
 
 
-# The name of a room: its run's folder, its host, and a part that nobody can guess.
+# The name of a room: the run's folder, the host's number, and a random part that nobody can guess.
 _ROOM = re.compile(rf"{NAME.pattern}-{ROWS}-[0-9]+-[0-9a-f]{{32}}")
 
 
@@ -194,9 +199,9 @@ def room_name(run: str, host: int) -> str:
 
 
 def _sweep(place: Path) -> None:
-    """Remove this user's rooms whose processes were all killed.
+    """Remove this user's rooms in the folder `place` that no process uses any more.
 
-    That includes the process that was to remove the room.
+    Such a room remains if the process that should have removed the room was killed too.
     """
     for path in place.iterdir():
         if not _ROOM.fullmatch(path.name):
@@ -222,9 +227,9 @@ class Segments:
         self._open: dict[str, dict[str, Segment]] = {}
 
     def write(self, key: str, name: str, node: str, pieces: Mapping[str, ColumnRows]) -> None:
-        """Store the rows that `node` wrote, by column.
+        """Store the rows that `node` wrote, by column, as one segment.
 
-        The rows of each piece are stored by ascending number.
+        The rows of each piece are stored in ascending order of their numbers.
         """
         fields: dict[str, SegmentColumn] = {}
         arrays: list[tuple[int, Array]] = []
@@ -269,9 +274,9 @@ class Segments:
         part.rename(folder / name)
 
     def _open_for_writing(self, path: Path, size: int) -> int:
-        """Open a file to write to, from a dropped file that nobody reads if possible.
+        """Open a file to write to; reuse a large dropped file that no process reads.
 
-        The memory of such a file is already there; allocating memory takes as long as filling it.
+        The memory of a dropped file is already allocated; allocating memory takes as long as filling it.
         """
         for spare in self._spares() if size >= _LARGE else ():
             with suppress(OSError):
@@ -297,12 +302,12 @@ class Segments:
         return known[name].pieces
 
     def writer(self, key: str, name: str) -> str:
-        """Return the node that wrote a segment that was read."""
+        """Return the node that wrote a segment; the segment must have been read before."""
         node: str = self._open[key][name].node
         return node
 
     def write_note(self, key: str, name: str, value: Any) -> None:
-        """Store something small for the replacement of this process."""
+        """Store a small value for the replacement of this process."""
         folder = self._folder(key)
         folder.mkdir(exist_ok=True)
         part = folder / f".{name}.part"
@@ -315,9 +320,9 @@ class Segments:
         return sorted(name[1:] for name in file_names if name.startswith(".") and not name.endswith(".part"))
 
     def read_note(self, key: str, name: str, type: type[T]) -> T:
-        """Return a note, which was a value of this type.
+        """Return the value of a note, which must have the type `type`.
 
-        Raises RunError for a damaged one.
+        Raises RunError if the note is damaged.
         """
         path = self._folder(key) / f".{name}"
         try:
@@ -326,26 +331,26 @@ class Segments:
             raise damaged_file(path, error) from None
 
     def tasks(self) -> Iterator[str]:
-        """Yield the keys of tasks that have files."""
+        """Yield the keys of the tasks that have files in the room."""
         yield from (
             path.name.replace(":", "/") for path in self.room.path.iterdir() if path.is_dir() and path.name != SPARE
         )
 
     def names(self, key: str) -> list[str]:
-        """Return all segments of a task, in the order in which they were written."""
+        """Return the names of a task's segments, in the order of writing."""
         paths = [
             path for path in self._folder(key).iterdir() if not path.name.startswith(".") and path.suffix != ".part"
         ]
         return [path.name for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
 
     def forget(self, key: str) -> None:
-        """Forget what this process has mapped of a task."""
+        """Forget the segments of a task that this process has mapped."""
         self._open.pop(key, None)
 
     def drop(self, key: str) -> None:
-        """Remove a task."""
+        """Remove the files of a task; large files become spare files that can be reused."""
         self.forget(key)
-        for old in self._spares():  # of the task before, which were not reused
+        for old in self._spares():  # spare files of the previous task that were not reused
             old.unlink(missing_ok=True)
         spare = self.room.path / SPARE
         spare.mkdir(exist_ok=True)

@@ -2,10 +2,10 @@
 
 See arXiv:2507.19017, figure 4.
 
-Invariant: writes are idempotent: a row that is written again replaces itself. The rows are in segments, which processes
-of the host write and read without the warehouse. The warehouse knows the segments, sends rows to other hosts, and
-stores the decisions and the news of its controllers, so that its replacement knows the same. Nothing here knows Ray or
-torch.
+Invariant: writes are idempotent: a row that is written again replaces the earlier copy. The rows are in segments (files
+in shared memory), which processes of the host write and read directly. The warehouse knows the segments and sends rows
+to other hosts. The warehouse also stores the open tasks and the decisions of the controllers of its process in its
+segments, so that a replacement of the process can read everything. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .messages import Round, RowLocation, RowsReady, WarehouseInventory
 from .segments import Segments
 
 _TASK = "task"  # the name of the note with a task
-SPLIT = -1  # rows that fit into the warehouses only in parts
+SPLIT = -1  # in place of a warehouse's index: the rows must be split over several warehouses
 
 
 class Warehouse:
-    """The rows of one host, by key and segment.
+    """The rows of one host, by task key and segment.
 
-    It begins with the contents of the `segments`. With a `capacity`, it reserves space before rows are written, and
-    never for more bytes of values than that.
+    A new warehouse begins with the contents of `segments`. With a `capacity` (bytes of values), a process must reserve
+    space before it writes rows, and the reservations never exceed the capacity.
     """
 
     def __init__(self, index: int, segments: Segments, capacity: int = 0) -> None:
@@ -35,7 +35,7 @@ class Warehouse:
         self.segments = segments
         self.capacity = capacity
         self._promised: dict[str, dict[str, int]] = {}  # by key and by segment without its writer
-        self.tasks: dict[str, Task] = {}  # those open
+        self.tasks: dict[str, Task] = {}  # the open tasks
         self._names: dict[str, dict[str, None]] = {}  # by key, in the order of the puts
         self._rounds: dict[str, dict[str, list[Round]]] = {}  # by key, then by node
         for key in segments.tasks():
@@ -60,7 +60,7 @@ class Warehouse:
     def promise(self, key: str, name: str, size: int) -> bool:
         """Reserve space for a segment of `size` bytes; return whether there is enough.
 
-        The reservation also covers a replacement process that writes the segment again.
+        The reservation is also valid for a replacement of the writing process, which writes the same segment again.
         """
         mine = self._promised.setdefault(key, {})
         if size - mine.get(_without_process(name), 0) > self.free:
@@ -69,7 +69,7 @@ class Warehouse:
         return True
 
     def put(self, key: str, name: str) -> list[RowsReady]:
-        """Note that a segment was written; return the news."""
+        """Note that a segment was written; return the news of its rows."""
         self._names.setdefault(key, {})[name] = None
         return self._news(key, name)
 
@@ -78,13 +78,13 @@ class Warehouse:
         return [RowsReady.from_piece(column, piece, place) for column, piece in self.segments.read(key, name).items()]
 
     def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
-        """Store decisions of a node's controller."""
+        """Store decisions (rounds) of a node's controller."""
         stored_rounds = self._rounds.setdefault(key, {}).setdefault(node, [])
         self.segments.write_note(key, f"{node}.{len(stored_rounds):06}", (node, rounds))
         stored_rounds.extend(rounds)
 
     def known(self, task: Task) -> WarehouseInventory:
-        """Return all that a rebuilt controller needs to know of a task."""
+        """Return everything that a rebuilt controller needs to know of a task."""
         news = [entry for name in self._names.get(task.key, ()) for entry in self._news(task.key, name)]
         return WarehouseInventory(task, news, self._rounds.get(task.key, {}))
 
@@ -97,7 +97,7 @@ class Warehouse:
         }
 
     def written(self, key: str) -> dict[str, int]:
-        """Return the number of rows of a task that each node has written here."""
+        """Return, for each node, the number of rows of a task that are in this warehouse."""
         rows: dict[str, dict[str, list[Array]]] = {}
         for name in self._names.get(key, ()):
             arrays_by_column = rows.setdefault(self.segments.writer(key, name), {})
@@ -110,7 +110,10 @@ class Warehouse:
         }
 
     def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
-        """Return all rows of a task by column, ascending; `columns` limits the columns."""
+        """Return all rows of a task in this warehouse, by column and ascending.
+
+        If `columns` is given, the result has only these columns.
+        """
         pieces: dict[str, list[ColumnRows]] = {}
         for name in self._names.get(key, ()):
             for column, piece in self.segments.read(key, name).items():
@@ -126,7 +129,7 @@ class Warehouse:
         return rows_by_column
 
     def drop(self, key: str) -> None:
-        """Forget a task."""
+        """Remove a task and its rows."""
         self._names.pop(key, None)
         self._rounds.pop(key, None)
         self._promised.pop(key, None)
@@ -135,9 +138,9 @@ class Warehouse:
 
 
 def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
-    """Select rows of a piece by their numbers; the piece's rows are ascending.
+    """Select rows of a piece by their numbers.
 
-    Returns a view if the rows are adjacent, else a copy.
+    The rows of the piece must be ascending. Returns a view if the selected rows are adjacent in the piece, else a copy.
     """
     positions = np.searchsorted(piece.rows, rows)
     if (
@@ -150,13 +153,13 @@ def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
 
 
 def payload_bytes(pieces: Mapping[str, ColumnRows]) -> int:
-    """Return the bytes of the rows' values, which is what a plan counts.
+    """Return the bytes of the rows' values, which is the size that a plan counts.
 
-    Row lengths and row numbers take some more. Filters' verdicts belong to the dock and are not counted.
+    The lengths and numbers of the rows are not counted, nor are the verdicts of filters.
     """
     return sum(piece.column.values.nbytes for piece in pieces.values() if not isinstance(piece, Verdicts))
 
 
 def _without_process(name: str) -> str:
-    """Return a segment's name without the process that wrote it."""
+    """Return a segment's name without the id of the process that wrote the segment."""
     return name.rpartition(".")[0]

@@ -1,8 +1,8 @@
 """Rules for Ascend machines: driver, CANN, plug-in of torch, links, dies.
 
-Invariant: findings come from the bottom up. So the first wrong one is the first to fix, and no finding is reported
-that only follows from another. Atlas A2 and A3 are known. Nothing here has run on an NPU; output_parsers.py lists
-the sources of the output formats.
+Invariant: findings are ordered from the lowest layer of the software to the highest. So the first wrong finding is the
+first to fix, and a finding that only follows from another finding is not reported. The rules cover Atlas A2 and A3. No
+rule has run on an NPU; output_parsers.py lists the sources of the output formats.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ WANTS = asking(
 
 
 class Toolkit(NamedTuple):
-    """A CANN toolkit: its folder, as in the names of its files, and its version."""
+    """A CANN toolkit.
+
+    `home` is the folder of the toolkit, as it appears in the paths of its files. `version` is the toolkit's version.
+    """
 
     home: str
     version: str
 
 
 def toolkit(host: ExaminedHost, home: str) -> Toolkit | None:
-    """Return the toolkit in a folder."""
+    """Return the CANN toolkit in the folder `home`, or None if there is none."""
     path = home.replace("$HOME", host.variables.get("HOME", "$HOME"))
     names = (f"{path}/{cpu}-linux/ascend_toolkit_install.info" for cpu in ("aarch64", "x86_64"))
     version = output_parsers.cann(host.text(*names, f"{path}/version.cfg"))
@@ -77,13 +80,16 @@ def toolkit(host: ExaminedHost, home: str) -> Toolkit | None:
 
 
 def cann(host: ExaminedHost) -> Toolkit | None:
-    """Return the toolkit of the environment, or else an installed one."""
+    """Return the CANN toolkit that the environment names, or else an installed one.
+
+    Returns None if no toolkit is found.
+    """
     homes = [host.variables[HOME]] if host.variables.get(HOME) else []
     return next((kit for home in (*homes, *HOMES) if (kit := toolkit(host, home))), None)
 
 
 def driver_version(host: ExaminedHost) -> str:
-    """Return the driver's version, from its file or else its command.
+    """Return the driver's version, from the driver's file or else from `npu-smi`.
 
     The file is missing if the driver is installed in another folder.
     """
@@ -124,7 +130,7 @@ def driver(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def environment(host: ExaminedHost) -> Iterator[Finding]:
-    """Check CANN's toolkit, and that it is in the environment."""
+    """Check that CANN's toolkit is installed, and that the environment names it."""
     home = host.variables.get(HOME, "")
     chosen = cann(host)
     if chosen is None:
@@ -155,7 +161,7 @@ def environment(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def kernels(host: ExaminedHost) -> Iterator[Finding]:
-    """Check CANN's operators, which are a package of their own."""
+    """Check CANN's operators, which are a separate package from the toolkit."""
     if (kit := cann(host)) is None:
         return
     infos = (f"{kit.home}/{cpu}-linux/ascend_ops_install.info" for cpu in ("aarch64", "x86_64"))
@@ -175,7 +181,7 @@ def kernels(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def nnal(host: ExaminedHost) -> Iterator[Finding]:
-    """Check the library of vllm-ascend's fused operators."""
+    """Check NNAL, the library with the fused operators of vllm-ascend."""
     kit = cann(host)
     version = output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
     if kit is None or not ("vllm-ascend" in host.packages or version):
@@ -218,7 +224,10 @@ def plugins(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def mindspeed(release: str) -> str:
-    """Return how to install a MindSpeed release, which no package index has."""
+    """Return the commands that install a MindSpeed release from a clone.
+
+    No package index has MindSpeed.
+    """
     return f"in a clone of MindSpeed: git checkout core_r{release}.0; pip install -e ."
 
 
@@ -237,9 +246,9 @@ def health(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def links(host: ExaminedHost) -> Iterator[Finding]:
-    """Check HCCL's ports, one per die.
+    """Check HCCL's network ports, one per die.
 
-    HCCL does not need them within a host, nor within an A3's super node.
+    HCCL does not need these ports within a host, nor within an A3's super node.
     """
     commands = {name: output for name, output in host.seen["said"].items() if name.startswith("hccn_tool")}
     states = {name.split()[2]: output_parsers.npu_link(output["text"]) for name, output in commands.items()}
@@ -264,7 +273,7 @@ def links(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def stray(host: ExaminedHost) -> Iterator[Finding]:
-    """Check for the plug-in on a machine without NPU and CANN."""
+    """Check for torch's NPU plug-in on a machine without an NPU and without CANN."""
     if PLUGIN in host.packages and ASCEND not in host.kinds and cann(host) is None:
         message = f"{PLUGIN} {host.packages[PLUGIN]} is installed, but there is neither an NPU nor CANN: "
         message += "torch loads it and fails"
@@ -284,12 +293,12 @@ def memory(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def _for_kind(rule: Rule) -> Rule:
-    """Restrict a rule to machines that have such devices, with or without a driver."""
+    """Restrict a rule to machines that have Ascend devices, with or without a driver."""
     return lambda host: rule(host) if ASCEND in host.kinds else ()
 
 
 def _with_driver(rule: Rule) -> Rule:
-    """Restrict a rule to machines that have the driver."""
+    """Restrict a rule to machines that have the Ascend driver."""
     return lambda host: rule(host) if host.devices(ASCEND) else ()
 
 

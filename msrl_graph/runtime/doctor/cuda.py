@@ -1,7 +1,7 @@
 """Rules for machines with NVIDIA devices: driver, torch, memory, faults, links.
 
-Invariant: findings come from the bottom up, as for Ascend machines. Nothing here has run on a machine with such a
-device; output_parsers.py lists the sources of the output formats.
+Invariant: findings are ordered from the lowest layer of the software to the highest, as in ascend.py. No rule has run
+on a machine with an NVIDIA device; output_parsers.py lists the sources of the output formats.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ def persistence(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def faults(host: ExaminedHost) -> Iterator[Finding]:
-    """Check for memory errors, and for faults in the kernel's log if it is readable."""
+    """Check for memory errors, missing devices, and faults in the kernel's log.
+
+    The kernel's log is checked only if it is readable.
+    """
     gpus = output_parsers.gpu_fields(host.said(QUERY)["text"])
     faulty = [gpu for gpu in gpus if gpu[output_parsers.GPU[-1]].isdigit() and int(gpu[output_parsers.GPU[-1]])]
     if faulty:
@@ -128,7 +131,7 @@ def faults(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def links(host: ExaminedHost) -> Iterator[Finding]:
-    """Check how the devices of a host are connected: all by NVLink, or by PCIe."""
+    """Check whether the devices of a host are connected by NVLink or by PCIe."""
     connections = output_parsers.links(host.said(TOPOLOGY)["text"])
     with_nvlink = [pair for pair, connection in connections.items() if connection.startswith("NV")]
     without = [" and ".join(pair) for pair in connections if pair not in with_nvlink]
@@ -142,9 +145,9 @@ def links(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def _is_switched(connections: dict[tuple[str, str], str]) -> bool:
-    """Return whether most pairs are connected, as by a switch.
+    """Return whether NVLink connects most pairs of devices, as an NVLink switch does.
 
-    Bridges connect only two devices each.
+    An NVLink bridge connects only two devices.
     """
     return sum(connection.startswith("NV") for connection in connections.values()) * 2 > len(connections)
 

@@ -1,6 +1,7 @@
 """Rules for any kind of device: visibility, Ray's count, and use of memory.
 
-Invariant: kinds differ only in what device_kinds.py says about them, and in the dies that their own file reads.
+Invariant: two kinds of devices differ only in their entries in device_kinds.py, and in the dies that ascend.py or
+cuda.py reads.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def listed(items: Sequence[str]) -> str:
 
 
 def seen(host: ExaminedHost, kind: DeviceKind) -> int:
-    """Count the devices that processes see."""
+    """Count the devices of a host that the visibility mask shows to processes."""
     return len(visibility_masks.visible_ids(kind, host.variables.get(kind.visible), host.devices(kind)))
 
 
 def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
-    """Check which devices the environment shows to processes."""
+    """Check the visibility mask, which selects the devices that processes see."""
     count = host.devices(kind)
     mask_value = host.variables.get(kind.visible)
     if mask_value is None or not count:
@@ -47,7 +48,7 @@ def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
 
 
 def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
-    """Check the number of devices that Ray counts on a host of a cluster."""
+    """Check that Ray counts all visible devices on a host of a cluster."""
     if host.resources is None:
         return
     visible = seen(host, kind)
@@ -61,7 +62,10 @@ def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
 
 
 def held(host: ExaminedHost, dies: Sequence[DeviceEntry], command: str) -> Iterator[Finding]:
-    """Check which processes use the memory of dies, according to a command."""
+    """Check which processes use the memory of the dies.
+
+    `command` is the command that lists these processes.
+    """
     with_holders = [die for die in dies if die.holders]
     without_holders = [die for die in dies if not die.holders and die.used > IDLE * die.total]
     if with_holders:

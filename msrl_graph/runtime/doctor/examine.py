@@ -1,7 +1,7 @@
-"""Everything that is read from machines, and all rules that judge it.
+"""The complete query of a machine, and all rules that judge the readings.
 
-Invariant: this is the only file that knows all rule files. Findings come from the bottom up, the machine first and
-the program last, so the first wrong one is the first to fix.
+Invariant: this is the only file that knows all rule files. Findings are ordered from the machine (first) to the program
+(last), so the first wrong finding is the first to fix.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cu
 
 
 def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:
-    """Examine this machine, or the hosts of the Ray cluster at an address.
+    """Examine this machine, or the hosts of the Ray cluster at `address`.
 
-    Returns the findings and the names of the hosts.
+    An empty `address` means this machine. If no host of the cluster answers, this machine is examined, without the
+    plan. Returns the findings and the names of the hosts.
     """
     query = question(plan)
     if not address:
@@ -39,7 +40,7 @@ def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:
 
 
 def question(plan: Plan | None) -> HostQuery:
-    """Build the query for every host."""
+    """Build the query for every host, including everything that the plan needs."""
     return together(*WANTS, asking(marks=[str(Path.cwd())]), *([program.wants(plan)] if plan else []))
 
 

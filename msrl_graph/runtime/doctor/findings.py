@@ -1,7 +1,7 @@
-"""The input of rules, and the findings that they return.
+"""The input of rules, and the findings that rules return.
 
-Invariant: a rule is a pure function from a host to findings, or from all hosts if it compares them. A check has the
-same name on every machine.
+Invariant: a rule is a pure function from one host to findings. A rule that compares hosts is a pure function from all
+hosts to findings. A check has the same name on every machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ CARDS = "/proc/bus/pci/devices"
 class Finding:
     """The result of a check.
 
-    `check` names what was checked, `told` is the state or the problem, `next` the next step with its command.
-    `hosts` are the hosts that it is about.
+    - `check`: the name of the check.
+    - `told`: the state that the check found, or the problem.
+    - `next`: the next step for the user, with its command.
+    - `hosts`: the hosts that the finding is about.
     """
 
     check: str
@@ -40,8 +42,11 @@ class Finding:
 class ExaminedHost:
     """The readings of a machine.
 
-    For a host of a Ray cluster also its address, Ray's resources there, and the number of seconds by which its
-    clock is ahead.
+    For a host of a Ray cluster, three more facts are set:
+
+    - `address`: the address of the host.
+    - `resources`: the resources that Ray counts on the host.
+    - `apart`: the number of seconds by which the host's clock is ahead of this machine's clock.
     """
 
     seen: MachineReadings
@@ -63,7 +68,7 @@ class ExaminedHost:
         return self.seen["packages"]
 
     def text(self, *paths: str) -> str:
-        """Return the text of the first of these files that exists."""
+        """Return the text of the first file of `paths` that exists; "" if none does."""
         return next((self.seen["texts"][path] for path in paths if path in self.seen["texts"]), "")
 
     def said(self, command: str | Sequence[str]) -> CommandOutput:
@@ -74,7 +79,7 @@ class ExaminedHost:
         return fnmatch.filter(self.seen["paths"], pattern)
 
     def devices(self, kind: DeviceKind) -> int:
-        """Count the devices of a kind, whatever processes may see of them."""
+        """Count the devices of a kind, including devices that processes cannot see."""
         return len(numbers(self.paths(f"/dev/{kind.files}"))) if kind.files else 0
 
     @cached_property
@@ -88,9 +93,9 @@ class ExaminedHost:
         ]
 
     def anew(self, command: str) -> str:
-        """Extend a step that changes the environment by a restart of Ray.
+        """Append a restart of Ray to a command that changes the environment.
 
-        Ray's processes have the environment in which `ray start` ran.
+        Only a host of a cluster needs the restart: Ray's processes have the environment in which `ray start` ran.
         """
         return command if self.resources is None else f"{command}; then `ray stop`, and `ray start` again in that shell"
 
@@ -112,7 +117,7 @@ def asking(
     folders: Iterable[str] = (),
     rooms: Iterable[str] = (),
 ) -> HostQuery:
-    """Build a query of only these items."""
+    """Build a query of only the given items."""
     return HostQuery(
         texts=[*texts],
         paths=[*paths],
@@ -128,7 +133,7 @@ def asking(
 
 
 def together(*queries: HostQuery) -> HostQuery:
-    """Merge several queries."""
+    """Merge several queries into one query."""
     merged_query: dict[str, Any] = {}
     for part in queries:
         for name, value in cast(dict[str, Any], part).items():
@@ -140,9 +145,9 @@ def together(*queries: HostQuery) -> HostQuery:
 def failed(
     output: CommandOutput, command: str, seconds: float, line: Callable[[str], str] = output_parsers.last_line
 ) -> str:
-    """Describe why a command gave no result; "" if it gave one.
+    """Describe why a command failed; "" if it succeeded.
 
-    `line` selects the line of its output that states the reason.
+    `seconds` is the time limit of the command. `line` selects the line of its output that states the reason.
     """
     if output["status"] == HUNG:
         return f"`{command}` did not end within {seconds:.0f} s"
@@ -152,18 +157,18 @@ def failed(
 
 
 def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Yield the findings of rules on hosts, rule by rule.
+    """Yield the findings of all rules on all hosts, in the order of the rules.
 
-    A finding that several hosts share is yielded once.
+    Equal findings of several hosts are yielded as one finding.
     """
     for rule in rules:
         yield from merged(replace(finding, hosts=(host.title,)) for host in hosts for finding in rule(host))
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge equal findings of a check into one with all their hosts.
+    """Merge equal findings of a check into one finding with all their hosts.
 
-    Of findings that are fine only the first is kept.
+    If several findings of a check have the state "ok", only the text of the first one is kept.
     """
     by_key: dict[tuple[str, ...], Finding] = {}
     for finding in findings:

@@ -1,7 +1,8 @@
 """Rules for any host, and comparisons of hosts.
 
-They check packages and their versions, memory, shared memory and open files. Invariant: if hosts differ, the value
-of most hosts is the expected one.
+The rules check packages and their versions, memory, shared memory and open files.
+
+Invariant: if a value differs between hosts, the value of most hosts is the expected value.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ LEAST = "3.11"  # the lowest Python version; pyproject.toml
 SHARED = "/dev/shm"
 SMALL = 64 << 20
 BESIDE = 1 << 30  # bytes of shared memory that collectives of devices use
-DESCRIPTORS = 8192  # a Ray process has several per process that it communicates with
+DESCRIPTORS = 8192  # a Ray process has several open files for each process that it communicates with
 USUAL = 65536
-FULL = 0.1  # below this free share a host's memory counts as full
+FULL = 0.1  # a host's memory counts as full if a smaller share of it is free
 MEMINFO = "/proc/meminfo"
 MOST = "/sys/fs/cgroup/memory.max"
 USED = "/sys/fs/cgroup/memory.current"
@@ -64,7 +65,10 @@ WANTS = asking(
 
 
 def versions(host: ExaminedHost) -> dict[str, str]:
-    """Return the versions of everything that version pairs are known of."""
+    """Return the versions that can be checked against the known pairs of versions.
+
+    The result has the versions of packages, Python, CANN, CUDA and their drivers.
+    """
     kit = ascend.cann(host)
     packages = dict(host.packages)
     if kit is None and ASCEND not in host.kinds:
@@ -80,7 +84,7 @@ def versions(host: ExaminedHost) -> dict[str, str]:
 
 
 def memory(host: ExaminedHost) -> tuple[int, int]:
-    """Return the free and the total bytes of memory."""
+    """Return the free and the total bytes of a host's memory."""
     return output_parsers.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
 
 
@@ -122,7 +126,7 @@ def packages(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def together(host: ExaminedHost) -> Iterator[Finding]:
-    """Check the versions of packages against the known pairs."""
+    """Check the versions of packages against the known pairs of versions."""
     known = versions(host)
     for pair in version_pairs.find_broken_pairs(known):
         wanted = pair.wanted(known[pair.package])
@@ -189,9 +193,9 @@ def descriptors(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def differing(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Find versions that differ from those of most hosts.
+    """Find versions that differ from the version on most hosts.
 
-    Hosts without devices do not need the packages that only devices need.
+    Packages that only devices need are compared only between hosts with devices.
     """
     if len(hosts) == 1:
         return

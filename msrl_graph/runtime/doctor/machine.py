@@ -1,9 +1,9 @@
 """The readings of a machine, and the object that reads them.
 
-Invariant: reading changes nothing, loads no package and judges nothing. It knows no kind of device and reads only
-what it is asked for. A command that hangs is abandoned after its deadline. All commands run at once, so reading
-takes no longer than the longest of them. Only Python is needed: Ray sends the code of this file to hosts, not its
-name.
+Invariant: reading changes nothing, loads no package and judges nothing. The reader knows no kind of device, and reads
+only the items that the query names. A command that hangs is abandoned after its deadline. All commands run in parallel,
+so reading takes no longer than the longest command. A host needs only Python: Ray sends the code of this file to the
+hosts, not the name of this module.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ ABSENT = "absent"
 class Command(TypedDict):
     """A command to run.
 
-    In `words`, `{}` is replaced by each number at the end of the files that match the pattern `each`, if there is
-    one. The command runs only if a file matches the pattern `where`, or always if `where` is empty.
+    - `words`: the program and its arguments.
+    - `each`: a pattern of files, or "". With a pattern, the command runs once for each matching file that ends in a
+      number. This number replaces `{}` in `words`.
+    - `where`: a pattern of files, or "". With a pattern, the command runs only if a file matches.
+    - `seconds`: the time limit.
     """
 
     words: list[str]
@@ -54,15 +57,16 @@ class Command(TypedDict):
 class HostQuery(TypedDict):
     """Items to read from a machine.
 
-    - `texts`, `paths`: patterns of files whose text, or only whose existence, is wanted; $NAME in them is a
-    variable of the environment.
-    - `sizes`, `marks`: paths whose size is wanted, or an identification that is equal on hosts that share the
-    folder.
-    - `variables`: names, with `*` at the end for any ending.
-    - `packages`: the names that each package may be installed by.
-    - `sources`: files in modules, such as `torch/version.py`.
-    - `folders`: folders with programs in addition to PATH.
-    - `rooms`: folders whose free space is wanted.
+    - `texts`: patterns of files whose text is read. `$NAME` in a pattern is an environment variable.
+    - `paths`: patterns of files that are only searched, not read. `$NAME` in a pattern is an environment variable.
+    - `sizes`: paths of files whose size is read.
+    - `marks`: paths of folders whose mark is read. A mark is a text that is equal on all hosts that share the folder.
+    - `variables`: names of environment variables. A `*` at the end of a name matches any ending.
+    - `packages`: for each package, the names under which the package may be installed.
+    - `sources`: files in Python modules, such as `torch/version.py`, whose text is read.
+    - `commands`: commands to run.
+    - `folders`: folders in which programs are searched, in addition to PATH.
+    - `rooms`: folders whose free space is read.
     """
 
     texts: list[str]
@@ -80,7 +84,7 @@ class HostQuery(TypedDict):
 class CommandOutput(TypedDict):
     """The output of a command, and its exit status.
 
-    The status is "hung" if it did not end, "absent" if there is no such command.
+    `status` is "hung" if the command did not end in time, and "absent" if the command does not exist.
     """
 
     status: int | str
@@ -88,9 +92,10 @@ class CommandOutput(TypedDict):
 
 
 class MachineReadings(TypedDict):
-    """The readings, by what was asked.
+    """The readings of a machine.
 
-    `said` is by the command's words. `descriptors` are the soft and the hard limit of open files.
+    The keys of each dictionary are the items of the query. The keys of `said` are the words of each command, joined by
+    spaces. `descriptors` are the soft and the hard limit of open files.
     """
 
     name: str
@@ -112,7 +117,10 @@ class MachineReadings(TypedDict):
 
 
 class Machine:
-    """This machine. Tests replace it by an object with the same methods."""
+    """This machine.
+
+    Tests replace this object by an object with the same methods.
+    """
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -150,14 +158,17 @@ class Machine:
         return self.text(str(Path(folders[0]) / file)) if folders else ""
 
     def size(self, path: str) -> int:
-        """Return the bytes of a readable file, else -1."""
+        """Return the size of a file in bytes; -1 if the file is not readable."""
         try:
             return Path(path).stat().st_size if os.access(path, os.R_OK) else -1
         except (OSError, ValueError):
             return -1
 
     def mark(self, path: str) -> str:
-        """Identify a folder: hosts that share it return the same text; "" if missing."""
+        """Return a text that identifies a folder; "" if the folder is missing.
+
+        Hosts that share the folder return the same text.
+        """
         try:
             stat_result = Path(path).stat()
         except (OSError, ValueError):
@@ -165,7 +176,10 @@ class Machine:
         return f"{stat_result.st_ino} {stat_result.st_mtime_ns}"
 
     def room(self, folder: str) -> tuple[int, int]:
-        """Return the free bytes in a writable folder, and the total."""
+        """Return the free and the total bytes of a folder's disk.
+
+        The free bytes are 0 if the folder is not writable.
+        """
         try:
             usage = shutil.disk_usage(folder)
         except OSError:
@@ -183,8 +197,8 @@ class Machine:
     def run(self, words: list[str], folders: list[str], seconds: float) -> CommandOutput:
         """Run a command and return its output.
 
-        A command that does not end is killed with its children. If that does not help, as with a process stuck in a
-        driver, it is abandoned.
+        A command that does not end within `seconds` is killed with its children. A command that cannot be killed, for
+        example because it is stuck in a driver, is abandoned.
         """
         environment = {**self.variables, "LC_ALL": "C"}
         program = shutil.which(words[0], path=os.pathsep.join([environment.get("PATH", ""), *folders]))
@@ -210,7 +224,7 @@ class Machine:
 
 
 class MachineProber:
-    """A process on a host that answers queries; on Ray an actor."""
+    """A process that answers queries about its host; a Ray actor on a cluster."""
 
     def look(self, query: HostQuery) -> MachineReadings:
         return look(Machine(), query)
@@ -220,7 +234,7 @@ class MachineProber:
 
 
 def look(machine: Machine, query: HostQuery) -> MachineReadings:
-    """Read everything that is asked of a machine."""
+    """Read all items of a query from a machine."""
     variables = machine.variables
 
     def matching(patterns: list[str]) -> list[str]:
@@ -259,7 +273,7 @@ def look(machine: Machine, query: HostQuery) -> MachineReadings:
 
 
 def numbers(paths: list[str]) -> list[int]:
-    """Return the numbers that paths end in, ascending."""
+    """Return the numbers at the ends of paths, in ascending order."""
     return sorted(int(match[0]) for path in paths if (match := re.search(r"\d+$", path)))
 
 
@@ -283,7 +297,10 @@ def _matches_name(name: str, pattern: str) -> bool:
 
 
 def _fill_variables(pattern: str, variables: Mapping[str, str]) -> str:
-    """Insert the environment's values into a pattern; "" if some are missing."""
+    """Replace each `$NAME` in a pattern by the environment variable NAME.
+
+    Returns "" if one of the variables is missing or empty.
+    """
     names = re.findall(r"\$(\w+)", pattern)
     if not all(variables.get(name) for name in names):
         return ""

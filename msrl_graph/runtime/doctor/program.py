@@ -1,7 +1,7 @@
-"""Rules for a program: whether hosts have what its plan needs.
+"""Rules for a program: whether hosts have everything that the plan needs.
 
-Invariant: the plan says what it needs of its hosts. Everything that the driver would refuse before a run is an
-error here too.
+Invariant: the plan states what it needs of its hosts. Everything that makes the driver refuse a run before its start is
+also an error of these rules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def wants(plan: Plan) -> HostQuery:
 def _files_read(plan: Plan) -> dict[str, list[str]]:
     """Return the absolute paths that the hosts of a plan read, by title.
 
-    They are absolute, because processes start in another folder.
+    A title is, for example, `model policy`. The paths are absolute, because processes start in another folder.
     """
     paths_by_title = {
         title: paths for host in range(plan.cluster.nodes) for title, paths in files_read(plan, host).items()
@@ -52,7 +52,7 @@ def _files_read(plan: Plan) -> dict[str, list[str]]:
 
 
 def findings(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Yield what hosts are missing for a plan."""
+    """Yield findings about everything that a plan needs and the hosts lack."""
     support_findings = [*_check_support(plan)]
     rules = (_check_packages, _check_interpreters, _check_devices, _check_memory, _check_files)
     all_findings = [*support_findings, *(finding for rule in rules for finding in rule(plan, hosts))]
@@ -89,7 +89,7 @@ def _check_packages(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Findi
 
 
 def _check_interpreters(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Check the interpreters of pools that have their own."""
+    """Check the Python interpreters of pools that have an interpreter of their own."""
     for python, command in interpreters.commands(plan).items():
         for host in hosts:
             output = host.said(command)
@@ -133,7 +133,7 @@ def _count_usable(host: ExaminedHost, kind: DeviceKind) -> float:
 
 
 def _check_memory(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Compare memory of hosts and devices with what phases of the plan use at once."""
+    """Compare the memory of hosts and devices with the plan's peak use of memory."""
     of_device = max((phase.total for phase in plan.memory if phase.place == "device"), default=0)
     of_host = max((phase.total for phase in plan.memory if phase.place == "host"), default=0)
     kind = plan.cluster.device.kind
@@ -170,9 +170,9 @@ def _check_memory(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding
 
 
 def _check_files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Check models and data.
+    """Check that the hosts have the files of the models and the data.
 
-    The plan's first host is known only once the plan runs, so every host is asked for all files.
+    The driver chooses the plan's first host only when the plan runs. So every host is checked for all files.
     """
     models = plan.deploy.models
     for model in models.values():

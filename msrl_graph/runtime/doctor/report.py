@@ -1,7 +1,7 @@
 """Findings as a table and as JSON.
 
-Invariant: pure. A next step is never broken into lines, so that a command can be copied. docs/guides/setup.md documents
-the keys of the JSON; they do not change.
+Invariant: all functions are pure. A next step is never broken into lines, so that the user can copy its command.
+docs/guides/setup.md documents the keys of the JSON; these keys do not change.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def status(findings: Sequence[Finding]) -> int:
 
 
 def table(findings: Sequence[Finding], hosts: Sequence[str], width: int, colour: bool = False) -> str:
-    """Format a row per finding, with its next step below.
+    """Format one row per finding, with the finding's next step below the row.
 
-    A finding on some hosts of a cluster names them.
+    If a finding applies to only some hosts of a cluster, its row names these hosts.
     """
     name = max((len(item.check) for item in findings), default=0)
     indent = len("warning") + name + 4

@@ -1,6 +1,7 @@
-"""Whether torch loads and sees the devices, as a separate process reports it.
+"""Rule for torch: whether it loads and sees the devices, in a separate process.
 
-Invariant: it is reported only if nothing below is wrong, because then it would only follow from that.
+Invariant: the rule reports nothing if a rule of a lower layer (BELOW) or a visibility mask (MASKS) is wrong, because a
+failure of torch would only follow from that problem.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .machine import ABSENT, HUNG, LONG, PYTHON
 
 BELOW = (*ascend.BELOW, *cuda.BELOW, *host.BELOW)
 MASKS = (ascend.mask, cuda.mask)
-# Errors of torch with a step of their own.
+# Known errors of torch, each with its next step.
 KNOWN = {
     "Error 802": "the host's NVLink fabric is not up: sudo systemctl start nvidia-fabricmanager",
     "libhccl.so": "CANN is not in this environment: source its set_env.sh",

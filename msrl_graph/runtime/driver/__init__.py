@@ -1,4 +1,4 @@
 """The driver of a run: starts processes, iterations and checkpoints.
 
-No sample passes through it.
+No sample passes through the driver.
 """

@@ -1,7 +1,7 @@
-"""Number of prompts that an iteration draws at once, with an `adaptive` filter.
+"""Number of prompts that each round draws, with an `adaptive` filter.
 
-Invariant: the number follows from the counts of ended iterations, and the counts follow from the rows alone. So it is
-the same on any layout and after a resume: a checkpoint holds the counts.
+Invariant: the number follows from the counts of ended iterations, and these counts follow from the rows alone. So the
+number is the same on any layout and after a resume: a checkpoint contains the counts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ROUND = 0.25  # cost of one more round, without its prompts, as a share of the 
 
 
 class RefillSize:
-    """Share of prompts that pass, and the draw size that follows from it.
+    """Fraction of prompts that pass the filter, and the draw size that follows.
 
-    `adapts` is true if the program asks for an adaptive size.
+    `adapts` is true if the program asks for an adaptive draw size.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -38,14 +38,14 @@ class RefillSize:
 
     @property
     def share(self) -> float:
-        """Share of prompts that passed so far; 1 before any was drawn.
+        """Fraction of the drawn prompts that passed the filter; 1 before the first draw.
 
-        Later iterations weigh more.
+        Later iterations have larger weights.
         """
         return min(1.0, self.passed / self.drawn) if self.drawn else 1.0
 
     def draw_size(self, number: int) -> int:
-        """Return the number of prompts in each round that iteration `number` draws."""
+        """Return the number of prompts in each round of iteration `number`."""
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:
@@ -54,7 +54,7 @@ class RefillSize:
             report.count("refill/prompts", self.draw_size(number), 1)
 
     def learn(self, number: int, reports: Sequence[Report]) -> None:
-        """Learn from an iteration that has ended."""
+        """Add the counts of an iteration that has ended."""
         if not self.adapts:
             return
         passed, drawn = (
@@ -71,24 +71,24 @@ class RefillSize:
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Restore the counts from a checkpoint.
 
-        A checkpoint of a run that did not adapt has no counts; they then start from zero.
+        If the run that wrote the checkpoint had no adaptive filter, the counts start from zero.
         """
         if self.adapts and KEY in arrays:
             self.passed, self.drawn = map(float, arrays[KEY])
 
 
 def prompts_for(target: int, share: float, most: int) -> int:
-    """Choose how many prompts to draw at once, from `target` to `most`.
+    """Choose how many prompts each round draws, from `target` to `most`.
 
-    The choice minimizes the expected number of prompts drawn until `target` prompts have passed. Each prompt passes
-    independently with the probability `share`. One more round costs as much as `_ROUND` * `target` prompts, since its
-    caller waits for it.
+    The choice minimizes the expected cost until `target` prompts have passed. The cost is the number of drawn prompts,
+    plus `_ROUND` * `target` for each round after the first, because the run waits for each round. Each prompt passes
+    independently with the probability `share`.
     """
     return min(range(target, most + 1), key=lambda size: (_cost(size, target, share, most), size))
 
 
 def _cost(size: int, target: int, share: float, most: int) -> float:
-    """Return the expected number of prompts drawn, plus the cost of the rounds."""
+    """Return the expected number of drawn prompts, plus the cost of later rounds."""
     rounds = 1.0
     for count in range(1, -(-most // size)):
         rounds += (short := 1 - _suffices(count * size, target, share))
@@ -98,9 +98,9 @@ def _cost(size: int, target: int, share: float, most: int) -> float:
 
 
 def _suffices(drawn: int, target: int, share: float) -> float:
-    """Return the probability that `target` of `drawn` prompts pass.
+    """Return the probability that at least `target` of `drawn` prompts pass.
 
-    Normal approximation of the binomial distribution.
+    The result uses the normal approximation of the binomial distribution.
     """
     deviation = math.sqrt(drawn * share * (1 - share))
     if not deviation:

@@ -1,10 +1,11 @@
 """Asynchronous pools, which run ahead of the updates as far as `staleness` allows.
 
-Invariant: a pool begins what `PoolProgress` reports as due. It uses the newest weights that are sent, among the
-versions that the updates have begun with at that moment. So no row exceeds its age bound, whichever process is slow. If
-every version is sent, a generation that is slower than the updates is only one version behind. With `deterministic`,
-the program alone decides what an iteration generates. A pipelined pool runs its tasks in the order of the requests: all
-of its due tasks are requested before the rest of an iteration.
+Invariant: a pool begins a task only when `PoolProgress` reports the task as due. The pool then uses the newest weights
+that are sent, among the versions with which the updates have already begun an iteration. So no row exceeds its age
+bound, even if some process is slow. If every version is sent, a generation that is slower than the updates is only one
+version behind. With `deterministic`, the rows of an iteration depend only on the program. A pipelined pool runs its
+tasks in the order of the requests: all due tasks of the pool are requested before the rest of an iteration is
+requested.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ..process.task_report import Report
 class AsyncPools(PoolProgress):
     """Progress and pending tasks of the asynchronous pools.
 
-    `ranks` are the actors of all ranks, by number. `first` is the iteration that the run begins with.
+    `ranks` are the actors of all ranks, in the order of the rank numbers. `first` is the first iteration that the run
+    computes.
     """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
@@ -63,7 +65,7 @@ class AsyncPools(PoolProgress):
     def begin(self, pool: str, task: Task, now: int, measure: bool) -> None:
         """Start a task on a pool, after the pool's current work.
 
-        The updates are in the iteration `now`, or about to begin it.
+        `now` is the iteration that the updates are in, or are about to begin.
         """
         for edge in self.edges[pool, task.name]:
             name = self.names[edge]
@@ -80,10 +82,11 @@ class AsyncPools(PoolProgress):
         self.reports.setdefault(task.key, []).extend(references)
 
     def task_for_ranks(self, task: Task) -> Task:
-        """Return a task in the form in which the pools in step begin it.
+        """Return a copy of a task for the ranks that are in step with the updates.
 
-        It has the edges that they send, the number of fetches so far, and the version that its own rows are drawn with.
-        That is the newest version if it has not been fetched yet.
+        The copy names the resharding edges over which these ranks send weights. For each edge, the copy has the number
+        of fetches so far, and the version of the weights that samples the rows of the task. If no fetch was requested
+        for the task yet, this version is the newest version.
         """
         number = task.number
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
@@ -104,7 +107,7 @@ class AsyncPools(PoolProgress):
         return [reference for tasks in self.running.values() for reference in tasks]
 
     def take_ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
-        """Yield the training tasks among ended references, with their reports.
+        """Yield (task, report) for each training task among the ended references.
 
         Raises the error of a task that failed.
         """

@@ -1,7 +1,7 @@
 """Checks and preparation of a run, before any process starts.
 
-Invariant: nothing is started here, and all errors that can be known are reported at once. Files fetched from a URL are
-removed again if the run does not start.
+Invariant: this module starts no process. All errors that can be found without starting a process are reported together.
+If the run does not start, files that were fetched from a URL are removed again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .run_inputs import NO_INPUTS, RunInputs
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Options for watching a run, apart from what it computes."""
+    """Options of a run that are not part of its program."""
 
     measure: bool = False  # measure memory at each instruction of an iteration
     verbose: bool = False  # show the output of the processes as it comes
     record: bool = False  # write the rows of each iteration into the run's folder
     replay: str = ""  # folder of a recorded run whose responses replace generated ones
     overwrite: bool = False  # replace the results of an earlier run in the folder
-    nice: int = 0  # niceness of compute processes, added to that of the caller
+    nice: int = 0  # niceness of compute processes, added to the caller's niceness
     watch: bool = False  # serve a page of the run
     metrics: int | None = None  # port of the metrics for Prometheus; 0: a free one
     evaluate: bool = False  # only evaluate, once: train nothing, write no weights
@@ -51,8 +51,13 @@ PLAIN = WatchOptions()
 class PreparedRun:
     """A run that is ready to start.
 
-    It has the run's folder (`stated`: the user named it), the checkpoint where it begins, and the warnings to print. If
-    the folder is a working copy, `url` is the URL that it copies. `copies` are all working copies.
+    - `rows`: a preview of each data file, by the name of the data in the program.
+    - `folder`: the run's folder. `stated`: whether the user named this folder.
+    - `begin`: the checkpoint from which the run continues; None: the run starts from the beginning.
+    - `manifest`: the manifest of this checkpoint.
+    - `warnings`: the warnings to print.
+    - `url`: the URL of which `folder` is a working copy; "" if `folder` is not a working copy.
+    - `copies`: all working copies.
     """
 
     plan: Plan
@@ -76,11 +81,11 @@ class PreparedRun:
 
     @property
     def continues_in_place(self) -> bool:
-        """Whether the results are added to those of the resumed run."""
+        """Whether the results are added to the folder of the resumed run."""
         return self.begin is not None and self.folder == self.begin.parent.parent
 
     def lines(self) -> list[str]:
-        """Describe what would run."""
+        """Describe the run that would start, in lines of text."""
         plan = self.plan
         run = self.plan.deploy.run
         begin = (
@@ -126,7 +131,7 @@ class PreparedRun:
 def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: WatchOptions = PLAIN) -> PreparedRun:
     """Check everything that can be checked without starting a process.
 
-    Raises Fault with what is wrong.
+    Raises Fault with all problems that were found.
     """
     copies: list[Path] = []
     try:
@@ -199,9 +204,10 @@ def _prepare_run(
 def _check_lost_lines(
     run: Path, begin: Path, manifest: checkpoint.Manifest, in_place: bool, span: Span
 ) -> list[Diagnostic]:
-    """Check that the metrics lines of a checkpoint are there, or copied in it.
+    """Check that the metrics lines that belong to a checkpoint still exist.
 
-    Returns a warning if lines are missing. Raises Fault if the run is to append to them.
+    The lines are in the run's folder, or copied into the checkpoint. Returns a warning if lines are missing. Raises
+    Fault if lines are missing and the run continues in the same folder (`in_place`).
     """
     if any(file.name == checkpoint.METRICS for file in manifest.files) or manifest.hosts:
         return []
@@ -218,7 +224,10 @@ def _check_lost_lines(
 
 
 def _choose_folder(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
-    """Choose the folder of a new run, and the URL whose working copy it is."""
+    """Choose the folder of a new run; return the folder and its URL.
+
+    The URL is the URL of which the folder is a working copy, or "" if the folder is not a working copy.
+    """
     if not is_url(str(out)):
         return choose_folder(plan, out, options.overwrite, options.replay), ""
     url = str(out).rstrip("/")

@@ -1,6 +1,6 @@
-"""What a supervisor and its driver send each other: an attempt, and its result.
+"""Messages between a supervisor and its driver: an attempt, and its result.
 
-Invariant: both are plain data, which msgspec writes as JSON.
+Invariant: both messages are plain data that msgspec can write as JSON.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ NO_SERVER = PreloadAddress()
 class Attempt:
     """Input of a driver.
 
-    `folder` is the temporary one, `answer` the open file for its result, `resume` a checkpoint (or nothing), `lines`
-    the number of lines of the metrics in `out` that belong to it, `restarts` the number of earlier restarts, `url` the
-    final place of `out` (or nothing).
+    - `out`: the folder of the results.
+    - `folder`: the temporary folder of the attempt.
+    - `answer`: the descriptor of the open file to which the driver writes its result.
+    - `resume`: the checkpoint to resume from; "" if there is none.
+    - `lines`: the number of lines of the metrics in `out` that belong to this checkpoint.
+    - `restarts`: the number of earlier restarts of the run.
+    - `url`: the URL where the results finally belong; "" if they belong in `out`.
     """
 
     plan: Plan
@@ -38,7 +42,7 @@ class Attempt:
     patience: float = 0.0  # seconds to wait for missing hosts
     edited: tuple[str, ...] = ()  # files that changed since the run began, and were reported
     parent: int = -1  # a pipe whose other end the supervisor has
-    lock: int = -1  # of the folder `out`
+    lock: int = -1  # the descriptor that locks the folder `out`
     changed: tuple[str, ...] = ()  # changes since the checkpoint of the resumed run
     preload: PreloadAddress = NO_SERVER
     data: dict[str, str] = field(default_factory=dict)  # digests of sampled blocks when the run began
@@ -46,13 +50,16 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Result:
-    """How an attempt ended: done, fault, failed, died (may be retried), interrupted."""
+    """The result of an attempt.
+
+    `kind` is "done", "fault", "failed", "died" or "interrupted". Only an attempt that "died" may be retried.
+    """
 
     kind: str
     message: str = ""
     status: int = 0
     diagnostics: list[Diagnostic] = field(default_factory=list)
-    hosts: int = 0  # their number, if too few hosts are the fault
+    hosts: int = 0  # the number of hosts, if the fault is that there are too few
 
 
 __all__ = ["Attempt", "Result"]

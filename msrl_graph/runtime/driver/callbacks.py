@@ -1,7 +1,7 @@
-"""The caller's function, called after each iteration of a run.
+"""Calls of the caller's function (`on_iteration`) after each iteration of a run.
 
-Invariant: it is called once for each iteration, in order, in the thread that called `run`, even if the run restarts.
-The run does not wait for it. If it raises, it is not called again, and the run ends.
+Invariant: the function is called once for each iteration, in order, in the thread that called `run`, even if the run
+restarts. The run does not wait for the function. If the function raises, it is not called again, and the run ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OnIteration = Callable[[dict[str, Any]], object]
 
 
 class CallbackFailed(Exception):
-    """The function raised `error`, which ended the run."""
+    """The `on_iteration` function raised `error`, which ended the run."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -24,7 +24,7 @@ class CallbackFailed(Exception):
 
 
 class MetricsFollower:
-    """Reader of a run's metrics while they are written."""
+    """Reader of a run's metrics file, while the run writes the file."""
 
     def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
         """`begin`: the first iteration that the run computes."""
@@ -38,14 +38,14 @@ class MetricsFollower:
         self.stale = 0  # size of a file with lines that the attempt is about to remove
 
     def begin_attempt(self, lines: int) -> None:
-        """Prepare for an attempt that continues after the first `lines` lines."""
+        """Prepare for an attempt that continues after the first `lines` metrics lines."""
         texts, _ = read_valid_lines(self.metrics)
         self.start = self.offset = sum(map(len, texts[:lines]))
         size = self._size()
         self.stale = size if size > self.start else 0
 
     def look(self) -> None:
-        """Call the function for all iterations that have ended since the last look."""
+        """Call the caller's function for each iteration that ended since the last look."""
         size = self._size()
         if self.error is not None or (self.stale and size >= self.stale):
             return

@@ -1,7 +1,9 @@
-"""User files that change during a run, which keeps using the original copies.
+"""Detection of user files that change during a run.
 
-Invariant: each file is reported once a run, even if drivers die. The names of reported files are in the attempt's
-folder, and the next attempt gets them.
+The run continues to use the copies that it made when it began.
+
+Invariant: each file is reported once per run, even if drivers die. The names of reported files are stored in the
+attempt's folder and passed to the next attempt.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _REPORTED = "edited"  # file in an attempt's folder, with a path a line
 class ChangedFiles:
     """The user's files that a run copied and that are unchanged so far.
 
-    Files in `reported` were reported before.
+    Files in `reported` were reported by earlier attempts and are not checked again.
     """
 
     def __init__(self, folder: Path, reported: Sequence[str]) -> None:
@@ -38,7 +40,7 @@ class ChangedFiles:
 
     @staticmethod
     def list_reported(folder: Path, before: Sequence[str]) -> tuple[str, ...]:
-        """Return the files that an ended attempt, or one before it, has reported."""
+        """Return the files that an ended attempt, or an earlier attempt, has reported."""
         path = folder / _REPORTED
         new = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if path.is_file() else []
         return (*before, *new)

@@ -1,7 +1,9 @@
-"""Reservation of a run's devices on Ray, or an error that says who holds them.
+"""Reservation of a run's devices on Ray.
 
-Invariant: nothing starts before the devices are the run's own. Devices of runs that end or die become free without
-their help.
+If other runs hold the devices, the error names these runs.
+
+Invariant: no process of a run starts before the run has reserved its devices. When a run ends or dies, its devices
+become free without any action of the run.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from ..process.cluster_join import NoResources, live_nodes
 from .dock_monitor import unreachable_hosts
 
 WAIT = 60.0  # seconds to wait for devices before the run is refused
-HELD = 10.0  # the same if other runs hold devices: a run that just ended frees them by then
+HELD = 10.0  # seconds to wait if other runs hold devices: a run that just ended frees its devices by then
 NAME_PREFIX = "msrl-run"  # prefix of the names of reservations
 
 
 class DeviceReservation(NamedTuple):
-    """A placement group with a bundle of devices on each host.
+    """A placement group of Ray with a bundle of devices on each host.
 
-    For each host of the plan it has the bundle, the node id in Ray, and the address there. The driver's machine comes
-    first, if it is one of the hosts: it reads the data and writes the weights.
+    `bundles`, `nodes` and `addresses` have an entry for each host of the plan: the index of the bundle, the node id in
+    Ray, and the address. The driver's machine is the first host if it is one of the hosts, because the first host reads
+    the data and writes the weights.
     """
 
     group: Any
@@ -50,10 +53,10 @@ class NotEnoughHosts(NoResources):
 
 
 def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
-    """Reserve a plan's devices.
+    """Reserve a plan's devices, under the name `name`.
 
-    Waits up to `patience` seconds for missing hosts. Raises NoResources with the requested devices, the existing ones,
-    and the runs that hold them.
+    Waits up to `patience` seconds for missing hosts. Raises NoResources with a message that lists the requested
+    devices, the existing devices, and the other runs that hold devices.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
@@ -113,7 +116,7 @@ def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReser
 
 
 def _list_reservations(name: str) -> dict[str, float]:
-    """Return the number of devices that other runs have reserved, by name."""
+    """Return the number of devices that other runs have reserved, by run name."""
     from ray.util.placement_group import placement_group_table
 
     devices_of_run: dict[str, float] = {}
@@ -125,9 +128,9 @@ def _list_reservations(name: str) -> dict[str, float]:
 
 
 def _describe_free_devices(kind: str, lost: Collection[str]) -> list[str]:
-    """Describe the devices of each host that is not lost, and how many are free.
+    """Describe how many devices each host has, and how many of them are free.
 
-    The list is empty if this version of Ray does not report it.
+    Lost hosts are left out. The list is empty if this version of Ray does not report the free devices of each host.
     """
     try:
         free = import_module("ray._private.state").available_resources_per_node()

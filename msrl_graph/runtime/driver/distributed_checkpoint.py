@@ -1,11 +1,11 @@
 """Checkpoints of hosts that do not see the run's folder.
 
-Each host keeps its part, at the same path on its own disk.
+Each such host stores its part of a checkpoint at the same path on its own disk.
 
-Invariant: parts have their final names before the driver writes the manifest, so a checkpoint with a manifest is
-complete. The checkpoint to resume from is looked for on all hosts before a rank builds anything. If a host lacks files
-that its ranks need, they are copied in pieces from a host that has them. If all hosts see the folder, this module has
-nothing to do.
+Invariant: all parts have their final names before the driver writes the manifest, so a checkpoint with a manifest is
+complete. The files of the checkpoint to resume from are searched on all hosts before a rank loads its model. If a host
+lacks files that its ranks need, these files are copied in pieces from another host. If all hosts see the run's folder,
+no host stores a part of its own.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .run_state import RunState
 
 Wait = Callable[[Sequence[Any]], list[Any]]  # returns the results of Ray references
 
-HERE = -1  # the place of the driver, on its own disk; hosts are places by their numbers
+HERE = -1  # the place number of the driver's disk; the place number of a host is the host's number
 IN_FLIGHT = 4  # pieces of a file in flight at once
 
 
 class DistributedCheckpoint:
     """Saving, finding and copying of checkpoint parts.
 
-    The first rank of each host in `apart` keeps the host's part of what is saved. Hosts in `unseen` may have parts of
-    the checkpoint that the run resumes from.
+    For each host in `separate_hosts`, the first rank of the host stores the host's part of a checkpoint. Hosts in
+    `hosts_with_parts` may have parts of the checkpoint that the run resumes from.
     """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], wait: Wait) -> None:
@@ -59,9 +59,9 @@ class DistributedCheckpoint:
     def save(
         self, out: Path, iteration: int, recorder: Recorder, program: Mapping[str, Any], carried: RunState, wait: Wait
     ) -> Path:
-        """Write a checkpoint.
+        """Write a checkpoint and return its folder.
 
-        Raises OSError if a disk fails; nothing of the checkpoint is left then.
+        Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
         """
         written = None
         try:
@@ -100,7 +100,7 @@ class DistributedCheckpoint:
         return target
 
     def _with_hosts(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
-        """Add the host of each file to a manifest; `files` are those of each rank."""
+        """Add the host of each file to a manifest; `files` are the files of each rank."""
         written_files = {
             file.name: self.plan.cluster.host(rank) for rank, rank_files in enumerate(files) for file in rank_files
         }
@@ -118,8 +118,8 @@ class DistributedCheckpoint:
     def send(self, folder: Path, url: str) -> None:
         """Upload a checkpoint to the run's URL.
 
-        It becomes visible there when all of it is uploaded. Checkpoints that are no longer kept are removed. Raises
-        OSError or Fault.
+        The checkpoint becomes visible at the URL when all of its files are uploaded. Checkpoints that are no longer
+        kept are removed from the URL. Raises OSError or Fault.
         """
         run = folder.parent.parent
         below = urls.join(url, checkpoint.FOLDER)
@@ -143,9 +143,9 @@ class DistributedCheckpoint:
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
 
     def upload_rest(self, run: Path, url: str) -> None:
-        """Upload the remaining files of hosts after a run, and remove their parts.
+        """After a run, upload the remaining files of each host in `separate_hosts`.
 
-        Raises OSError.
+        Each of these hosts then removes its own folder at the run's path. Raises OSError.
         """
         for act in (("send", str(run), url, ("logs", rows.FOLDER, rows.EVALUATED)), ("forget", str(run))):
             self._ask_hosts(*act)
@@ -153,9 +153,9 @@ class DistributedCheckpoint:
     # Resuming
 
     def check_files(self, folder: Path) -> None:
-        """Check that some host has each file of the checkpoint to resume from.
+        """Check that each file of the checkpoint to resume from exists on some host.
 
-        Raises Fault with the files that each host lacks.
+        Raises Fault with the files that are missing, and why.
         """
         if not self.hosts_with_parts:
             return
@@ -192,7 +192,7 @@ class DistributedCheckpoint:
         raise Fault(Diagnostic("bad-checkpoint", message, help=help))
 
     def bring(self, folder: Path, manifest: Manifest, wait: Wait) -> None:
-        """Copy files of the checkpoint to hosts that lack them and whose ranks need them.
+        """Copy files of the checkpoint to the hosts whose ranks need but lack these files.
 
         Raises OSError.
         """
@@ -214,7 +214,7 @@ class DistributedCheckpoint:
             self._copy(folder, file, self.holders[file.name][0], target)
 
     def collect(self, folder: Path) -> None:
-        """Copy a folder that rank 0 wrote to the driver.
+        """Copy to the driver's disk a folder that rank 0 wrote on its own host.
 
         Raises OSError.
         """
@@ -236,7 +236,12 @@ class DistributedCheckpoint:
         _raise_first([*map(self._result, under_way), self._result(self._ask(target, "whole", str(folder), file))])
 
     def _find_files(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
-        """Return the places that have each file intact, and the errors at each place."""
+        """Return two dictionaries: the places of each intact file, and errors by place.
+
+        The first dictionary has, for each file, the places where the file is intact. The second dictionary has, for
+        each place, the error of each file ("" if the file is intact). A place is the number of a host, or HERE for the
+        driver's disk.
+        """
         requests = {
             place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.hosts_with_parts, HERE)
         }

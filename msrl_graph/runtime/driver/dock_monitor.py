@@ -1,8 +1,8 @@
-"""What the driver hears from the docks of all hosts, and which hosts it has lost.
+"""Status of the docks of all hosts, and detection of lost hosts.
 
-Invariant: a dead dock raises at once. A host that neither answers nor can be reached is lost, long before Ray says so:
-Ray reports a cut link after a minute or more. A host that can be reached is slow, or stopped for a while, and is waited
-for.
+Invariant: a query of a dead dock raises an error immediately. A host that neither answers nor accepts a connection
+counts as lost. This check finds a lost host long before Ray does: Ray reports a cut link only after a minute or more. A
+host that accepts a connection may be slow or stopped for a while, so the driver waits for the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..process.task_report import RunError
 from . import wait_report
 
 SILENT = 10.0  # seconds without an answer before a host's connection is tested
-LOOKS = 3  # looks without an answer by then: this process may have been stopped itself
+LOOKS = 3  # looks without an answer before that test, since this process itself may have been stopped
 REACH = 3.0  # seconds until a connection attempt is given up
 BEGIN = 40.0  # seconds that a process may always take to begin, however fast others were
 
@@ -27,7 +27,7 @@ class HostLost(RunError):
 
 
 class DockMonitor:
-    """Last status of each dock; `statuses` are in the order of the hosts."""
+    """The last status of each dock; `statuses` lists them in the order of the hosts."""
 
     def __init__(self) -> None:
         self._heard: dict[int, Status] = {}
@@ -38,9 +38,9 @@ class DockMonitor:
         return [self._heard[i] for i in sorted(self._heard)]
 
     def look(self, ray: Any, actors: Sequence[Any], patience: float, watched: bool = False) -> None:
-        """Ask docks that owe no answer, and wait up to `patience` seconds.
+        """Query the status of each dock, and wait up to `patience` seconds for answers.
 
-        Raises Ray's error if a dock is dead.
+        A dock that has not answered the previous query is not queried again. Raises Ray's error if a dock is dead.
         """
         for i, actor in enumerate(actors):
             if i not in self._asked:
@@ -55,15 +55,15 @@ class DockMonitor:
                 self._asked[i] = (question, since, looks + 1)
 
     def silent_docks(self, seconds: float) -> list[int]:
-        """Return the docks that owe an answer for more than `seconds`.
+        """Return the docks that have not answered a query for more than `seconds`.
 
-        Only docks that were looked at LOOKS times count.
+        A dock counts only after `look` has waited LOOKS times for its answer.
         """
         now = time.monotonic()
         return [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > seconds]
 
     def lost_hosts(self, nodes: Sequence[str]) -> list[str]:
-        """Return the addresses of hosts that are silent and out of reach.
+        """Return the addresses of hosts that do not answer and cannot be reached.
 
         `nodes` are the node ids of the hosts in Ray.
         """
@@ -73,9 +73,9 @@ class DockMonitor:
 
 
 def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
-    """Return the results of Ray references, once all are there.
+    """Wait for all Ray references and return their results.
 
-    Raises HostLost if a host is out of reach at two looks in a row: Ray itself may never report a process that is to
+    Raises HostLost if a host cannot be reached in two checks in a row: Ray itself may never report a process that is to
     begin on a lost host. `nodes` are the node ids of the hosts in Ray.
     """
     pending = list(references)
@@ -90,9 +90,10 @@ def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) 
 def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None:
     """Wait until all processes have answered, or have died.
 
-    The references are by the names of the processes. The next call reports a death. Raises HostLost as `results` does,
-    and if some processes take far longer than all others: a process that was to begin while its host was out of reach
-    may never begin, and Ray may not report that.
+    `references` has a pending call for each process, by the name of the process. If a process died, the next call to
+    the process reports the death. Raises HostLost for the same reason as `wait_for_results`. Also raises HostLost if
+    some processes take far longer than all others: a process that was to begin while its host could not be reached may
+    never begin, and Ray may not report this failure.
     """
     pending = dict(references)
     unreachable = set[str]()
@@ -109,7 +110,10 @@ def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[st
 
 
 def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
-    """Return the hosts that are out of reach; HostLost if one was so `before`."""
+    """Return the addresses of hosts that cannot be reached.
+
+    Raises HostLost if one of these hosts is also in `before`, the result of the previous check.
+    """
     unreachable = unreachable_hosts(nodes) if nodes else set[str]()
     if lost := sorted(unreachable & before):
         raise HostLost(wait_report.describe_lost_hosts(lost))
@@ -119,7 +123,7 @@ def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
 def unreachable_hosts(nodes: Iterable[str]) -> set[str]:
     """Return the addresses of hosts that Ray reports dead or that refuse a connection.
 
-    The hosts are given by node id: if Ray was restarted, another node has the address.
+    The hosts are given by node id, because after a restart of Ray another node may have the same address.
     """
     import ray
 

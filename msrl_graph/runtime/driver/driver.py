@@ -1,7 +1,7 @@
 """The driver process of one attempt of a run.
 
-Invariant: the supervisor gets a result, whatever happens. When the supervisor is gone, this process is killed with all
-that it started (processes.py).
+Invariant: the supervisor always gets a result, even after an unexpected error. When the supervisor is gone, this
+process and all processes that it started are killed (processes.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .stalls import ProcessStuck
 
 
 def main(folder: str) -> int:
-    """Run the attempt that the supervisor described in `folder`."""
+    """Run the attempt that the supervisor described in `folder`/attempt.json."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
     # Ray's own threads write to stderr: it goes to stdout, the driver's log. Text for a person goes to the old stderr.
     screen = os.fdopen(os.dup(2), "w", buffering=1)

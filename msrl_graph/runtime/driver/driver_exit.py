@@ -1,4 +1,7 @@
-"""End of a driver: it leaves its result with the supervisor once, and exits."""
+"""End of a driver process: it writes its result for the supervisor and exits.
+
+Invariant: only the first result is written.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ _leaving = threading.Lock()
 
 
 def leave(attempt: Attempt, result: Result) -> NoReturn:
-    """End this process with a result; the first result wins.
+    """Write the attempt's result and end this process; only the first result counts.
 
-    It does not disconnect from Ray, which would take a second: the supervisor's keeper ends the rest of the run.
+    The process does not disconnect from Ray, because that would take a second. The supervisor's keeper (processes.py)
+    ends the rest of the run.
     """
     _leaving.acquire()
     with suppress(OSError):  # a full disk
@@ -33,8 +37,8 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
 def exit_with_supervisor(attempt: Attempt) -> None:
     """End this process and its run when the supervisor is gone.
 
-    The keeper does so too. But both may have been killed, and a driver that continues alone would write next to its
-    successor.
+    The supervisor's keeper does the same. But the supervisor and the keeper may both have been killed, and a driver
+    that continues alone would write into the same folder as the next driver.
     """
     os.set_inheritable(attempt.parent, False)
     with suppress(OSError):
@@ -49,7 +53,7 @@ def exit_with_supervisor(attempt: Attempt) -> None:
 def watch_ray_servers(attempt: Attempt, pool: ProcessPool, finished: threading.Event) -> None:
     """End this process when one of Ray's servers is gone.
 
-    Ray itself would take up to a minute, or hang.
+    Ray itself would take up to a minute to notice the loss, or would hang.
     """
     while not finished.wait(LOOK):
         if (gone := pool.look()) and not finished.is_set():

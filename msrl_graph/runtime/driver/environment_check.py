@@ -1,6 +1,7 @@
 """Environment variables of ranks whose values differ from what the plan wants.
 
-Invariant: a value that is known to fail is an error, any other a warning. No variable is overwritten.
+Invariant: a value that is known to make a run fail is an error. Any other value that differs is a warning. No variable
+is overwritten.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ KEPT = "kept-variable"
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Check this process's environment.
+    """Check the environment variables of this process, which ranks inherit.
 
-    Ranks inherit it, unless they are on a cluster that is running already.
+    Ranks on a cluster that is already running do not inherit these variables; on such a cluster, the result is empty.
     """
     if os.environ.get("RAY_ADDRESS"):
         return []
@@ -32,14 +33,17 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def judge_value(setting: Setting, value: str) -> tuple[Severity, str, str]:
-    """Return severity, code and help for a value that is not the plan's."""
+    """Return severity, code and help for a value that differs from the plan's value."""
     if setting.refuses(value):
         return "error", FAILING, f"unset {setting.name}, or set it to {setting.value} ({setting.source})"
     return "warning", KEPT, "unset it, or leave it if it is intended"
 
 
 def wanted_settings(plan: Plan, host: int | None = None) -> list[Setting]:
-    """Return the settings that the ranks of a host want, each once; None: all hosts."""
+    """Return the environment settings that the plan wants for the ranks of a host.
+
+    Each setting is listed once. If `host` is None, the settings are for the ranks of all hosts.
+    """
     devices_per_node = plan.cluster.devices_per_node
     devices = (
         range(plan.cluster.devices) if host is None else range(host * devices_per_node, (host + 1) * devices_per_node)

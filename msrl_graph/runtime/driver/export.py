@@ -1,7 +1,7 @@
 """`--export`: the weights of a checkpoint as Hugging Face folders.
 
-Invariant: no process is started. Only an intact checkpoint is exported, and only with the config and the tokenizer of
-the model that it was trained from. Existing files are never overwritten.
+Invariant: no process is started. Only an intact checkpoint is exported, with the config and the tokenizer of the model
+from which the checkpoint was trained. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class ExportedWeights:
 def export(target: str, program: Plan | None = None, worker: str = "", to: str = "") -> ExportedWeights:
     """Write the weights of a checkpoint as Hugging Face folders.
 
-    `target` names the checkpoint. All trained workers are written into folders below `to`, or one `worker` into `to`
-    itself. The models are those of `program`, or else of the plan in the run's folder. Raises Fault.
+    `target` names the checkpoint. By default, all trained workers are exported, each into its own folder below `to`.
+    With `worker`, only this worker is exported, into `to` itself. If `to` is empty, the folders are in the folder
+    `exported` of the run. The models come from `program`, or else from the plan in the run's folder. Raises Fault.
     """
     copies: list[Path] = []
     try:
@@ -63,7 +64,7 @@ def _refuse(message: str, help: str = "", code: str = "bad-checkpoint") -> Fault
 
 
 def _load_plan(path: Path, target: str) -> Plan:
-    """Load the plan in the folder of a checkpoint's run."""
+    """Load the plan from the folder of the run that wrote a checkpoint."""
     file = path.parent.parent / remote_folder.PLAN
     again = f"name the program of the run: msrl-run PROGRAM --export {target}"
     try:
@@ -76,7 +77,7 @@ def _load_plan(path: Path, target: str) -> Plan:
 
 
 def _select_workers(path: Path, manifest: Manifest, plan: Plan, worker: str) -> list[str]:
-    """Return the workers to export, in the order of the checkpoint's files."""
+    """Return the names of the workers to export, in the order of the checkpoint."""
     pieces = (piece.name.split("/") for file in manifest.files for piece in file.pieces)
     saved = list(dict.fromkeys(name for name, kind, *_ in pieces if kind == "weights"))
     has = " and ".join(f"`{name}`" for name in saved)
@@ -111,7 +112,7 @@ def _check_free(folder: Path) -> Path:
 
 
 def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Model:
-    """Return the model of a worker, after a check that the checkpoint is of it."""
+    """Return the model of a worker, after a check that the checkpoint has this model."""
     model = plan.model(plan.graph.sharing(worker)[0].name)
     name = plan.graph.worker(worker).model
     shapes = manifest.program.get("models", {}).get(name)
@@ -130,7 +131,7 @@ def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Mode
 def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: Manifest) -> list[Diagnostic]:
     """Return warnings about changed files in the model's folder.
 
-    Raises Fault if the changes make it another model.
+    Raises Fault if a change turns the model into another model.
     """
     name = plan.graph.worker(worker).model
     before = run_inputs.parse_inputs(manifest.inputs)

@@ -1,12 +1,12 @@
-"""The function hosts of a run, as its driver manages them.
+"""The function hosts of a run, which the driver starts, calls and replaces.
 
-Invariant: the calls of a host's lane run in the order of the requests, whichever process runs them. Ray keeps the order
-of calls to one process, but not of calls that it retries after a death: a later task could wait in front of the earlier
-one that it needs. So Ray retries none. A process that died is replaced here, and its unanswered calls are repeated in
-the same order.
+A host has one lane, with one process, for each iteration that may be in progress at the same time. Functions of an
+older iteration may wait for ranks, and functions of the next iteration must not be delayed by that wait.
 
-A host has a lane for each iteration that may be in progress at once. Functions of an older iteration may wait for
-ranks, and those of the next one must not wait with them.
+Invariant: the calls of a lane run in the order of the requests, even if the lane's process is replaced. Ray keeps the
+order of calls to one process, but not the order of calls that Ray retries after a death: a later task could then block
+an earlier task that it depends on. So Ray retries no call. The driver replaces a process that died, and repeats the
+unanswered calls of the process in the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 @dataclass(eq=False)
 class ActorCall:
-    """A call to a process.
+    """A call of a method of a process.
 
-    `reference` is to its result; each repetition of the call sets a new one.
+    `reference` is the Ray reference to the result. Each repetition of the call sets a new reference.
     """
 
     process: int
@@ -30,11 +30,11 @@ class ActorCall:
 
 
 class FunctionHosts:
-    """A process for each lane of each host, each of which may die `restarts` times.
+    """The processes of all lanes of all hosts; each may die up to `restarts` times.
 
-    `start(host, lane, again)` starts a process and returns its actor; `again` means that it replaces one that died.
-    `ended(references)` returns the references that have a result, each with None, or with Ray's error if the process
-    died before it had one.
+    `start(host, lane, again)` starts a process and returns its actor. `again` means that the process replaces a process
+    that died. `ended(references)` returns a dictionary of the references that have ended. The value is None if the call
+    has a result, or Ray's error if the process died before.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class FunctionHosts:
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
-        """Request a call, after all earlier requests of its lane."""
+        """Request a call, which runs after all earlier requests of the same lane."""
         call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open_calls[call.process].append(call)
         self._send(call)
         return call
 
     def ask_all(self, method: str) -> list[ActorCall]:
-        """Request a call from all processes, the first lane's first."""
+        """Request a call from all processes, beginning with those of the first lane."""
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
     def replace_dead(self) -> list[str]:
         """Replace processes that died, and return their names.
 
-        Raises Ray's error for a process that died once too often.
+        Raises Ray's error if a process died more than `restarts` times.
         """
         replaced = []
         outcomes = self.ended([call.reference for calls in self.open_calls for call in calls])
@@ -97,7 +97,7 @@ def name(host: int, lane: int = 0) -> str:
 
 
 def reference(item: Any) -> Any:
-    """Return the current reference of a call, or a reference itself."""
+    """Return the current reference of an ActorCall; return any other item unchanged."""
     return item.reference if isinstance(item, ActorCall) else item
 
 

@@ -1,8 +1,9 @@
-"""Requests to the hosts' functions for each task in progress.
+"""Requests of the driver to the function hosts, for each task in progress.
 
-Invariant: functions do a task in the order of its stream. No function that reads a state begins before the previous
-iteration has set its value. If that value is not known yet, only the opening of the task is requested. The rest is
-requested as soon as the functions of the previous iteration have ended: they wait for no update.
+Invariant: the functions of a task run in the order of the task's instruction stream. A function that reads an algorithm
+state begins only after the previous iteration has set the value of this state. If the value is not known yet, only the
+opening of the task (the first part of its stream) is requested. The rest of the task is requested as soon as the
+functions of the previous iteration have ended. These functions do not wait for an update.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class FunctionTasks:
         self.ended = set[Any]()  # references to ended calls of training iterations
 
     def begin(self, task: Task) -> None:
-        """Request a task, or its opening."""
+        """Request the function calls of a task.
+
+        If the algorithm states of the task are not known yet, only the opening of the task is requested.
+        """
         part: Part = "opening" if task.trains and self.reads_states and not self.carried.knows(task.number) else "whole"
         self.calls[task.key] = []
         self._ask(task, part)
@@ -38,7 +42,10 @@ class FunctionTasks:
             self.openings[task.number] = task
 
     def calls_of(self, task: Task) -> list[ActorCall]:
-        """Return the calls of a task whose turn has come, all of which are requested."""
+        """Return the function calls of the task that the driver starts next.
+
+        Raises RuntimeError if the rest of the task cannot be requested yet.
+        """
         self.request_ready()
         if task.number in self.openings and task.trains:
             raise RuntimeError(f"{task.key} was taken before all of it was requested")
@@ -49,20 +56,21 @@ class FunctionTasks:
         self.ended -= {*map(reference, self.calls.pop(task.key))}
 
     def awaited_references(self) -> list[Any]:
-        """Return references to calls that the rest of a later iteration waits for."""
+        """Return references to calls that must end before the rest of a task is requested."""
         before = self.calls[f"train/{min(self.openings) - 1}"] if self.openings else []
         return [call_reference for call_reference in map(reference, before) if call_reference not in self.ended]
 
     def record_ended(self, ended: Collection[Any]) -> None:
-        """Record ended calls, only some of which may be of functions.
+        """Record calls that have ended.
 
-        Raises the error of a call that failed.
+        `ended` may contain references to calls of other processes, which are ignored. Raises the error of a call that
+        failed.
         """
         self.ended |= {*ended} & {reference(call) for calls in self.calls.values() for call in calls}
         self.request_ready()
 
     def request_ready(self) -> None:
-        """Request everything that can begin now."""
+        """Request the rest of each task whose algorithm states are known."""
         while self.openings:
             number = min(self.openings)
             if not self.carried.knows(number):
@@ -82,8 +90,8 @@ class FunctionTasks:
 
 
 def lane(task: Task) -> int:
-    """Return the lane of the functions of a task.
+    """Return the number of the lane whose functions run a task.
 
-    An evaluation uses the lane of the iteration before it, which has ended.
+    An evaluation uses the lane of the iteration before the evaluation, because that iteration has ended.
     """
     return task.number if task.trains else task.number - 1

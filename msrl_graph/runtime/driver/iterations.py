@@ -1,7 +1,7 @@
 """The driver of a run: starts iterations and collects metrics.
 
-No sample passes through it. Invariant: files in the run's folder are complete whenever it dies: lines of metrics are
-flushed, checkpoints renamed into place."""
+No sample passes through the driver. Invariant: whenever the driver dies, the files in the run's folder are complete,
+because metrics lines are flushed and checkpoints are renamed into place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PATIENCE = 15.0  # seconds that a disk may stall under the last checkpoint after
 
 
 class _Running(NamedTuple):
-    """A task in progress: when it began (perf_counter), references to its reports."""
+    """A task in progress, its start (perf_counter), and references to its reports."""
 
     task: Task
     start: float
@@ -55,7 +55,7 @@ class _Running(NamedTuple):
 
 
 class Driver:
-    """One attempt."""
+    """The driver of one attempt of a run."""
 
     async_pools: AsyncPools  # set once there are ranks
 
@@ -205,7 +205,7 @@ class Driver:
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
-        """Write a checkpoint; if the disk fails, the run continues with the last one."""
+        """Write a checkpoint; if the disk fails, report that and continue the run."""
         after = plural(iteration, "iteration")
         self.display.phase(f"saving after {after}")
         store = self.pool.checkpoints
@@ -231,17 +231,17 @@ class Driver:
             self.display.say(self.unsaved)
 
     def _wait_for_disk(self, calls: Sequence[Any]) -> list[Any]:
-        """Wait for calls that read or write weights, as long as bytes move."""
+        """Wait for calls that read or write weights, without a limit while bytes move."""
         return self._wait(calls, disk=True)
 
     def _open(self, task: Task) -> None:
-        """Announce a task to the docks; Ray would wait for ever for one of a lost host."""
+        """Announce a task to the docks; raise if a host is lost, where Ray would hang."""
         fault_points.reach("driver", f"open {task.key}")
         self._wait([dock.open.remote(task) for dock in self.pool.docks])
         fault_points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
-        """Start a task's streams on all pools, except those that run ahead."""
+        """Start a task on all pools; in training, asynchronous pools start due tasks only."""
         start = time.perf_counter()
         self._prepare(task)
         if task.trains:
@@ -266,13 +266,13 @@ class Driver:
             self.async_pools.begin(pool, task, now, self._measured(number))
 
     def _prepare(self, task: Task) -> None:
-        """Open a task and start its functions early, so that its prompts come in time."""
+        """Announce a task and start its functions early, so that its prompts are ready."""
         if task.key not in self.tasks.calls:
             self._open(task)
             self.tasks.begin(task)
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
-        """Wait for the streams of a task; return seconds and reports."""
+        """Wait until a task has ended; return its seconds and its reports."""
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
         number = running.task.number
@@ -304,9 +304,9 @@ class Driver:
         return moved, messages
 
     def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """Return the results of calls; meanwhile run pools ahead of iteration `training`.
+        """Return the results of calls; meanwhile start due tasks for iteration `training`.
 
-        Fails when one fails, a process dies and is not replaced, or no row (`disk`: no byte) moves for `deadline` s.
+        Raises if a call fails, a process dies for good, or no row (`disk`: no byte) moves for `deadline` seconds.
         """
         pending = list(calls)
         stall = StallClock(disk)
@@ -343,7 +343,7 @@ class Driver:
         return list(self.ray.get([reference(call) for call in calls]))
 
     def _stuck_error(self, message: str, pending: Sequence[Any]) -> RunError:
-        """Return the error for endless work: the user's ends the run, other is retried."""
+        """Return RunError if the user's code is stuck, else ProcessStuck (may be retried)."""
         waits = self.describe_waits()
         last = ", ".join(f"`{status.last}`" for status in self.docks.statuses if status.last)
         if self.processes_in_user_code():
@@ -352,18 +352,18 @@ class Driver:
         return ProcessStuck(f"{message}; {' and '.join(busy) or 'a process'} has not returned{waits}")
 
     def processes_in_user_code(self) -> list[str]:
-        """Return the processes in the user's code that others wait for."""
+        """Return the processes that run the user's code while other processes wait."""
         calls = self.functions.open_calls if self.pool.functions else []
         busy = {function_hosts.name(*self.functions.places[i]) for i, pending in enumerate(calls) if pending}
         busy |= {f"rank {rank}" for rank in range(len(self.pool.ranks))}
         return processes_in_user_code(self.plan, self.docks.statuses, busy)
 
     def _patience(self, disk: bool) -> float:
-        """How long a wait may stall; work that takes minutes each time is not stuck."""
+        """Return the seconds that a wait may stall: at least twice the longest iteration."""
         return max(PATIENCE if disk else STILL, 2 * self.longest)
 
     def _look(self, idle: bool) -> bool:
-        """Ask the docks when idle or watched; a dead dock raises at once."""
+        """Query the docks if idle or watched; raise if a dock is dead or a host is lost."""
         watched = bool(self.display.wanted())
         if not watched and not (idle and time.monotonic() - self.looked >= 0.8 * LOOK):
             return False
@@ -382,7 +382,7 @@ class Driver:
         return True
 
     def describe_deaths(self, names: Sequence[str]) -> str:
-        """Describe how processes died: first those killed because they did not move."""
+        """Describe how processes died, first those that were killed for not responding."""
         self.fates.hear(self.docks.statuses)
         killed = self.fates.take_reasons(names)
         others = [name for name in names if name not in killed]
@@ -390,12 +390,12 @@ class Driver:
         return "; ".join([*killed.values(), *died])
 
     def describe_places(self, names: list[str]) -> str:
-        """Describe what processes did when they were last heard of."""
+        """Describe what processes did according to their last reports."""
         places = wait_report.places(self._ask_docks(), names)
         return f" {' and '.join(places)}" if places else f", after {self.display.last}" if self.display.last else ""
 
     def describe_waits(self, reported: str = "") -> str:
-        """Describe who waits for what, a wait a line, without the `reported` one."""
+        """Describe each wait of a process in one line, except waits in `reported`."""
         return "".join(f"\n  {line}" for line in wait_report.waits(self._ask_docks(), reported))
 
     def _ask_docks(self) -> list[Status]:
@@ -404,7 +404,7 @@ class Driver:
         return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
-        """Return whether to measure memory: in the second iteration, or the only one."""
+        """Return whether to measure memory: in the second iteration, or in the only one."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:

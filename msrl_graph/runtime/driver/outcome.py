@@ -1,6 +1,7 @@
-"""Outcome of a run: what it has left, as Python reads it, or why it ended early.
+"""Outcome of a run: its results as Python objects, or why it ended early.
 
-Invariant: everything is read from the run's folder on request. A figure that a run could not compute is null.
+Invariant: results are read from the run's folder when the caller requests them. A figure that a run could not compute
+is null.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from ..weights import checkpoint
 
 
 class RunFailed(Exception):
-    """A process died, or a wait passed its deadline."""
+    """A run failed, for example because a process died or a wait passed its deadline."""
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end, at the time `when`.
+    """A signal asked the run to end.
 
-    `status` is the exit status that a shell expects.
+    `when` is a text that says when the run ended, for example after how many iterations. `status` is the exit status
+    that a shell expects.
     """
 
     def __init__(self, status: int, when: str) -> None:
@@ -43,8 +45,8 @@ class Interrupted(Exception):
 class Outcome:
     """Results of a run.
 
-    `folder` is where the files are, a text if it is a URL. `reported` has the first and the last value of each reported
-    mean, by its title.
+    `folder` contains the files of the run; it is a string if the folder is at a URL. `reported` has the first and the
+    last value of each mean that the evaluations report. Its keys are the titles of the means.
     """
 
     folder: Path | str
@@ -53,7 +55,7 @@ class Outcome:
     bests: tuple[BestFigure, ...] = ()
 
     def lines(self) -> list[str]:
-        """Describe each evaluation before and after training, and the best checkpoint."""
+        """Describe each evaluation before and after training, and the best checkpoints."""
         means = [
             f"{name} {first:.3f}" + ("" if self.evaluated else f" -> {last:.3f}")
             for name, (first, last) in self.reported.items()
@@ -69,8 +71,8 @@ class Outcome:
     def best(self) -> dict[str, Path | str]:
         """The checkpoint with the best figure of each evaluation that states `best`.
 
-        The keys are the titles of the figures. Left out are figures whose best value came before the training, and
-        those whose checkpoint is in another folder.
+        The keys are the titles of the figures. A figure is left out if its best value came before the training, or if
+        its checkpoint is in another folder.
         """
         saved = self._list_names(checkpoint.FOLDER) if any(best.iteration for best in self.bests) else []
         checkpoints: dict[str, Path | str] = {}
@@ -85,24 +87,25 @@ class Outcome:
     @property
     @public
     def metrics(self) -> Any:
-        """The metrics of all iterations as an Arrow table, with a row for each.
+        """The metrics of all iterations as an Arrow table, with one row per iteration.
 
-        `to_pandas()` makes a data frame of it. A figure of a group, such as `phases`, is a column of its own:
-        `phases/reshard`.
+        `to_pandas()` converts the table to a data frame. If a figure has several parts, such as `phases`, each part has
+        its own column, such as `phases/reshard`.
         """
         return _make_table(line for line in self._read_lines() if "iteration" in line)
 
     @property
     @public
     def evaluations(self) -> Any:
-        """The evaluations as an Arrow table, with a row for each."""
+        """The evaluations as an Arrow table, with one row per evaluation."""
         return _make_table(line for line in self._read_lines() if "evaluation" in line)
 
     @public
     def rows(self, iteration: int, generation: str | None = None) -> Any:
         """Return the recorded rows of an iteration (from 0) as an Arrow table.
 
-        A program with several generations has a table for each: `generation` is the column that it writes.
+        If the program has several generation nodes, each of them has its own table. In this case, `generation` selects
+        the table by the column that the node writes. Raises Fault if there is no such table.
         """
         if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
             value = str(iteration) if isinstance(iteration, int) else kind_of(iteration)
@@ -130,14 +133,14 @@ class Outcome:
             return source.read()
 
     def _read_lines(self) -> list[dict[str, Any]]:
-        """Read the lines of the metrics; a number that JSON does not have is None."""
+        """Read the lines of the metrics; NaN and infinity, which JSON lacks, are None."""
         if METRICS not in self._list_names():
             _refuse("missing-file", f"there are no metrics in {self.folder}", "the run has not been started")
         lines, _ = read_valid_lines(self._fetch_file(METRICS))
         return [json.loads(line) for line in lines]
 
     def _list_names(self, *folder: str) -> list[str]:
-        """Return the names in a folder of the run; none if there is no such folder."""
+        """Return the names in a folder of the run; [] if the folder does not exist."""
         if isinstance(self.folder, str):
             url = urls.join(self.folder, *folder)
             with urls.report_errors(url):
@@ -152,7 +155,7 @@ class Outcome:
 
 
 def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]:
-    """Return the outcome of a run and what is wrong with its metrics ("": nothing)."""
+    """Return the outcome of a run, and the damage of its metrics file ("": none)."""
     evaluations = {candidate.task: candidate for candidate in plan.deploy.evaluations}
     means: dict[str, tuple[float, float]] = {}
     texts, wrong = read_valid_lines(folder / METRICS)
@@ -168,7 +171,7 @@ def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]
 
 
 def _make_table(lines: Iterable[Mapping[str, Any]]) -> Any:
-    """Make a table with a column for each figure that any of the lines has."""
+    """Make a table with one column for each figure that occurs in any of the lines."""
     import pyarrow as pa
 
     rows = [dict(_flatten(line)) for line in lines]

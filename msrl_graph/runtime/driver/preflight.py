@@ -1,6 +1,7 @@
-"""Check before a run starts: weights, tokenizer, data, packages, devices.
+"""Checks before a run starts: weights, tokenizer, data, packages, devices.
 
-Invariant: everything that is missing is reported at once, with its line, before a process starts.
+Invariant: everything that is missing is reported together, each item with its line in the program, before a process
+starts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .process_pool import check_machine
 
 
 def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
-    """Check that weights, tokenizers, data, packages and devices are there.
+    """Check that the weights, tokenizers, data, packages and devices are available.
 
     Returns a preview of each data file. Raises Fault with everything that is missing.
     """
@@ -81,9 +82,9 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 
 
 def _links(model: Model) -> Iterator[Diagnostic]:
-    """Yield an error for each link that leads out of a model's folder.
+    """Yield an error for each symbolic link that leads out of a model's folder.
 
-    The content of the link would be copied or trained, and saved.
+    Without the error, the run would copy or train the content of the link, and save it.
     """
     folder = Path(model.path)
     for file, target in (tensor_files.find_outside_links(folder) if folder.is_dir() else {}).items():
@@ -95,7 +96,8 @@ def _links(model: Model) -> Iterator[Diagnostic]:
 def _packages(plan: Plan) -> Iterator[Diagnostic]:
     """Yield an error for each engine that is not installed.
 
-    Its span is where the engine is named, or else the layout that only this engine can run.
+    The error points to the place where the program names the engine, or else to the layout that only this engine can
+    run.
     """
     by_engine: dict[str, list[Placement]] = {}
     for placement in interpreters.placements_of(plan):
@@ -127,7 +129,10 @@ def _missing_packages(plan: Plan, spec: EngineSpec) -> list[str]:
 
 
 def _reason(placement: Placement) -> str:
-    """Return what other engines lack, if the plan chose the engine for that; else ""."""
+    """Return what other engines lack, if the plan chose this engine for that reason.
+
+    Returns "" if the plan did not choose the engine.
+    """
     by, _, lacking = placement.engine.chosen.partition(": ")
     return lacking if by.startswith("the plan") else ""
 
@@ -135,7 +140,7 @@ def _reason(placement: Placement) -> str:
 def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
     """Suggest axes to leave out of a layout, so that an installed engine can run it.
 
-    Returns "" if that is not enough.
+    Returns "" if no installed engine can run the layout without these axes.
     """
     node = plan.graph.node(placement.node)
     model = plan.model(placement.node)
@@ -152,12 +157,15 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
 
 
 def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
-    """Check the interpreters; on a cluster the probe does it for each host."""
+    """Check the pools' Python interpreters, unless the run is on a cluster.
+
+    On a cluster, the probe (cluster_probe.py) checks the interpreters of each host.
+    """
     return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check_interpreters(plan)
 
 
 def _check_tokenizer(model: Model) -> Diagnostic | None:
-    """Return what is wrong with the tokenizer of a model's folder."""
+    """Return an error if the tokenizer of a model's folder cannot be read, else None."""
     try:
         Tokens(model.path)
     except Exception as error:  # the library raises nothing more specific

@@ -1,8 +1,10 @@
-"""Choice of the runs that fork their processes from a preloaded process.
+"""Start of the preload server, from which a run forks its processes.
 
-Invariant: a forked process computes the same as one that Ray started. Packages that read the environment at import find
-the same variables as in a rank. This module imports little, since `msrl-run` starts the server before it reads a
-program.
+The preload server is a process that has already imported the modules of ranks and functions.
+
+Invariant: a forked process computes the same results as a process that Ray starts. Packages that read environment
+variables when they are imported find the same variables as in a rank. This module imports little, because `msrl-run`
+starts the server before it reads a program.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ COMMON = (
 
 @contextmanager
 def starting_early(file: str) -> Iterator[PreloadServer | None]:
-    """Start the server for a program or plan that is not read yet; end it afterwards.
+    """Start a preload server for a program or plan file that is not read yet.
 
-    There is none if no run of the file could use it.
+    The server ends with the context. Yields None if no run of the file could use a server.
     """
     server = _start() if _mentions_host(Path(file)) else None
     try:
@@ -55,10 +57,11 @@ def starting_early(file: str) -> Iterator[PreloadServer | None]:
 
 @contextmanager
 def serving(plan: Plan, early: PreloadServer | None = None) -> Iterator[PreloadServer | None]:
-    """Let a server import the modules of a plan; end it afterwards.
+    """Let a preload server import the modules of a plan.
 
-    It may have been started `early`. There is none for other devices than the host: no one has tried yet whether their
-    packages can be imported before a fork.
+    `early` is a server that was already started, or None. The server ends with the context. Yields None if the plan's
+    devices are not CPUs of the host, because it is not tested whether the packages of other devices can be imported
+    before a fork.
     """
     server = (early or _start()) if plan.cluster.device.kind.is_host else None
     if server is None and early is not None:
@@ -73,7 +76,10 @@ def serving(plan: Plan, early: PreloadServer | None = None) -> Iterator[PreloadS
 
 
 def _start() -> PreloadServer | None:
-    """Start a server, unless a cluster starts the workers itself."""
+    """Start a preload server; return None if a running cluster starts the workers.
+
+    Also returns None if the server cannot be started.
+    """
     if os.environ.get("RAY_ADDRESS"):
         return None
     with suppress(OSError):  # no run depends on it
@@ -82,14 +88,14 @@ def _start() -> PreloadServer | None:
 
 
 def _mentions_host(file: Path) -> bool:
-    """Return whether a file contains the name of the device that is the host."""
+    """Return whether a file contains `"cpu"`, the name of the host as a device."""
     with suppress(OSError, ValueError):  # the compiler reports it
         return b'"cpu"' in file.read_bytes()
     return False
 
 
 def modules(plan: Plan) -> list[str]:
-    """Return the modules that ranks of a plan import after the common ones."""
+    """Return the modules that the ranks of a plan import in addition to COMMON."""
     from ...backends import ENGINES
 
     engines = {ENGINES[p.engine.name].build.partition(":")[0] for p in plan.placements if p.engine.name in ENGINES}

@@ -1,8 +1,8 @@
 """The processes of a run on Ray: their resources, start and end.
 
-Invariant: nothing starts before the resources are known to exist. Docks that die are restarted by Ray, and function
-hosts by function_hosts.py, `run { restarts }` times each. The death of any other process ends the attempt. The
-supervisor ends what is left of a pool on this machine.
+Invariant: no process starts before the resources are known to exist. Ray restarts docks that die, and function_hosts.py
+replaces function hosts that die, each at most `run { restarts }` times. The death of any other process ends the
+attempt. After an attempt, the supervisor ends the remaining processes on this machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SOON = 5.0  # seconds until a stopped process is killed, on a host that was sile
 
 
 class HostFolder(NamedTuple):
-    """Temporary folder of the run on a host, and the host's cores."""
+    """Temporary folder of the run on a host, and the number of the host's cores."""
 
     folder: str
     cores: int
@@ -231,7 +231,10 @@ class ProcessPool:
         return [HostFolder(folder, facts["cores"]) for folder, facts in zip(folders, hosts.seen, strict=True)]
 
     def _fetch(self, functions: list[Any]) -> None:
-        """Have each host fetch its own copies of files at URLs, before any rank builds."""
+        """Let each host fetch its own copies of files at URLs, before ranks load models.
+
+        Raises NoResources with the errors of all hosts.
+        """
         requests = [function_host.fetch.remote() for function_host in functions] if has_urls(self.plan) else []
         diagnostics = [
             replace(problem, code="host-differs", message=f"on the host {host} {problem.message}")
@@ -249,17 +252,23 @@ class ProcessPool:
             ray.kill(self.probes.pop())
 
     def results(self, references: Sequence[Any]) -> list[Any]:
-        """Return the results of Ray references; HostLost if a cluster host is lost."""
+        """Wait for Ray references and return their results.
+
+        Raises HostLost if a host of the cluster is lost.
+        """
         import ray
 
         return wait_for_results(ray, references, self._nodes())
 
     def _nodes(self) -> list[str]:
-        """Return the node ids of a cluster's hosts in Ray."""
+        """Return the Ray node ids of a cluster's hosts; [] without a cluster."""
         return self.reserved.nodes if self.attached and self.reserved is not None else []
 
     def look(self) -> list[str]:
-        """Return Ray's servers that are gone; find them first until all are known."""
+        """Return the names of Ray's servers that are gone.
+
+        Until all of Ray's servers are known, each call first searches for them among this process's children.
+        """
         if not self.attached and len(self.servers) < len(SERVERS):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
@@ -268,11 +277,11 @@ class ProcessPool:
         return [f"Ray's {name}" for pid, name in self.servers.items() if not is_alive(pid)]
 
     def ray_process_ids(self) -> dict[str, int]:
-        """Return the ids of Ray's own processes on this machine, by name."""
+        """Return the process ids of Ray's own servers on this machine, by server name."""
         return {f"Ray's {name}": pid for pid, name in [*self.servers.items()]}
 
     def dead_processes(self, patience: float = 2.0) -> list[str]:
-        """Return the names of processes that died for good.
+        """Return the names of processes that died and are not restarted.
 
         Only deaths that Ray notices within `patience` seconds count.
         """
@@ -300,15 +309,15 @@ class ProcessPool:
         return dead
 
     def owners_of(self, references: Sequence[Any]) -> list[str]:
-        """Return the names of the processes that still owe these results."""
+        """Return the names of the processes that compute the results of `references`."""
         return list(
             dict.fromkeys(self.names.get(reference.task_id().actor_id().hex(), "a process") for reference in references)
         )
 
     def examine(self, dock: int, limits: heartbeat.Limits) -> None:
-        """Look for stopped processes on the host of a dock that does not answer.
+        """Start a search for stopped processes on the host of a dock that is silent.
 
-        A fresh process does it: all processes of the host may be stopped, so that none of them can.
+        A new process does the search, because all existing processes of the host may be stopped.
         """
         import ray
 
@@ -324,11 +333,11 @@ class ProcessPool:
 
     @property
     def nodes(self) -> list[str]:
-        """Node ids of the docks' hosts in Ray."""
+        """Node ids in Ray of the hosts that have a dock."""
         return [self.reserved.nodes[host] for host in self.dock_hosts] if self.reserved is not None else []
 
     def unreachable_hosts(self) -> list[str]:
-        """Return the hosts of a cluster that are out of reach."""
+        """Return the hosts of a cluster that cannot be reached."""
         return sorted(unreachable_hosts(self.reserved.nodes)) if self.attached and self.reserved is not None else []
 
     def _actors(self) -> list[Any]:
@@ -348,7 +357,7 @@ class ProcessPool:
 
 
 def check_machine(plan: Plan) -> None:
-    """Refuse a plan that needs more than this machine has, before anything starts."""
+    """Raise NoResources if a plan needs more than this machine has."""
     cluster = plan.cluster
     kind = cluster.device.kind
     cores = HOST.visible_count()

@@ -1,8 +1,9 @@
 """A run's folder at a URL: a working copy on the driver's host, and uploads.
 
-Invariant: the content at the URL is what counts, so each start has a working copy of its own. A checkpoint becomes
-visible at the URL only when all of it is there, since its manifest is uploaded last (distributed_checkpoint.py). The
-working copy is removed once all of it is at the URL; otherwise it stays, and a message names it.
+Invariant: the content at the URL is authoritative, so each start of a run makes its own working copy. A checkpoint
+becomes visible at the URL only when all of its files are uploaded, because its manifest is uploaded last
+(distributed_checkpoint.py). The working copy is removed when all of its content is at the URL. If an upload fails, the
+working copy is kept, and a message names its folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PLAN = "plan.json"
 class FetchedCheckpoint:
     """A checkpoint fetched from a URL.
 
-    It has the URL of its run, its folder in a working copy, and whether it is the newest.
+    `run` is the URL of the checkpoint's run. `folder` is the checkpoint's folder in a working copy. `newest` says
+    whether the checkpoint is the newest one of its run.
     """
 
     run: str
@@ -34,14 +36,14 @@ class FetchedCheckpoint:
 
 
 def make_working_copy(url: str) -> Path:
-    """Create a new working copy."""
+    """Create an empty folder for a working copy of the content at a URL."""
     return Path(tempfile.mkdtemp(prefix=f"{urls.name(url)}-", dir=private.cache("runs")))
 
 
 def choose(url: str, overwrite: bool) -> None:
-    """Check that a URL can take the results of a run.
+    """Check that the results of a run can be written to a URL.
 
-    Raises Fault if it cannot be written to, or holds results that must not be replaced.
+    Raises Fault if the URL is not writable, or if it has results that must not be replaced.
     """
     urls.check_writable(url)
     with urls.report_errors(url):
@@ -58,7 +60,7 @@ def choose(url: str, overwrite: bool) -> None:
 
 
 def clear(url: str) -> None:
-    """Remove the results of a run. Raises Fault."""
+    """Remove the results of a run at a URL; raise Fault if that fails."""
     try:
         urls.remove(url, MADE)
     except OSError as error:
@@ -68,8 +70,9 @@ def clear(url: str) -> None:
 def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> FetchedCheckpoint:
     """Fetch the checkpoint that a URL names into a working copy.
 
-    The URL is that of a checkpoint or of a run. The metrics and the plan of the run come with it. The working copy is
-    added to `copies`. `use` is the flag that names the URL. Raises Fault.
+    `target` is the URL of a checkpoint, or of a run, whose newest checkpoint is fetched. The metrics and the plan of
+    the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag that names the URL.
+    Raises Fault.
     """
     above, _, last = target.rstrip("/").rpartition("/")
     is_checkpoint = checkpoint.is_folder_name(last) and urls.name(above) == checkpoint.FOLDER
@@ -115,9 +118,9 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
 
 
 def finish(copy: Path, url: str) -> None:
-    """Upload what a run has left, and remove its working copy.
+    """Upload the files of a run that has ended, and remove its working copy.
 
-    The copy stays if its newest checkpoint is not at the URL. Raises OSError if an upload fails.
+    The working copy is kept if its newest checkpoint is not complete at the URL. Raises OSError if an upload fails.
     """
     urls.send(copy, url, [name for name in MADE if name != checkpoint.FOLDER])
     checkpoints = checkpoint.list_checkpoints(copy)

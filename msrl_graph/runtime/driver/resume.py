@@ -1,7 +1,7 @@
-"""The checkpoint that a run is resumed from, and what has changed since.
+"""The checkpoint from which a run is resumed, and what has changed since.
 
-Invariant: a damaged checkpoint, or one of another algorithm or model, is refused. Any other change that affects the
-result is listed in one warning. Locations of files and layouts never affect it.
+Invariant: a damaged checkpoint is refused. A checkpoint of another algorithm or model is refused. All other changes
+that affect the result are listed in one warning. Locations of files and layouts never affect the result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _CALL = re.compile(r"(?:.*/)?([^/]+\.py:\w+)")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run is resumed from.
+    """The checkpoint from which a run is resumed.
 
-    `changed` are, in words, the changes since then that affect the result.
+    `changed` are texts that describe the changes since the checkpoint that affect the result.
     """
 
     path: Path
@@ -48,8 +48,9 @@ def find_resume_point(
 ) -> ResumePoint:
     """Find the checkpoint to resume from, and check that it fits the plan.
 
-    `target` is the folder of a checkpoint or of a run. `now` are the plan's inputs. `trains` means that the run
-    continues from the checkpoint. Raises Fault if the checkpoint is damaged or of another program.
+    `target` is the folder of a checkpoint or of a run. `now` are the plan's inputs. If `trains` is true, the run
+    continues from the checkpoint. If `trains` is false, the run only evaluates the checkpoint. Raises Fault if the
+    checkpoint is damaged or belongs to another program.
     """
     path, manifest = find_checkpoint(target, span)
     if trains and manifest.iteration > plan.deploy.run.iterations:
@@ -85,9 +86,10 @@ def find_resume_point(
 
 
 def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path, Manifest]:
-    """Find the checkpoint that `target` names; of a run the newest.
+    """Find the checkpoint that `target` names.
 
-    `use` is the flag that names it. Raises Fault.
+    If `target` is a run, the result is the newest checkpoint of the run. `use` is the command-line flag that names
+    `target`. Raises Fault if there is no intact checkpoint.
     """
     path = Path(target).absolute()
 
@@ -123,8 +125,9 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
 def program(plan: Plan) -> dict[str, Any]:
     """Return everything in a plan that decides the result of a run.
 
-    This is the algorithm, the models' shapes, the seed, the version of the streams that draw by the seed, the data, and
-    what happens on NaN. With a schedule of the learning rate it is also the number of iterations.
+    The result contains the algorithm, the shapes of the models, the seed, the version of the random streams, the data,
+    and the action on NaN. If a learning-rate schedule depends on the number of iterations, the result also contains
+    this number.
     """
     models = model_shapes(plan)
     data = {
@@ -141,7 +144,10 @@ def program(plan: Plan) -> dict[str, Any]:
 
 
 def model_shapes(plan: Plan) -> dict[str, Any]:
-    """Return what makes two models of a plan the same, apart from their weights."""
+    """Return, for each model of a plan, the properties that identify it.
+
+    Weights are not part of these properties.
+    """
     return {
         name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.tensors)}
         for name, model in plan.deploy.models.items()
@@ -161,7 +167,7 @@ def _size(path: str) -> int:
 
 
 def _without_spans(value: Any) -> Any:
-    """Remove the places in the text from a value."""
+    """Remove the spans (positions in the program's text) from a nested value."""
     if isinstance(value, dict):
         return {key: _without_spans(item) for key, item in value.items() if key != "span"}
     return [_without_spans(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -170,7 +176,7 @@ def _without_spans(value: Any) -> Any:
 def differences(before: Any, now: Any, where: str = "") -> list[str]:
     """Describe the differences between two programs.
 
-    The folder of a function's file does not count.
+    Two functions are equal if they differ only in the folders of their files.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*before, *(key for key in now if key not in before)]

@@ -1,7 +1,8 @@
 """The folder of a run.
 
-Invariant: a run never writes among another run's results, unless it is asked to replace them. To replace them, it
-removes only files that runs make, and none that it reads itself. Two runs never write into one folder at the same time.
+Invariant: a run never writes into a folder with another run's results, unless the user asks to replace them. In this
+case, the run removes only files that runs create, and no file that the run itself reads. Two runs never write into one
+folder at the same time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ MADE = (
 def choose_folder(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
     """Choose the folder of a run.
 
-    It never holds another run's results, unless they are to be replaced and the run reads none of them.
+    The folder is new or empty, with one exception: with `overwrite`, the folder may contain the results of another run,
+    if the run reads none of these results. Raises Fault if `out` is not such a folder.
     """
     try:
         return _choose(plan, out, overwrite, replay)
@@ -91,15 +93,15 @@ def _choose(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
 
 
 def _creation_fault(folder: Path | str | None, error: OSError) -> Fault:
-    """Return the fault for a folder that the system does not provide."""
+    """Return the error for an output folder that cannot be created."""
     message = f"the output folder {folder or 'under runs'} cannot be made: {error.strerror}"
     return Fault(Diagnostic("bad-value", message, help="name another with --out"))
 
 
 def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
-    """Return a folder whose results are to be replaced.
+    """Return a folder whose results the run replaces.
 
-    Raises Fault if the run reads some of them.
+    Raises Fault if the run reads some of these results.
     """
     results = [(folder / name).resolve() for name in MADE]
     reads = [
@@ -115,9 +117,9 @@ def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
 
 
 def clear_results(folder: Path, begin: Path | None) -> None:
-    """Remove the results of a run.
+    """Remove the results in a run's folder.
 
-    If a run resumes from its own checkpoint `begin`, only newer checkpoints are removed.
+    If the run resumes from the checkpoint `begin` in this folder, only newer checkpoints are removed.
     """
     newer = [
         checkpoint_path
@@ -134,7 +136,8 @@ def clear_results(folder: Path, begin: Path | None) -> None:
 def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
     """Create the folder of a run.
 
-    If its name was not stated and another run takes it meanwhile, the next free name is used.
+    If the user did not name the folder (`stated` is false) and another run has created it in the meantime, the next
+    free name is used.
     """
     while True:
         try:
@@ -151,8 +154,8 @@ def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
 def check_own(out: Path) -> None:
     """Raise Fault if another user could change the folder while the run writes.
 
-    That user could place links there, and so have the run write over any file of its own user. A link to the folder is
-    followed if it belongs to this user or to root.
+    Such a user could place links in the folder. The run would follow the links and could overwrite any file of its own
+    user. If `out` itself is a link, the link must belong to this user or to root.
     """
     try:
         private.check_link(out)
@@ -168,8 +171,9 @@ def check_own(out: Path) -> None:
 def check_links(out: Path) -> None:
     """Raise Fault if a link leads out of an output folder.
 
-    Only places that the run writes to are checked. No run makes such a link, so somebody else has, as in a folder that
-    was copied from a stranger. Checkpoints are written under new names, so other files next to them do not matter.
+    Only paths to which the run writes are checked. A run never creates such a link, so another person has created it,
+    for example in a folder that was copied from a stranger. Files in the folder of checkpoints are not checked, because
+    checkpoints are written under new names.
     """
     for path in (out / name for name in MADE):
         inner = path.rglob("*") if path.is_dir() and path.name != checkpoint.FOLDER else ()
@@ -181,7 +185,7 @@ def check_links(out: Path) -> None:
 
 
 def check_free(out: Path) -> None:
-    """Raise Fault if another run has written into a folder since it was chosen."""
+    """Raise Fault if another run has written into `out` since `out` was chosen."""
     if any((out / name).exists() for name in MADE):
         message = f"another run has written into {out} meanwhile"
         raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
@@ -189,10 +193,10 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[int]:
-    """Lock a folder, so that two runs never write into it.
+    """Lock a folder, so that two runs never write into it at the same time.
 
-    Yields the descriptor that holds the lock. The lock ends with the last process that has the descriptor, however it
-    ends: the supervisor and its driver.
+    Yields the descriptor that holds the lock. The supervisor and its driver both have this descriptor, and the lock
+    ends when both processes have ended, in any way. Raises Fault if another run holds the lock.
     """
     handle = os.open(out, os.O_RDONLY)
     until = time.monotonic() + ORPHAN
@@ -218,9 +222,9 @@ def lock_folder(out: Path) -> Iterator[int]:
 
 
 def holders(out: Path) -> list[int]:
-    """Return the processes that hold the lock of a folder.
+    """Return the ids of the processes that hold the lock of a folder.
 
-    Only processes that this one may inspect are found.
+    Only processes that this process may inspect are found.
     """
     pids = []
     here = out.stat()
@@ -233,7 +237,10 @@ def holders(out: Path) -> list[int]:
 
 
 def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
-    """Return whether a descriptor of a process is of a folder and has a lock."""
+    """Return whether a process's descriptor refers to `folder` and holds a lock.
+
+    `handle` is the path of the descriptor in /proc.
+    """
     try:
         facts = handle.parent.parent / "fdinfo" / handle.name
         return os.path.samestat(handle.stat(), folder) and "FLOCK" in facts.read_text(encoding="ascii")
@@ -242,10 +249,10 @@ def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
 
 
 def _supervises(pid: int) -> bool:
-    """Return whether a process with a run's folder open is a supervisor.
+    """Return whether a process that has a run's folder open is a supervisor.
 
-    A driver is not: it ends with its supervisor. Nor is a process that is ending: its memory goes before its
-    descriptors, so for a moment it has no command line.
+    A driver is not a supervisor: it ends when its supervisor ends. A process that is ending also does not count: its
+    memory is released before its descriptors, so for a moment it has no command line.
     """
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()

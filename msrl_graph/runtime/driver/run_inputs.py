@@ -1,8 +1,9 @@
 """Inputs that decide a run's result: digests of files, versions of packages.
 
-Invariant: a file is compared by its content, never by its name, place or time: a model that was moved is the same
-model. Small files are digested completely. Of a large file, the size and sampled blocks are compared before a run.
-During the run, `DigestThread` digests all of it once, and reports what the samples do not show.
+Invariant: a file is compared by its content, never by its name, place or time. So a model that was moved is still the
+same model. For a small file, the digest covers the whole file. For a large file, the size and sampled blocks are
+compared before a run. During the run, `DigestThread` digests the whole file once, and reports a difference that the
+samples do not show.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ _TEMPLATE = "chat_template"  # a change of it makes other prompts, not another m
 class InputFile:
     """A file that a run reads.
 
-    It has its path on this host, its size, its modification time (nanoseconds), a digest of sampled blocks, the SHA-256
-    of all of it ("": not known yet), and the values of a small JSON file's keys, or their digests.
+    - `path`: the path on this host.
+    - `bytes`: the size; -1 if the file cannot be read.
+    - `changed`: the modification time in nanoseconds.
+    - `sampled`: a digest of sampled blocks.
+    - `sha256`: the SHA-256 of the whole file; "" if it is not known yet.
+    - `keys`: for a small JSON file, the values of its keys. A long value is replaced by its digest.
     """
 
     path: str
@@ -59,7 +64,7 @@ class InputFile:
 class RunInputs:
     """Files and package versions that decide a run's result.
 
-    The key of a file says what the file belongs to, and its name there: `model policy: config.json`.
+    The key of a file names what the file belongs to and the file itself, for example `model policy: config.json`.
     """
 
     files: dict[str, InputFile]
@@ -71,7 +76,10 @@ NO_INPUTS = RunInputs({}, {})
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences in words: what makes another `model`, and what else has `changed`."""
+    """Differences between the inputs of two runs, as texts.
+
+    `model` are the differences that make the model another model. `changed` are all other differences.
+    """
 
     model: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
@@ -81,7 +89,11 @@ class Differences:
 
 
 def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
-    """Collect the inputs of a plan whose files `plan_paths.copy_to_host` copied."""
+    """Collect the inputs of a plan whose files are on this host.
+
+    `plan` is the result of `plan_paths.copy_to_host`. `replay` is the folder of the run whose responses are replayed,
+    or "".
+    """
     paths = dict(_paths(plan, replay))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         entries = dict(zip(paths, pool.map(_read_file, paths.values()), strict=True))
@@ -167,7 +179,7 @@ def read(run: Path) -> dict[str, Any]:
 
 
 def parse_inputs(content: Mapping[str, Any]) -> RunInputs | None:
-    """Return the inputs in a manifest; None if its version kept none."""
+    """Return the inputs in a checkpoint's manifest; None if it has no valid inputs."""
     try:
         return msgspec.convert(content, RunInputs) if content else None
     except msgspec.ValidationError:
@@ -193,7 +205,7 @@ def differences(before: RunInputs, now: RunInputs) -> Differences:
 
 
 def data(inputs: RunInputs) -> dict[str, str]:
-    """Return the digests of sampled blocks of data files, by name in the program."""
+    """Return the digests of sampled blocks of data files, by the data's names."""
     return {
         name.removeprefix("data "): entry.sampled for name, entry in inputs.files.items() if name.startswith("data ")
     }
@@ -202,8 +214,8 @@ def data(inputs: RunInputs) -> dict[str, str]:
 def describe_edit(inputs: RunInputs) -> str:
     """Describe the first input that changed since the run began; "" if none did.
 
-    Only the weights and data are checked, which each start reads again. Each start has the other files as they were
-    (shipping.py).
+    Only files that each restart reads again are checked: weights, model configs, data and replayed rows. All other
+    files were copied when the run began, and every restart uses these copies (shipping.py).
     """
     for name, entry in inputs.files.items():
         if not (name.startswith(("data ", "replay ")) or ".safetensors" in name or name.endswith(": config.json")):
@@ -216,7 +228,10 @@ def describe_edit(inputs: RunInputs) -> str:
 
 
 def _compare_file(name: str, before: InputFile | None, now: InputFile | None) -> Iterator[tuple[bool, str]]:
-    """Yield the differences of a file, and whether each makes another model."""
+    """Yield (`decides`, text) for each difference between two versions of a file.
+
+    `decides` is true if the difference makes the model another model.
+    """
     decides = _is_model(name)
     if before is None or now is None:
         yield decides, f"{name} is {'new' if before is None else 'gone'}"
@@ -236,7 +251,7 @@ def _compare_file(name: str, before: InputFile | None, now: InputFile | None) ->
 
 
 def has_same_content(before: InputFile, now: InputFile) -> bool:
-    """Return whether a file has the same content, as far as both digests show."""
+    """Return whether two entries have the same content, as far as both digests show."""
     if before.sha256 and now.sha256:
         return before.sha256 == now.sha256
     return (before.bytes, before.sampled) == (now.bytes, now.sampled)
@@ -249,7 +264,7 @@ def _describe_sizes(before: InputFile, now: InputFile) -> str:
 
 
 def _is_model(name: str) -> bool:
-    """Return whether a file is part of what a model is: weights, config, tokenizer."""
+    """Return whether a file is part of a model: weights, config or tokenizer."""
     kind, _, file = name.partition(": ")
     if not kind.startswith("model ") or not file:
         return False
@@ -263,7 +278,7 @@ def _is_model(name: str) -> bool:
 class DigestThread:
     """A thread that digests large files completely, one after the other.
 
-    It runs at the lowest priority. `before` are the recorded inputs of a resumed run, `say` prints a message.
+    The thread runs at the lowest priority. `before` are the recorded inputs of a resumed run. `say` prints a message.
     """
 
     def __init__(self, run: Path, inputs: RunInputs, before: RunInputs | None, say: Callable[[str], None]) -> None:
@@ -276,7 +291,7 @@ class DigestThread:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread; files that are not digested by then stay so."""
+        """End the thread; a file that is not digested yet gets no complete digest."""
         self.closed.set()
         self.thread.join()
 
@@ -304,7 +319,10 @@ class DigestThread:
                 )
 
     def _digest(self, path: Path) -> str:
-        """Return the SHA-256 of a file; "" if the run ends before."""
+        """Return the SHA-256 of a file.
+
+        Returns "" if the thread is closed before the end of the file, or if the file cannot be read.
+        """
         digest = hashlib.sha256()
         try:
             with path.open("rb") as file:

@@ -1,10 +1,12 @@
-"""State that outlives an iteration, apart from weights.
+"""State of a run that outlives an iteration, apart from the weights.
 
-It is the position in the data, the responses that continue in the next iteration, and the values of states.
+The run state consists of the position in the data, the responses that continue in the next iteration, and the values of
+the algorithm states (such as a KL coefficient).
 
-Invariant: it lives in the driver, and changes only when an iteration, its generation or its functions have ended. Every
-process gets it with the task. A state has one value in each iteration, which the previous iteration has set. Only the
-drawing of rows may use an older value, of the iteration that the updates were in then. A checkpoint holds it.
+Invariant: the run state is stored in the driver. The run state changes only when an iteration, its generation or its
+functions have ended. Every process receives the run state with the task. An algorithm state has one value in each
+iteration, which the previous iteration has set. Only the sampling of rows may use an older value: the value of the
+iteration that the updates were in when the task was created. A checkpoint contains the run state.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ CUT = "cut/"
 
 
 class RunState:
-    """State of a run between iterations, as its driver holds it.
+    """State of a run between iterations, which the driver holds.
 
-    `rows` is the number of rows of the source's data: a per-prompt state has a value for each.
+    `rows` is the number of rows in the data of the source. A per-prompt algorithm state has one value for each of these
+    rows.
     """
 
     def __init__(self, plan: Plan, rows: int) -> None:
@@ -63,9 +66,10 @@ class RunState:
         self.known_early = not firsts and not self.refills and not self.groups
 
     def task(self, number: int) -> Task:
-        """Return the training task `number`, which is `foreseen`, as far as it is known.
+        """Return the training task `number`, with all inputs that are known.
 
-        Its rows are drawn by the states that are known at the first call.
+        `knows_data(number)` must be true. The rows of the task are sampled with the algorithm states that are known at
+        the first call for `number`.
         """
         cut = self.cut[number] if self.groups else ()
         now = min(self.states)
@@ -84,11 +88,11 @@ class RunState:
         return self.positions[min(self.positions)]
 
     def knows(self, number: int) -> bool:
-        """Return whether the states that the previous iteration leaves are known."""
+        """Return whether the algorithm states for iteration `number` are known."""
         return number in self.states
 
     def knows_data(self, number: int) -> bool:
-        """Return whether the data that an iteration begins with is known."""
+        """Return whether the position and the cut responses of an iteration are known."""
         return (not self.refills or number in self.positions) and (not self.groups or number in self.cut)
 
     def _position(self, number: int) -> int:
@@ -96,7 +100,10 @@ class RunState:
         return self.positions[last] + (number - last) * self.graph.rows[0]
 
     def take_report(self, task: Task, report: Report) -> None:
-        """Take what a process that has ended an iteration knows of the next one's data."""
+        """Record what the report of a process says about the next iteration's data.
+
+        The process has ended its part of the iteration `task`.
+        """
         if report.rounds:
             self._advance(task, report.rounds * task.prompts)
         following = task.number + 1
@@ -109,7 +116,7 @@ class RunState:
             self._advance(task, task.prompts - len(task.cut))
 
     def _advance(self, task: Task, prompts: int) -> None:
-        """Move the position in the data by the prompts that an iteration has taken."""
+        """Advance the position in the data by the number of prompts that a task has used."""
         self.positions[task.number + 1] = task.position + prompts
 
     def evaluation(self, evaluation: Evaluation, number: int, prompts: int) -> Task:
@@ -118,11 +125,15 @@ class RunState:
         return Task(evaluation.task, number, prompts, evaluation.samples_of(self.graph), 0, states, draws=states)
 
     def tables(self, number: int) -> Tables:
-        """Return the per-row states of an iteration that has begun."""
+        """Return the algorithm states with one value per data row, for a begun iteration.
+
+        The first table has the values with which rows are sampled, and the second table has the values of the
+        iteration.
+        """
         return Tables(_row_states(self.draws[number][1]), _row_states(self.states.get(number, {})))
 
     def end_iteration(self, task: Task, reports: list[Report]) -> None:
-        """Take the results of a training iteration."""
+        """Record the results of a training iteration that has ended."""
         drawn = sum(int(report.sums["prompts_drawn"][0]) for report in reports if "prompts_drawn" in report.sums)
         self._advance(task, drawn or task.prompts - len(task.cut))
         for report in reports:
@@ -135,9 +146,9 @@ class RunState:
         self.cut = {number: cut for number, cut in self.cut.items() if number > task.number}
 
     def learn(self, number: int, reports: Sequence[Report]) -> None:
-        """Take the states that the functions of an iteration leave.
+        """Record the algorithm states that the functions of iteration `number` have set.
 
-        The functions began with the iteration's own states.
+        These states are the states of the next iteration.
         """
         if number + 1 in self.states:
             return
@@ -154,9 +165,10 @@ class RunState:
         self.states[number + 1] = states
 
     def count(self, number: int, reports: Sequence[Report]) -> None:
-        """Add the metrics of states to the report that lists the drawn rows.
+        """Add the metrics of algorithm states to the report that lists the drawn rows.
 
-        They are the mean values over these rows, and the age in iterations of the states that drew them.
+        The metrics are the mean value of each algorithm state over the drawn rows, and the age (in iterations) of the
+        values with which the rows were sampled.
         """
         report = next(candidate for candidate in reports if len(candidate.prompt_rows))
         rows = report.prompt_rows
@@ -168,15 +180,18 @@ class RunState:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
 
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
-        """Write the states as a file of a checkpoint, if there are any."""
+        """Write the run state as a file of a checkpoint, if there is any state.
+
+        The position in the data is stored in the manifest, not in this file.
+        """
         arrays = {**self.states[min(self.states)], **(_to_arrays(self.cut[min(self.cut)]) if self.groups else {})}
         arrays |= self.refill.to_arrays()
         return [checkpoint.write_arrays(folder, FILE, arrays, metadata)] if arrays else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
-        """Restore the state from a checkpoint.
+        """Restore the run state from a checkpoint.
 
-        Raises RunError if its states are not those of this program and its data.
+        Raises RunError if the algorithm states in the checkpoint do not fit this program and its data.
         """
         usual = manifest.iteration * self.graph.rows[0]
         self.positions = {manifest.iteration: usual if manifest.position < 0 else manifest.position}
@@ -200,17 +215,20 @@ class RunState:
 
 
 def _run_states(states: Mapping[str, Array]) -> dict[str, float]:
-    """Return the states with one value for the whole run."""
+    """Return the algorithm states that have one value for the whole run."""
     return {name: float(value) for name, value in states.items() if not value.ndim}
 
 
 def _row_states(states: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the states with a value for each row of the data."""
+    """Return the algorithm states that have one value for each row of the data."""
     return {name: value for name, value in states.items() if value.ndim}
 
 
 def _to_arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
-    """Convert responses that continue into arrays for a file."""
+    """Convert the responses that continue in the next iteration into named arrays.
+
+    A checkpoint stores these arrays in a file.
+    """
     responses = [response for prompt in cut for response in prompt.responses]
     arrays = {
         "positions": np.array([prompt.position for prompt in cut], np.int64),
@@ -227,10 +245,10 @@ def _to_arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
 
 
 def _from_arrays(arrays: Mapping[str, Array], iteration: int) -> tuple[CutPrompt, ...]:
-    """Restore responses from the arrays of `_to_arrays`; () if a file has none.
+    """Restore the responses from the arrays of `_to_arrays`; () if there are none.
 
-    A file of an older version does not say which rows they began as: they continue as rows of `iteration`, the next
-    one.
+    A file of an older version does not contain the rows as which the responses began. Such responses continue as rows
+    of `iteration`, the next iteration.
     """
     fields = {name[len(CUT) :]: values for name, values in arrays.items() if name.startswith(CUT)}
     if not fields:

@@ -1,10 +1,14 @@
-"""Files that a run copies when it begins: every process on every host reads these.
+"""Files that a run copies when it begins, for all its processes on all hosts.
 
-Invariant: of the user's Python files these are the ones that the program calls, and what they import (user_modules.py).
-Of a model's folder these are all files but the weights: tokenizer, config, chat template; links that lead out of the
-folder are not followed. They are read once a run, whatever dies in it. Files that are too large to be shipped to the
-hosts of a cluster are refused before anything is sent. On one machine, where nothing is shipped, such files are read
-from their own place.
+The run copies two groups of files:
+
+- The user's Python files that the program calls, and all files that these files import (user_modules.py).
+- All files of a model's folder except the weights: tokenizer, config, chat template. Links that lead out of the folder
+  are not followed.
+
+Invariant: the files are read once per run, even if processes die. If the files are too large to be sent to the hosts of
+a cluster, the run is refused before anything is sent. A run on one machine sends nothing. If the files are too large in
+such a run, only the Python files are copied, and the files of models are read from their own place.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ MOST = 256 << 20  # bytes: some tens of MiB are usual, and each host keeps them 
 def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
     """Return the files to copy, by absolute path.
 
-    `shipped` means that they go to other hosts too. Raises Fault if they are too large for that.
+    `shipped` means that the files are sent to other hosts. Raises Fault if such files are too large (MOST).
     """
     spans = {path: node.span for path, _, node in files_loaded(plan)}
     code = user_modules.plan_files(plan)

@@ -1,7 +1,7 @@
-"""Signals that ask a run to end, after its iteration or at once.
+"""Signals that ask a run to end, after its iteration or immediately.
 
-Invariant: the first signal that asks for an end is remembered, with its time. Nothing else in the package has a
-handler.
+Invariant: the first signal that asks for an end is stored, with its time. No other module handles these signals in the
+driver while the run is in progress.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Signals:
     """Signal handlers of a driver.
 
-    The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint. The run ends at once on the
-    second, on SIGHUP, and on any signal outside an iteration. A first signal also ends it at once if the iteration
-    stalls.
+    - The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint. If the iteration stalls
+      after this signal, the run ends immediately.
+    - A second signal, SIGHUP, or any signal outside the training iterations ends the run immediately.
     """
 
     def __init__(self, say: Any) -> None:
@@ -32,7 +32,10 @@ class Signals:
         self.install()
 
     def install(self) -> None:
-        """Install the handlers, again after Ray was started, which has its own."""
+        """Install the signal handlers.
+
+        The driver calls this method again after it has started Ray, because Ray installs its own handlers.
+        """
         for number in HANDLED:
             signal.signal(number, self._handle)
 

@@ -1,7 +1,7 @@
-"""Stalls in a run: how long, processes killed for them, and whose fault they are.
+"""Stalls of a run: their duration, the processes killed for them, and their cause.
 
-Invariant: no fixed time decides where rows or bytes can be counted: a wait for rows lasts from when a row last moved,
-and a wait for a disk from when bytes last moved.
+Invariant: where rows or bytes can be counted, no wait has a fixed limit from its start. A wait for rows is measured
+from the last move of a row. A wait for a disk is measured from the last move of bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LOADING = 3600.0  # seconds for loading functions and data, whose progress canno
 
 
 class ProcessStuck(RunError):
-    """Work that does not end in a process other than the user's; it may be retried."""
+    """Work outside the user's code does not end; the attempt may be retried."""
 
 
 class StallClock:
-    """Time since anything moved; with `disk`, bytes count too."""
+    """Clock that measures the time since a row moved; with `disk`, bytes also count."""
 
     def __init__(self, disk: bool) -> None:
         self.disk = disk
@@ -33,11 +33,11 @@ class StallClock:
         self._bytes_time = self.since
 
     def note_progress(self) -> None:
-        """Record that something has ended, or was replaced."""
+        """Record that a call has ended, or that a process was replaced."""
         self.since = time.monotonic()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Take the counts of rows and bytes from the docks."""
+        """Update the clock with the counts of rows and bytes in the docks' statuses."""
         now = time.monotonic()
         rows = sum(status.moves for status in statuses)
         if rows != self._rows:
@@ -51,14 +51,14 @@ class StallClock:
             self._bytes_time = now
 
     def seconds(self, since: float = 0.0) -> float:
-        """Return for how long nothing has moved, counted from `since` at the earliest."""
+        """Return the seconds since the last progress, or since `since` if that is later."""
         return time.monotonic() - max(self.since, since)
 
 
 class DeathReports:
     """Reasons why processes of a run were killed, each reported once.
 
-    `folder` is the run's folder on the driver's host.
+    `folder` is the temporary folder of the attempt on the driver's host.
     """
 
     def __init__(self, folder: str) -> None:
@@ -67,16 +67,16 @@ class DeathReports:
         self._reported: set[tuple[str, str]] = set()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Take the deaths that the docks report, and those known on this host."""
+        """Record deaths that the docks report, and deaths that are noted on this host."""
         for host, ended in enumerate(
             [heartbeat.killed_processes(self.folder) if self.folder else {}, *(status.ended for status in statuses)], -1
         ):
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
     def take_reasons(self, names: Iterable[str]) -> dict[str, str]:
-        """Return why processes were killed for not moving, by name.
+        """Return why processes were killed for not responding, by process name.
 
-        Reasons that were returned before are left out.
+        Reasons that an earlier call has returned are left out.
         """
         reasons: dict[str, str] = {}
         for (_, pid), (name, reason) in self._heard.items():
@@ -86,12 +86,15 @@ class DeathReports:
         return reasons
 
     def take_reasons_by_prefix(self, *words: str) -> dict[str, str]:
-        """Return the same for processes whose names begin with one of these words."""
+        """Return `take_reasons` for the processes whose names begin with one of `words`."""
         return self.take_reasons([name for name, _ in self._heard.values() if name.startswith(words)])
 
 
 def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -> list[str]:
-    """Return the busy processes that are in the user's code and wait for nobody."""
+    """Return the busy processes that run the user's code.
+
+    A function host that waits for rows is left out.
+    """
     waiting = {wait.who for status in statuses for wait in status.waits}
     processes = []
     for status in statuses:
@@ -110,7 +113,7 @@ def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collect
 
 
 def _has_partner(node: Node) -> bool:
-    """Return whether a rank that computes a node waits for the user's code."""
+    """Return whether a node is a generation in which a rank waits for the user's code."""
     from ...ir.attributes import GenerateAttributes
 
     return node.verb == "generate" and GenerateAttributes.of(node).partner is not None

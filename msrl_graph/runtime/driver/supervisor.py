@@ -1,9 +1,10 @@
-"""`run`: a process that watches another drive the run, and restarts it if needed.
+"""`run`: starts the driver of a run, watches it, and restarts it if needed.
 
-Invariant: errors that can be known are reported before a process starts. When `run` returns or raises, or this process
-is killed, none of its processes and temporary folders is left (processes.py). The driver (driver.py) is a process of
-its own since Ray ends its driver when its servers are lost. It ends when this process does (its end of a pipe closes),
-and holds the lock of the results' folder until then.
+Invariant: errors that can be found early are reported before a process starts. When `run` returns or raises, or this
+process (the supervisor) is killed, none of the run's processes and temporary folders remains (processes.py). The driver
+(driver.py) is a separate process, because Ray ends its driver process when Ray's servers are lost. The driver ends when
+the supervisor ends, because the supervisor's end of a pipe closes. Until then, the driver holds the lock of the
+results' folder.
 """
 
 from __future__ import annotations
@@ -65,13 +66,14 @@ def run(
 ) -> Outcome:
     """Run a plan to its end and write its results under `out`.
 
-    Results are metrics, curve, trace, logs, checkpoints and weights. `out` is by default a new folder under runs/; with
-    `resume`, the folder of a run or of a checkpoint, it is that run's. Messages go to `stderr`; `on_iteration` is
-    called with the metrics of each iteration. `server` is a preload server that the caller has started already.
+    The results are metrics, curve, trace, logs, checkpoints and weights. `resume` is the folder of a run or of a
+    checkpoint to continue from. The default of `out` is a new folder under runs/, or with `resume` the folder of the
+    resumed run. Messages are written to `stderr`. `on_iteration` is called with the metrics of each iteration. `server`
+    is a preload server that the caller has already started.
 
-    Raises Fault for input that cannot be run (NoResources for machines that lack what it needs), RunFailed if a process
-    died more often than the plan's `restarts`, Interrupted if SIGINT, SIGTERM or SIGHUP ended it, and CallbackFailed if
-    `on_iteration` raised.
+    Raises Fault for input that cannot be run, and its subclass NoResources if the machines lack what the plan needs.
+    Raises RunFailed if the run fails, for example if a process dies more often than the plan's `restarts`. Raises
+    Interrupted if SIGINT, SIGTERM or SIGHUP ended the run, and CallbackFailed if `on_iteration` raised.
     """
     with preloading.serving(plan, server) as server:
         prepared = prepare(plan, out, resume, options)
@@ -79,7 +81,7 @@ def run(
 
 
 class Supervisor:
-    """Supervisor of a prepared run; `driver` are Python's arguments before the folder."""
+    """Supervisor of a prepared run; `driver` are the arguments that start a driver."""
 
     def __init__(
         self,
@@ -103,8 +105,8 @@ class Supervisor:
         self.ready = Path()  # exists once the driver handles signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
-        self.files: dict[str, shipped_files.ShippedFile] = {}  # that every process takes as they are now
-        self.edited: tuple[str, ...] = ()  # files among them that changed since, and were reported
+        self.files: dict[str, shipped_files.ShippedFile] = {}  # the copies that every process reads
+        self.edited: tuple[str, ...] = ()  # those of `files` that changed since the copy, and were reported
         self.first = prepared.manifest.iteration if prepared.manifest else 0  # iteration that the run begins with
         self.follower = (
             MetricsFollower(prepared.folder.absolute() / METRICS, on_iteration, self.first) if on_iteration else None
@@ -148,7 +150,7 @@ class Supervisor:
                 raise
 
     def _run_attempts(self, out: Path) -> Outcome:
-        """Make all attempts, then upload what they left if the folder is at a URL."""
+        """Run all attempts, then upload their results if the folder is at a URL."""
         url = self.prepared.url
         wrong = ""
         try:
@@ -162,7 +164,7 @@ class Supervisor:
         return replace(outcome, folder=url) if url else outcome
 
     def _upload(self, out: Path) -> str:
-        """Upload what is left of a run; return what went wrong."""
+        """Upload the files of a run that has ended; return what went wrong, or ""."""
         wrong = ""
         try:
             if self.prepared.url:
@@ -177,7 +179,7 @@ class Supervisor:
         return wrong
 
     def _copy_lines(self, out: Path) -> None:
-        """Copy the lines so far if a run continues in another folder."""
+        """Copy the resumed run's metrics lines, if the run continues in another folder."""
         begin = self.prepared.begin
         manifest = self.prepared.manifest
         if begin is None or manifest is None or self.prepared.continues_in_place or self.options.evaluate:
@@ -248,7 +250,7 @@ class Supervisor:
     def _attempt_with_fewer(
         self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
     ) -> Result:
-        """Continue without lost hosts if the program fits the rest, else wait for them."""
+        """Continue on the remaining hosts if the program fits, else wait for lost hosts."""
         remaining = plural(result.hosts, "host")
         patience = self.plan.docks.deadline
         if (fewer := with_hosts(self.plan, result.hosts)) is not None:
@@ -312,7 +314,7 @@ class Supervisor:
                 return Result("died", reason)
 
     def _drive(self, attempt: Attempt, logs: Path, temporary: Temporary) -> str:
-        """Start a driver and wait for its end; return why it ended, if it is silent."""
+        """Start a driver and wait for its end; return why it ended without a result."""
         command = [sys.executable, *self.driver, attempt.folder]
         # Only the first failure is reported; Ray would print tracebacks of others.
         environment = {
@@ -344,7 +346,7 @@ class Supervisor:
         return watchdog.describe_end(child, temporary, status)
 
     def _follow(self) -> None:
-        """Pass ended iterations to the callback; if it raises, ask the driver to end."""
+        """Call `on_iteration` for ended iterations; if it raises, ask the driver to end."""
         follower = self.follower
         if follower is None or follower.error is not None:
             return
@@ -360,9 +362,9 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Forward signals to the driver, and kill it if it stays deaf.
+        """Forward signals to the driver, and kill the driver if it does not react.
 
-        What the caller has ignored (nohup) stays ignored.
+        Signals that the caller ignores (nohup) are still ignored.
         """
 
         def forward(number: int, _frame: Any) -> None:
@@ -398,9 +400,9 @@ def _size(path: Path) -> int:
 
 
 def _is_file(stream: IO[str]) -> bool:
-    """Return whether a process can write to a stream.
+    """Return whether another process can write to a stream directly.
 
-    Text for a notebook's stream, or one in memory, goes through this process.
+    If not (a notebook's stream, or a stream in memory), this process writes the text to the stream.
     """
     try:
         return stream.fileno() >= 0
@@ -409,7 +411,7 @@ def _is_file(stream: IO[str]) -> bool:
 
 
 def _append_to_first_line(message: str, more: str) -> str:
-    """Append to the first line of a message, before the wait-for graph."""
+    """Append `more` to the first line of a message; the next lines list the waits."""
     first_line, newline, rest = message.partition("\n")
     return first_line + more + newline + rest
 

@@ -1,8 +1,9 @@
-"""The user's Python files that the functions of a program are made of.
+"""The user's Python files that the functions of a program need.
 
-Invariant: nothing is imported to find them. They are the files that a program calls and what these import by a literal
-name, from their own folder or from other user folders that Python searches (PYTHONPATH, editable installs). They are
-never part of the standard library, of installed packages or of this one.
+Invariant: the search imports no file. The search finds the files that a program calls, and, recursively, all files that
+a found file imports by a literal name. Imported files are searched in the folder of the called file, and in other user
+folders that Python searches (PYTHONPATH, editable installs). Files of the standard library, of installed packages and
+of msrl_graph itself are never included.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BY_NAME = ("import_module", "__import__")
 def plan_files(plan: Plan) -> dict[Path, Path]:
     """Return the Python files of a plan's functions.
 
-    The value of each is the file in the program that needs it.
+    The keys are all files that the functions need. The value of a file is the file in the program that leads to it.
     """
     owners: dict[Path, Path] = {}
     for path, _, _ in files_loaded(plan):
@@ -33,7 +34,10 @@ def plan_files(plan: Plan) -> dict[Path, Path]:
 
 
 def modules(path: Path) -> Iterator[Path]:
-    """Yield a Python file, and what it imports from the user's folders, recursively."""
+    """Yield a Python file, and all files that it imports from the user's folders.
+
+    Imports of the imported files are also followed.
+    """
     own_folder = path.parent
     others = _user_folders()
     pending = [path, *_package_inits(path)]
@@ -55,7 +59,10 @@ def modules(path: Path) -> Iterator[Path]:
 
 
 def _package_inits(path: Path) -> Iterator[Path]:
-    """Yield the `__init__.py` of each package that a file is in; they run first."""
+    """Yield the `__init__.py` of each package that contains a file.
+
+    Python runs these files before the file itself.
+    """
     for folder in path.parents:
         if not (folder / "__init__.py").is_file():
             return
@@ -63,9 +70,9 @@ def _package_inits(path: Path) -> Iterator[Path]:
 
 
 def _resolve(name: str, folder: Path, complete: bool = False) -> list[Path]:
-    """Return the files that a dotted name leads to from a folder.
+    """Return the files of the module with a dotted name, searched in a folder.
 
-    If `complete`, these are all files of a package.
+    With `complete`, the result has all files of the module's package.
     """
     first_name, _, rest = name.partition(".")
     package = folder / first_name
@@ -79,9 +86,9 @@ def _resolve(name: str, folder: Path, complete: bool = False) -> list[Path]:
 
 
 def _list_imports(file: Path) -> Iterator[tuple[str, Path | None]]:
-    """Yield the modules that a file imports, anywhere in its text.
+    """Yield (name, folder) for each module that a file imports, anywhere in its text.
 
-    A relative import comes with the folder that it is looked for in.
+    For a relative import, `folder` is the folder in which the module is searched. For other imports, `folder` is None.
     """
     try:
         tree = ast.parse(file.read_bytes())

@@ -1,4 +1,4 @@
-"""What the docks report of a run, in words: where processes are and who waits."""
+"""Texts about the docks' reports: what processes do, and which processes wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..dock.messages import Status
 
 
 def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
-    """Describe what processes did when they were last heard of, as far as known."""
+    """Describe what processes did according to their last reports, as far as known."""
     # A process reports its work to the dock of its host; another host's dock may know a share that it took since.
     activities = sorted(
         (item for status in statuses for item in status.doing.items()), key=lambda item: -item[1].seconds
@@ -18,7 +18,10 @@ def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
 
 
 def waits(statuses: Sequence[Status], reported: str) -> list[str]:
-    """Return the wait-for graph in lines, without the wait that was reported already."""
+    """Return the wait-for graph in lines, without waits that `reported` contains.
+
+    `reported` is a message that was already shown.
+    """
     lines = [
         str(wait) for status in statuses for wait in status.waits if str(wait).split(" has waited ")[0] not in reported
     ]

@@ -1,6 +1,9 @@
-"""What the supervisor does while it waits: it watches the driver and the keeper.
+"""Watchdog of the supervisor for its driver and its keeper.
 
-Invariant: the supervisor does not wait for a process that does not move: it kills a driver and replaces a keeper.
+The keeper (processes.py) is the process that cleans up when the supervisor is gone.
+
+Invariant: the supervisor never waits for a process that does not respond: it kills such a driver, and replaces such a
+keeper.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ LOOK = 0.2  # seconds between two reads of the lines that a run has written
 
 @contextmanager
 def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
-    """Kill a driver that does not move, and replace a stopped or dead keeper."""
+    """Kill a driver that does not respond, and replace a stopped or dead keeper.
+
+    The watch lasts as long as the context.
+    """
     finished = threading.Event()
-    # By its heartbeat, and by its process id before it has one.
+    # The driver is watched by its heartbeat, and by its process id before it has a heartbeat.
     watch = HeartbeatWatch(temporary.folder, limits, lambda: {DRIVER: driver})
 
     def look() -> None:
@@ -45,7 +51,7 @@ def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callabl
 def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: Callable[[], None]) -> int:
     """Wait for a driver's end and return its status.
 
-    Meanwhile `write` gets what the driver prints, and `look` is called repeatedly.
+    During the wait, `write` gets the text that the driver prints, and `look` is called repeatedly.
     """
     if driver.stderr is not None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -78,7 +84,7 @@ def handle_stopped_driver(
 ) -> None:
     """Handle a signal while the driver is stopped and cannot react.
 
-    `again` means that it is not the first signal.
+    `again` means that an earlier signal has already asked the run to end.
     """
     if again:
         driver.kill()
@@ -89,7 +95,7 @@ def handle_stopped_driver(
 
 @contextmanager
 def pipe() -> Iterator[int]:
-    """Open a pipe to read from; its other end closes with this process."""
+    """Open a pipe and yield its read end; the write end closes with this process."""
     reader, writer = os.pipe()
     try:
         yield reader

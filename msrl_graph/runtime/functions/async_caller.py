@@ -1,7 +1,7 @@
-"""Call an `async def` function for many units concurrently, in one event loop.
+"""Concurrent calls of an `async def` function for many units, in one event loop.
 
-Invariant: results come in the order of the units. The loop lives as long as the process, so objects that a user's file
-keeps between calls, such as an HTTP client, may belong to it.
+Invariant: results are returned in the order of the units. The event loop lives as long as the process. So a user's file
+may keep objects that belong to the loop between calls, such as an HTTP client.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ class AsyncCaller:
     """A caller of an `async def` function, with an event loop of its own."""
 
     def __init__(self, function: UnitFunction) -> None:
-        guard_exit()  # before the user's file is imported: it may copy functions of `os` under names of its own
+        guard_exit()  # before the import of the user's file, which may copy functions of `os` under other names
         self.function = function
         self.loop = asyncio.new_event_loop()
         weakref.finalize(self, self.loop.close)
 
     def map_units(self, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
-        """Yield each unit with its outcome, in order.
+        """Yield each unit with the outcome of its call, in the order of the units.
 
-        Raises RunError if these calls ended a process before, since nobody knows which of them did.
+        Raises RunError if the same calls have already ended a process. The journal does not show which of these calls
+        ended the process, so none of the calls is repeated.
         """
         all_units = [*units]
         node = self.function.node

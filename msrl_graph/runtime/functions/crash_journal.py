@@ -1,9 +1,10 @@
-"""The current call of a function host, recorded so that it survives the host.
+"""A record of a function host's current call, which survives the host.
 
-Invariant: a call that ended its process (by a signal of its own or an exit) is not repeated. Nor is a call in which the
-process was killed twice: the kill may be due to what the call does, such as using up all memory. One kill proves
-nothing about the call. An entry costs no system call: it is a write to memory that a file backs, which the kernel keeps
-when the process is gone.
+Invariant: a call that ended its process, by an exit or by a signal that the call caused, is not repeated. A call during
+which the process was killed twice is not repeated either: the call may be the cause of the kills, for example because
+it uses up all memory. A call during which the process was killed once is repeated, because one kill proves nothing
+about the call. Writing an entry needs no system call: it is a write to the memory of a mapped file, which the kernel
+keeps after the process is gone.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _LENGTH = 4
 
 
 class ProcessDied(Exception):
-    """A call is not repeated because a process died in it.
+    """The error that a call is not repeated, because a process died in the call.
 
-    `frames` are the stack at its death, innermost last, as far as known.
+    `frames` is the stack of the process at its death, with the innermost frame last. `frames` is empty if the stack is
+    not known.
     """
 
     def __init__(self, how: str, frames: list[traceback.FrameSummary]) -> None:
@@ -40,9 +42,12 @@ class ProcessDied(Exception):
 
 @dataclass(frozen=True)
 class _Death:
-    """The call in which a process died, for the `times`-th time in a row.
+    """The call in which a process died.
 
-    `how` says how the call ended the process (empty: it was killed); `trace` is Python's trace.
+    - `call`: the text that identifies the call.
+    - `times`: the number of processes that died in this call in a row.
+    - `how`: how the call ended its process; empty if the process was killed.
+    - `trace`: the stack trace that Python wrote when the process died.
     """
 
     call: str
@@ -52,9 +57,10 @@ class _Death:
 
 
 class CrashJournal:
-    """The journal of this process, in a file (None: no other process can read it).
+    """The crash journal of this process.
 
-    `again` means that this process replaces one that died.
+    `path` is the file of the journal; with None, no other process can read the journal. `again` means that this process
+    replaces a process that died.
     """
 
     def __init__(self, path: Path | None = None, again: bool = False) -> None:
@@ -68,7 +74,7 @@ class CrashJournal:
             return
         if self._death and self._death.trace:
             print(self._death.trace, file=sys.stderr)
-        with suppress(OSError):  # a full disk: the replacement then knows nothing
+        with suppress(OSError):  # a full disk: the replacement then has no journal
             path.write_bytes(bytes(_SIZE))
             self._file = path.open("r+b")
             self._memory = mmap.mmap(self._file.fileno(), _SIZE)
@@ -81,9 +87,9 @@ class CrashJournal:
 
     @contextmanager
     def record_call(self, call: str) -> Iterator[None]:
-        """Record a call while this process makes it.
+        """Record a call of the user's code while this process makes the call.
 
-        Raises ProcessDied if the call must not be repeated.
+        `call` is a text that identifies the call. Raises ProcessDied if the call must not be repeated.
         """
         death = self._death
         call = call[: _SIZE // 8]
@@ -116,7 +122,10 @@ class CrashJournal:
 
 
 def _read_death(path: Path) -> _Death | None:
-    """Return the call in which the process that wrote this file died."""
+    """Return the call in which the process that wrote this file died.
+
+    Returns None if the process did not die in a call.
+    """
     with suppress(OSError, ValueError):  # ValueError: an incomplete entry
         data = path.read_bytes()
         length = int.from_bytes(data[:_LENGTH], "little")

@@ -1,6 +1,7 @@
-"""The function of the source's `weights`, which weights the rows of the data.
+"""The user's function that weights the rows of the data (`weights` of the source).
 
-Its input is the states and the columns of all rows of the data; its output is how likely each row is drawn.
+The arguments of the function are states, and columns of all rows of the data. The function returns one weight for each
+row. The weight says how likely the row is drawn.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class DrawWeights:
         self.data = data
         self.rows = len(data)
         self.parameters = [(argument, renamed.get(argument, argument)) for argument in signature.columns]
-        self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets its own values
+        self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets its own copies
         for parameter, name in self.parameters:
             if name in source.weight_columns:
                 text = parameter in signature.text
@@ -62,9 +63,10 @@ class DrawWeights:
                     )
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
-        """Return the weights of an iteration: finite, at least 0, and some above 0.
+        """Return the weight of each row of the data for one iteration.
 
-        `tables` are the states of each row.
+        All weights are finite and at least 0, and some are above 0. `tables` has the states that have one value for
+        each row. Raises RunError if the function fails or returns other weights.
         """
         states = {**task.draws, **{name: np.array(table) for name, table in tables.items()}}
         arguments = {argument: states[name] for argument, name in self.parameters if name in states}
@@ -98,9 +100,10 @@ class DrawWeights:
 
 
 def remark_scarce_weights(source: Node, task: Task, weights: Array, first: int) -> list[str]:
-    """Return a remark for the first round in which only rows of weight 0 are left.
+    """Return a remark if a round is the first that must draw rows of weight 0.
 
-    `first` is the number of prompts that the iteration drew before.
+    `first` is the number of prompts that earlier rounds of the iteration have drawn. Returns an empty list for other
+    rounds.
     """
     positive_count = np.count_nonzero(weights)
     if not first <= positive_count < min(first + task.prompts, len(weights)):

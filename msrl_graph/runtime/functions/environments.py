@@ -1,10 +1,11 @@
-"""Environments: the user's class that answers a policy over several turns.
+"""Environments: a user's class that answers a policy over several turns.
 
-There is one instance per row.
+Each row has its own instance of the class.
 
-Invariant: a row whose environment fails is never treated as answered. With `on_failure = stop` it ends the run with the
-node, its line, the row, the turn and the error. Otherwise its episode is over and the row leaves the iteration,
-together with its group under `drop_group`. The values of the remaining rows fit the columns that the node writes.
+Invariant: a row whose environment fails never continues as if the environment had answered. With `on_failure = stop`,
+the failure ends the run with a message that has the node, its line, the row, the turn and the error. With any other
+`on_failure`, the episode of the row ends and the row leaves the iteration. With `drop_group`, the row's group leaves
+with the row. The values of the remaining rows fit the columns that the node writes.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ MAX_CONCURRENT_CALLS = 64  # concurrent calls of instances, which wait for netwo
 
 
 class EnvironmentClass:
-    """The environment class that a generation names.
+    """The environment class that a generation node names.
 
-    `columns` are the columns that it writes in addition to the response, the log-probabilities and the mask. `verdicts`
-    is the dock's column for which rows failed, "" if failures end the run.
+    `columns` are the columns that the node writes in addition to the response, the log-probabilities and the mask.
+    `verdicts` is the name of the dock's column that says which rows failed, or "" if a failure ends the run.
     """
 
     def __init__(self, node: Node, plan: Plan) -> None:
@@ -85,7 +86,11 @@ class EnvironmentClass:
         self.verdicts = sieve.column if sieve else ""
 
     def start(self) -> None:
-        """Import the user's file: in this process, or in one that it cannot harm."""
+        """Import the user's file.
+
+        If a failure ends the run, this process imports the file. If rows may fail, a separate process imports it, so
+        that the user's code cannot harm this process.
+        """
         if self.verdicts:
             folder = shipped_files.shipped_folder()
             settings = (self.injected_arguments, self.columns, self.timeout, self.gym)
@@ -96,7 +101,10 @@ class EnvironmentClass:
             self.called = ClassSignature(make, self.injected_arguments, self.columns, self.timeout, self.gym)
 
     def instances(self, rows: int, fan: int) -> Instances | IsolatedInstances:
-        """Make the instances for `rows` rows, `fan` of which belong together."""
+        """Return the environment instances for `rows` rows.
+
+        `fan` consecutive rows belong to the same row of the batch.
+        """
         if not self.verdicts:
             return Instances(self.called, MAX_CONCURRENT_CALLS)
         return IsolatedInstances(
@@ -104,16 +112,17 @@ class EnvironmentClass:
         )
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
-        """Begin an episode for each of the rows.
+        """Return the episodes of `rows`, with one episode for each row.
 
-        Each row of the batch has the same number of them.
+        Each row of the batch has the same number of episodes.
         """
         return Episodes(self, batch, rows, task)
 
     def reset_arguments(self, batch: Batch, fan: int) -> list[dict[str, Any]]:
-        """Return the arguments of `reset` for each episode; each row of a batch has `fan`.
+        """Return the arguments of `reset` for each episode.
 
-        Each episode has its own values, which an environment may change.
+        Each row of the batch has `fan` episodes. Each episode has its own copies of the values, which an environment
+        may change.
         """
         episodes: list[dict[str, Any]] = [{} for _ in range(len(batch.rows) * fan)]
         for name in self.reads:
@@ -131,9 +140,10 @@ class EnvironmentClass:
 
 
 class Episodes:
-    """The episodes of some rows, identified by their positions.
+    """The episodes of the rows of a batch.
 
-    `standing` records which rows are lost; their episodes are over.
+    An episode is identified by the position of its row in `rows`. `surviving_rows` records which rows are lost. The
+    episode of a lost row is over.
     """
 
     def __init__(self, environment: EnvironmentClass, batch: Batch, rows: Array, task: Task) -> None:
@@ -142,13 +152,16 @@ class Episodes:
         self.task = task
         self.batch = batch
         self.fan = len(rows) // len(batch.rows)
-        self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the additional columns, from the last step
+        self.values: list[tuple[Any, ...]] = [()] * len(rows)  # values of the additional columns, from the last step
         self.checked: dict[str, list[Any]] = {}
         self.surviving_rows = SurvivingRows(environment.node, environment.plan, rows, self.fan, task.number)
         self.instances: Instances | IsolatedInstances | None = None  # until the first rank of its group begins
 
     def reset(self) -> list[tuple[Utterance, bool]]:
-        """Return the environment's first text in each row, and whether the row is over."""
+        """Start all episodes, and return the environment's first text for each row.
+
+        Each text comes with a flag that is true if the episode is already over.
+        """
         self.instances = self.environment.instances(len(self.rows), self.fan)
         arguments = self.environment.reset_arguments(self.batch, self.fan)
         task = self.task
@@ -158,29 +171,33 @@ class Episodes:
         return self._ask(requests, "the beginning")
 
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[Utterance, bool]]:
-        """Return the environment's answers to the policy's texts in a turn.
+        """Return the environment's answers to the texts that the policy wrote in a turn.
 
-        The first turn is 1. Each answer comes with whether it ends the episode.
+        `positions` are the rows of the texts. The first turn is 1. Each answer comes with a flag that is true if the
+        answer ends the episode.
         """
         return self._ask(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
 
     def refuse(self, position: int, reason: str, when: str) -> None:
-        """Fail a row whose environment returned something unusable."""
+        """Record the failure of a row whose environment returned something unusable."""
         self._fail(position, Failure.from_error(BadResult(reason)), when)
 
     def end(self, lengths: Mapping[str, Array]) -> Array:
-        """End the instances; return which rows stay (True).
+        """End all instances, and return which rows remain (True) or are lost (False).
 
         `lengths` are the lengths of the columns that the generation wrote.
         """
         try:
             return self._check_values(lengths)
-        finally:  # only now: an instance may change its returned values when it is closed
+        finally:  # after the check: an instance may change its returned values when it is closed
             if self.instances is not None:
                 self.instances.end()
 
     def _check_values(self, lengths: Mapping[str, Array]) -> Array:
-        """Return which rows have values that fit their columns."""
+        """Check the additional values of all rows, and return which rows remain.
+
+        A row fails if one of its values does not fit its column.
+        """
         returned = self.environment.return_checker
         for index, name in enumerate(self.environment.columns):
             values = self.checked[name] = [None] * len(self.rows)
@@ -193,7 +210,7 @@ class Episodes:
         return ~self.surviving_rows.lost
 
     def columns(self) -> dict[str, ColumnData]:
-        """Return the additional columns that the node writes, of the rows that stay."""
+        """Return the additional columns that the node writes, for the remaining rows."""
         stay = np.flatnonzero(~self.surviving_rows.lost)
         return {
             name: self.environment.return_checker.column(name, [values[i] for i in stay])
@@ -201,14 +218,17 @@ class Episodes:
         }
 
     def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
-        """Return which rows stay, for the dock, if rows may fail.
+        """Return the dock's column that says which rows remain, by the column's name.
 
-        Counts and reports the rows that do not stay.
+        Lost rows are counted and reported. Returns {} if a failure ends the run, because no row can then be lost.
         """
         return self.surviving_rows.make_verdicts(report, metric_prefix)
 
     def _ask(self, requests: Mapping[int, Ask], when: str) -> list[tuple[Utterance, bool]]:
-        """Return the environment's reply to each row, an empty one if the row is lost."""
+        """Return the environment's reply to each request, in the order of the requests.
+
+        The reply for a lost row is an empty text and the flag True. `when` names the turn in words.
+        """
         alive = {position: request for position, request in requests.items() if not self.surviving_rows.lost[position]}
         replies: dict[int, tuple[Utterance, bool]] = {}
         stops = not self.environment.verdicts

@@ -1,6 +1,7 @@
 """The client of a fork server (fork_server.py), which has imported a user's code.
 
-Invariant: no forked process outlives the process that requested it. Its parent, the fork server, knows how it ended.
+Invariant: no forked process outlives the process that requested it. The fork server is the parent of the forked
+processes, so it can report how each of them ended.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ S = TypeVar("S", bound=Spec)
 
 
 class Nest(Generic[S]):
-    """A fork server for a user's code.
+    """A handle of a fork server (a *nest*), which has imported a user's code.
 
-    Raises RunError if that code cannot be imported.
+    `spec` says what the server imports. Raises RunError if the user's code cannot be imported.
     """
 
     def __init__(self, spec: S) -> None:
@@ -51,9 +52,10 @@ class Nest(Generic[S]):
             raise RunError(why)
 
     def fork(self, memory: int) -> tuple[int, socket.socket]:
-        """Fork a process and return its id and a socket to it.
+        """Fork a process, and return its id and a socket to the process.
 
-        The process may use `memory` bytes (0: any number).
+        `memory` is the number of bytes that the process may use in addition to the memory of the import. 0 means no
+        limit.
         """
         client_end, server_end = socket.socketpair()
         with server_end:
@@ -65,7 +67,7 @@ class Nest(Generic[S]):
         return pid, client_end
 
     def status(self, pid: int) -> int | None:
-        """Wait until a process has ended and return its status; None if it is unknown."""
+        """Wait until a process has ended, and return its exit status; None if unknown."""
         with suppress(OSError, EOFError):
             return self._send_order(WAIT, pid)
         return None
@@ -89,7 +91,7 @@ PROCESS_GONE = Failure("exited", ErrorSummary("its process is gone"))
 def exits_within(pid: int, seconds: float) -> bool:
     """Return whether a process ends by itself within `seconds`.
 
-    Its status can still be requested afterwards.
+    `Nest.status` can still return the status of the process afterwards.
     """
     try:
         handle = os.pidfd_open(pid)
@@ -102,7 +104,10 @@ def exits_within(pid: int, seconds: float) -> bool:
 
 
 def death_reason(status: int | None) -> Failure:
-    """Return the failure that explains a process's exit status."""
+    """Return the failure that explains the exit status of a process.
+
+    The status None means that the status is not known.
+    """
     if status is None:
         return PROCESS_GONE
     if not os.WIFSIGNALED(status):

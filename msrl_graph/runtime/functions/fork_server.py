@@ -1,11 +1,15 @@
-"""A program that runs a user's code which may do harm, or which runs in parallel.
+"""A program that runs a user's code in processes of its own.
 
-It is a fork server (a *nest*) that has imported the user's files, and the processes that it forks.
+The program is a fork server (a *nest*): it imports the user's files, and then forks processes that run the code. The
+program is used for code that may do harm, or that runs in parallel.
 
-Invariant: the code can only harm its own process. A forked process has a memory limit on top of the memory of the
-import, is the first to be killed when memory runs out, and ends with its nest; the nest ends with the process that
-started it. Messages are pickles preceded by their length: the author of the code is trusted, although its processes may
-break off anywhere.
+Invariant: the user's code can only harm its own process.
+- A forked process has a memory limit, which is added to the memory of the import.
+- A forked process is the first process that the system kills when memory runs out.
+- A forked process ends when its nest ends. The nest ends when the process that started the nest ends.
+
+Each message is a pickle after its length. Pickles are safe because the author of the user's code is trusted.
+Nevertheless, a process may die in the middle of a message.
 """
 
 from __future__ import annotations
@@ -42,13 +46,16 @@ Serve = Callable[[socket.socket], None]  # the work of a forked process: answer 
 
 
 class Spec(Protocol):
-    """What a nest loads. `folder` has the run's shipped files."""
+    """The user's code that a nest loads.
+
+    `folder` is the folder with the run's shipped files.
+    """
 
     @property
     def folder(self) -> str: ...
 
     def load(self) -> Serve:
-        """Import the user's files."""
+        """Import the user's files, and return the function that a forked process runs."""
 
 
 def send(connection: socket.socket, message: Any) -> None:
@@ -57,7 +64,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Return the next message; EOFError if the connection has ended."""
+    """Return the next message. Raises EOFError if the connection has ended."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     return pickle.loads(receive_exactly(connection, length))
 
@@ -72,9 +79,10 @@ def receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def main() -> None:
-    """Import the user's files and follow orders until the client is gone.
+    """Import the user's files, and execute orders until the client is gone.
 
-    The first message is the spec, the reply is the reason why the import failed ("": it did not).
+    The first message is the spec. The reply to the spec is the reason why the import failed, or "" if the import
+    succeeded.
     """
     orders = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, meant for the run
@@ -114,13 +122,19 @@ def main() -> None:
 
 
 def _receive_order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
-    """Return an order and the file descriptors passed with it; None at the end."""
+    """Return the next order with its file descriptors; None at the end.
+
+    An order is a kind and a number (see `ORDER`).
+    """
     data, fds, _, _ = socket.recv_fds(orders, ORDER.size, 1)
     return (*ORDER.unpack(data), fds) if len(data) == ORDER.size else None
 
 
 def _prepare_child(memory: int) -> None:
-    """Set up a forked process, which may use `memory` bytes (0: any number)."""
+    """Set up a forked process.
+
+    `memory` is the number of bytes that the process may use in addition to the memory of the import. 0 means no limit.
+    """
     os.setpgid(0, 0)  # so that the processes that it starts can be ended with it
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,8 +1,11 @@
-"""Function nodes made callable: from a batch's rows to units, and back to rows.
+"""Function nodes: calls of the user's functions for the rows of a batch.
 
-Invariant: a function sees the rows of its scope and nothing else. What it returns fits its columns, or the run ends
-with the node, its line, the row and the returned value. The host, the order of arrival and the number of concurrent
-calls do not change the results.
+A function node divides the rows of a batch into units, calls the function for each unit, and assigns the results to
+rows.
+
+Invariant: a function sees the rows of its unit and no other rows. A value that a function returns fits its column, or
+the run ends with a message that has the node, its line, the row and the returned value. The results do not depend on
+the host, on the order in which rows arrive, or on the number of concurrent calls.
 """
 
 from __future__ import annotations
@@ -49,11 +52,14 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass
 class Results:
-    """The results of a node for a batch, or for a part of its `rows`.
+    """The results of a function node for a batch, or for a part of a batch.
 
-    - `columns`: rows by column (of a filter, its verdicts); `states`: next values by state.
-    - `failed`: by unit that failed and left, the failure and its number of rows.
-    - `last`: no part comes after this one.
+    - `columns`: by column, the rows and their values. A filter has one column, with its verdicts.
+    - `states`: by state, its next values.
+    - `failed`: for each unit that failed and left, the failure and the number of rows. The keys say where the unit
+      failed.
+    - `rows`: the number of rows.
+    - `last`: true if no other part of the batch comes after this part.
     """
 
     columns: dict[str, ColumnRows] = field(default_factory=dict)
@@ -64,7 +70,7 @@ class Results:
 
     @classmethod
     def joined(cls, parts: Sequence[Results]) -> Results:
-        """Merge the results of all parts of a batch."""
+        """Merge the results of all parts of one batch."""
         merged = cls(rows=sum(part.rows for part in parts))
         for name in parts[0].columns:
             merged.columns[name] = concatenate_rows([part.columns[name] for part in parts])
@@ -78,14 +84,16 @@ class Results:
 
 
 class _OfUnit(list[Any]):
-    """Values that all rows of a unit share."""
+    """A list with one value per row, in which all rows of a unit have the same value."""
 
 
 class FunctionNode:
-    """A function node of a plan.
+    """A function node of a plan, which can be called.
 
-    `reader` is the dock's description of the node, `note` records its current call. `workers` call the function for
-    rows or groups in parallel, unless it must run in this process.
+    - `reader`: the dock's description of the node.
+    - `note`: the crash journal, which records the node's current call.
+    - `workers`: worker processes that call the function for rows or groups in parallel. The workers are not used if the
+      function must run in this process.
     """
 
     def __init__(
@@ -140,7 +148,10 @@ class FunctionNode:
             }
 
     def find_spoilt_rows(self, batch: Batch) -> Array:
-        """Return the rows whose result may be wrong because an input was not finite."""
+        """Return which rows may have a wrong result, because an input was not finite.
+
+        If the node's units have several rows, one bad row spoils all rows of its unit.
+        """
         spoilt_rows = np.zeros(len(batch.rows), bool)
         for name in self.node.reads:
             spoilt_rows |= rows_not_finite(batch.columns[name])
@@ -155,9 +166,9 @@ class FunctionNode:
         return Results.joined([*self.parts(batch, task)])
 
     def parts(self, batch: Batch, task: Task, part_seconds: float = math.inf) -> Iterator[Results]:
-        """Yield the results for a batch in parts of about `part_seconds` each.
+        """Yield the results for a batch in parts of about `part_seconds` seconds each.
 
-        Finished rows thus do not wait for the others. The split changes no value.
+        So finished rows do not wait for the other rows of the batch. The division into parts changes no value.
         """
         if self.comparison is not None:
             yield self._make_verdicts(batch.rows, self._compare(batch, task).astype(np.int32))
@@ -187,7 +198,7 @@ class FunctionNode:
         yield part.results(batch, row_count, last=True)
 
     def _call_units(self, batch: Batch, task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
-        """Yield each unit with its outcome, in order."""
+        """Call the function for each unit, and yield the units with outcomes in order."""
         units = self._units(batch, task, arguments := self._arguments(batch, task))
         if self.workers is not None:
             return self.workers.map_units(self.node.name, units, task)
@@ -229,9 +240,10 @@ class FunctionNode:
             yield Unit(unit, f"{scope} {unit}", unit_arguments, rows, targets, lengths, most)
 
     def _arguments(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
-        """Return each parameter, or column of `*columns`, with its values.
+        """Return the parameters of the function, with their values for a batch.
 
-        The values are a list with one value per row, or one number of a state.
+        The values of a parameter are a list or an array with one value per row, or one number if the parameter is a
+        state. A column that the function gets through `*columns` is returned by the name of the column.
         """
         return [
             (column if parameter == self.signature.rest else parameter, self._argument(batch, task, column, parameter))
@@ -251,16 +263,17 @@ class FunctionNode:
         return values_for_function(column, self.graph.column(name).element, range(len(column)), text, tokens)
 
     def _unit_argument(self, values: Any, rows: slice) -> Any:
-        """Return the argument for the rows of a unit.
+        """Return the value that a parameter has for the rows of a unit.
 
-        It is a single value if the unit is a row, or if there is only one value.
+        `values` are the values of the parameter for the batch. The result is a single value if the unit is one row, or
+        if all rows of the unit share the value. In all other cases it has one value per row.
         """
         if not isinstance(values, (list, np.ndarray)):
             return values
         return values[rows.start] if self.of_unit.single or isinstance(values, _OfUnit) else values[rows]
 
     def _call_many(self, batch: Batch, task: Task, arguments: list[tuple[str, Any]]) -> Iterator[Any]:
-        """Return the results for all rows, of a function that takes many at once."""
+        """Call the function's variant for many rows (`many`), and return all results."""
         assert self.many is not None
         where = f"{len(batch.rows)} rows"
         # The defaults are those of the function for one row.
@@ -286,16 +299,20 @@ class FunctionNode:
         return Results({self.sieve.column: Verdicts(rows, ColumnData(times))}, rows=len(rows))
 
     def _lengths(self, columns: Sequence[str], batch: Batch, position: int) -> dict[str, int]:
-        """Return the lengths of those columns in one row that the batch has."""
+        """Return the lengths of some columns in one row of the batch.
+
+        Columns that the batch does not have are left out.
+        """
         return {name: len(batch.columns[name][position]) for name in columns if name in batch.columns}
 
 
 class _Part:
-    """The outcomes of the rows of a batch from position `begin` on.
+    """The outcomes for the rows of a batch from position `begin` on.
 
-    - `values`: for each name, the rows or units and their values.
+    - `values`: for each column or state, the numbers of its rows or units, and their values.
     - `times`: for a filter, how many times each row passes.
-    - `failed`: the failures, by where they occurred; `dropped`: their rows.
+    - `failed`: each failure and its number of rows, by the place where the failure occurred.
+    - `dropped`: the positions of the rows that failed.
     """
 
     def __init__(self, function: FunctionNode, begin: int = 0) -> None:
@@ -321,7 +338,10 @@ class _Part:
         self.dropped.append(rows)
 
     def results(self, batch: Batch, end: int, last: bool) -> Results:
-        """Return the results of the rows before the position `end`."""
+        """Return the results of the rows from position `begin` up to position `end`.
+
+        `last` is true if no other part of the batch follows.
+        """
         function = self.function
         rows = batch.rows[self.begin : end]
         if function.sieve is not None:

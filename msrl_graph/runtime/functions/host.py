@@ -1,7 +1,8 @@
-"""The pool of function nodes: the source and the Python functions, on CPUs.
+"""Function hosts: processes on CPUs that run the source and the Python functions.
 
-Invariant: what a process keeps between tasks is what a replacement would load or find again: data, functions and the
-rows that a task draws. The values that outlive an iteration come with the task and return in the report.
+Invariant: between tasks, a function host keeps only what a replacement process can load or compute again: the data
+files, the functions, and the rows that a task draws. Values that outlive an iteration arrive with the task and are
+returned in the report.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ PARTIAL_WRITE_INTERVAL = (
 
 @dataclass
 class _Calls(Walker):
-    """The walker of a function host: it calls functions, and has no weights.
+    """The methods that execute a function host's instruction stream for one task.
 
-    `drawn` counts the rounds of prompts so far.
+    The stream calls functions and never moves weights. `drawn` is the number of rounds of prompts that were drawn in
+    the task.
     """
 
     host: FunctionHost
@@ -86,10 +88,14 @@ class _Calls(Walker):
 
 @ray.remote(num_cpus=0)
 class FunctionHost:
-    """The function nodes of one host, in a process with the name `called`.
+    """The process of one host that runs function nodes.
 
-    Host 0 also runs the source. `again` means that this process replaces one that died. `digests` are the digests of
-    sampled blocks of the data when the run began.
+    - `plan`: the plan, as compressed JSON.
+    - `host`: the number of the host. Host 0 also runs the source.
+    - `called`: the name of the process.
+    - `folder`, `logs`: the run's temporary folder on this host, and the folder of log files.
+    - `again`: true if this process replaces a process that died.
+    - `digests`: for each data file, the digest of its sampled blocks when the run began.
     """
 
     def __init__(
@@ -127,10 +133,10 @@ class FunctionHost:
             for name in temperature_states(graph, node)
             if name in per_prompt
         }
-        self.drawn: dict[tuple[str, int], Array] = {}  # by task and round, rows of the data
+        self.drawn: dict[tuple[str, int], Array] = {}  # by task and round, the numbers of rows of the data
 
     def fetch(self) -> tuple[str, tuple[Diagnostic, ...]]:
-        """Return this host's address, and the errors of copying files from URLs to it."""
+        """Copy files from URLs to this host; return the host's address and any errors."""
         try:
             copy_to_host(self.plan, data=self.host == 0)
         except Fault as fault:
@@ -138,7 +144,7 @@ class FunctionHost:
         return ray.util.get_node_ip_address(), ()
 
     def start(self) -> dict[str, Loaded]:
-        """Load functions and data."""
+        """Load the functions and the data, and return what was loaded of each data file."""
         plan = self.plan = copy_to_host(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
         for name, file in files.items():  # a replacement must not read other rows
@@ -175,7 +181,10 @@ class FunctionHost:
         return {name: Loaded(len(dataset), left_out.get(name, "")) for name, dataset in self.data.items()}
 
     def _start_workers(self, nodes: Sequence[Node]) -> Workers | None:
-        """Start workers for the functions of these nodes; None if this process calls them."""
+        """Start worker processes for the functions of these nodes.
+
+        Returns None if this process calls the functions itself.
+        """
         count = self.plan.deploy.run.function_workers
         if count == 1 or not nodes:
             return None
@@ -186,10 +195,11 @@ class FunctionHost:
         )
 
     def run(self, task: Task, tables: Tables) -> Report:
-        """Walk through this pool's stream for one task, or a part of it.
+        """Execute this pool's instruction stream for one task, or a part of the stream.
 
-        A replacement of a dead process does the whole task again, which changes nothing: its shares are the same,
-        functions are pure, and rows that are written twice replace themselves.
+        A process that replaces a dead process executes the whole task again. The second execution does not change the
+        results: the process gets the same shares, functions are pure, and a row that is written twice gets the same
+        values again.
         """
         if self.functions is None:
             self.start()
@@ -220,7 +230,10 @@ class FunctionHost:
         return report
 
     def record(self, task: Task, folder: str) -> str:
-        """Write the rows of a finished task into a run's folder; return the error, or ""."""
+        """Write the rows of a finished task into a run's folder.
+
+        Returns the error message, or "" if the rows were written.
+        """
         if self.functions is None:
             self.start()
         try:
@@ -231,7 +244,7 @@ class FunctionHost:
         return ""
 
     def figures(self, task: Task) -> dict[str, float]:
-        """Return the figures of a finished evaluation, except the means of its columns."""
+        """Return the metrics of a finished evaluation, except the means of its columns."""
         if self.functions is None:
             self.start()
         evaluation = self.plan.deploy.evaluation(task.name)
@@ -240,14 +253,22 @@ class FunctionHost:
         return evaluation_figures(self.plan, evaluation, task, pieces)
 
     def _count_rounds(self, steps: Sequence[Instruction], task: Task) -> int:
-        """Return how many rounds of prompts a finished opening has drawn."""
+        """Return how many rounds of prompts the opening of a task has drawn.
+
+        The opening is the first part of the task's instruction stream (`task.part`). `steps` are the instructions of
+        the opening, which is finished.
+        """
         filter = next((step.node for step in steps if step.op == "AGAIN"), "")
         return next(
             round_count for round_count in count(1) if not filter or not self.client.again(filter, task, round_count)
         )
 
     def _run_source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
-        """Put the prompts of a round, and those of their states that are known."""
+        """Write the prompts of a round to the dock, with their known states.
+
+        In the opening of a task, only the states with which rows are sampled are known. `_put_states` writes the other
+        states later.
+        """
         chosen = self._choose_rows(task, round, tables.draws, report)
         columns = self._dataset(task).take(chosen)
         columns |= self._state_columns(task, chosen, tables.draws, self.drawing)
@@ -256,7 +277,7 @@ class FunctionHost:
         self._put(task, round, columns)
 
     def _put_states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
-        """Put the states of prompts that were put before their states were known."""
+        """Write the states of prompts that were written before their states were known."""
         for round in rounds if self.host == 0 and self.read else ():
             chosen = self._choose_rows(task, round, tables.draws)
             self._put(task, round, self._state_columns(task, chosen, tables.states, self.read))
@@ -270,7 +291,11 @@ class FunctionHost:
     def _state_columns(
         self, task: Task, chosen: Array, tables: Mapping[str, Array], named: Mapping[str, State]
     ) -> dict[str, ColumnData]:
-        """Return the states of some rows of the data, by their names in the dock."""
+        """Return the states of some rows of the data, by the names of the dock's columns.
+
+        `chosen` are the numbers of the rows. `tables` has the values of states for all rows of the data. `named` maps
+        the names of the dock's columns to states. In an evaluation, each state has its initial value.
+        """
         return {
             name: ColumnData(
                 tables[state.name][chosen].astype(np.float64)
@@ -281,9 +306,10 @@ class FunctionHost:
         }
 
     def _choose_rows(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
-        """Return the rows of the data that a round draws, a function of the task.
+        """Return the numbers of the rows of the data that a round draws.
 
-        They are stored for the part of the task after its opening.
+        The result is a function of the task. The result is stored, because the part of the task after the opening needs
+        the same rows again.
         """
         if (task.key, round) in self.drawn:
             return self.drawn[task.key, round]
@@ -311,7 +337,10 @@ class FunctionHost:
 
     @contextmanager
     def _journal_call(self, node: Node, where: str) -> Iterator[None]:
-        """Record a call of the user's code that is not made for rows."""
+        """Record a call of the user's code that is not made for rows, such as an import.
+
+        Raises RunError if the call must not be repeated.
+        """
         try:
             with self.note.record_call(f"{node.name}: {where}"):
                 yield
@@ -371,7 +400,7 @@ class FunctionHost:
                 self.client.report_rows_done(node.name, task, parts[-1].rows)
 
     def _count_verdicts(self, function: FunctionNode, task: Task, verdicts: Verdicts, report: Report) -> None:
-        """Count the rows that a filter passes."""
+        """Count in `report` how many rows a filter passes."""
         times = verdicts.column.values
         report.count(f"kept/{function.node.name}", float(times.sum()), len(times))
         if CallAttributes.of(function.node).select is not None:

@@ -1,7 +1,7 @@
 """The instances of a user's environment, called concurrently.
 
-Invariant: an instance gets one call at a time. A call that raises, takes too long or returns an unusable value yields a
-Failure as its value; the caller decides what happens to the row.
+Invariant: an instance gets one call at a time. If a call raises an error, takes too long or returns an unusable value,
+the result of the call is a Failure. The caller then decides what happens to the row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a row has no answer."""
+    """The reason why an environment, an agent or a function gave no result for a row."""
 
     reason: Reason
     summary: ErrorSummary
@@ -42,7 +42,7 @@ class Failure:
     def from_error(cls, error: BaseException, reason: Reason | None = None) -> Failure:
         """Return the failure for an error.
 
-        `reason` is needed only if the error does not imply it.
+        `reason` is needed only if the type of the error does not imply the reason.
         """
         inferred: Reason = "raised"
         if isinstance(error, BadResult | MemoryError | ProcessExit):
@@ -56,7 +56,12 @@ Utterance = str | Messages  # what an environment says: text as it is, or messag
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """An environment's answer, the values of its columns, and whether it is over."""
+    """The reply of an environment to one call.
+
+    - `utterance`: the text or the messages of the environment.
+    - `values`: the values of the columns that the environment writes.
+    - `ended`: whether the episode is over.
+    """
 
     utterance: Utterance
     values: tuple[Any, ...] = ()
@@ -65,7 +70,10 @@ class EnvironmentReply:
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """The beginning of a row's episode, with the columns that `reset` gets."""
+    """A request to begin the episode of a row.
+
+    `arguments` are the arguments of `reset` that come from columns.
+    """
 
     task: str  # the name of the task
     iteration: int
@@ -78,10 +86,14 @@ Ask = EpisodeStart | str  # a beginning, or the text that the policy wrote
 
 @dataclass(frozen=True)
 class ClassSignature:
-    """How an environment class is called.
+    """An environment class, and how its methods are called.
 
-    `columns` are the columns whose values a step returns. `gym` is "" for our own interface. For a gymnasium class it
-    tells whether `reward` is the `sum` of the steps' rewards or a list of `each`.
+    - `make`: the class, which is called to make an instance.
+    - `filled`: the arguments that `reset` gets in addition to columns.
+    - `columns`: the columns whose values `step` returns.
+    - `timeout`: the maximum number of seconds for a call.
+    - `gym`: "" for the interface of this package. For a gymnasium class, it is "sum" if the column `reward` is the sum
+      of the rewards of all steps, or "each" if the column is the list of these rewards.
     """
 
     make: Callable[[], Any]
@@ -92,9 +104,10 @@ class ClassSignature:
 
 
 class Instances:
-    """The instances of some rows, identified by their positions.
+    """The environment instances of some rows.
 
-    Plain methods run in threads, `at_once` of them at a time. `async` methods share an event loop, all at once.
+    An instance is identified by the position of its row. Plain methods run in threads, with at most `at_once` calls at
+    a time. `async` methods share an event loop, in which all calls run concurrently.
     """
 
     def __init__(self, called: ClassSignature, at_once: int) -> None:
@@ -109,9 +122,10 @@ class Instances:
     def answers(
         self, requests: Mapping[int, Ask], stops: bool, where: str = ""
     ) -> dict[int, EnvironmentReply | Failure]:
-        """Return the reply to each request.
+        """Call the instances, and return the reply to each request by position.
 
-        If `stops`, only the replies up to the first failure. `where` is for progress reports.
+        If `stops` is true, only the replies up to the first failure are returned. `where` is the text of progress
+        reports.
         """
         row_progress.report(0, len(requests), where)
         calls = {position: _Call(self, position, request) for position, request in requests.items()}
@@ -126,7 +140,7 @@ class Instances:
         return replies
 
     def end(self) -> None:
-        """Release all instances; those of a gymnasium class are closed."""
+        """Release all instances. Instances of a gymnasium class are closed first."""
         closing = [instance.close for instance in self.made.values() if self.called.gym and hasattr(instance, "close")]
         futures = [
             self.threads.submit(self._close, close_method)
@@ -147,7 +161,10 @@ class Instances:
             close()
 
     def start_call(self, position: int, request: Ask) -> Any:
-        """Call the user's method; its result may be awaitable."""
+        """Call `reset` or `step` of the user's class, and return the result.
+
+        The result may be awaitable. For an EpisodeStart, the instance is made first.
+        """
         if not isinstance(request, EpisodeStart):
             return self.made[position].step(request)
         signature = self.called
@@ -161,7 +178,7 @@ class Instances:
         return instance.reset(**request.arguments, **signature.filled(request.task, request.iteration, request.row))
 
     def parse_result(self, position: int, request: Ask, result: Any) -> EnvironmentReply:
-        """Return a result as a reply; raises BadResult if it is unusable."""
+        """Convert the result of a call to a reply. Raises BadResult if it is unusable."""
         if self.called.gym:
             return self._parse_gym_result(position, request, result)
         if isinstance(request, EpisodeStart):
@@ -203,7 +220,7 @@ class Instances:
 
 
 class _Call:
-    """A call in progress."""
+    """A call of an instance that is in progress."""
 
     def __init__(self, instances: Instances, position: int, request: Ask) -> None:
         self.instances = instances
@@ -217,7 +234,7 @@ class _Call:
         )
 
     def answer(self) -> EnvironmentReply | Failure:
-        """Wait for the answer."""
+        """Wait for the reply. Returns a Failure if the call takes too long."""
         limit = self.instances.called.timeout
         future = self.future
         while not future.done() and (seconds_left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:
@@ -276,7 +293,10 @@ def _check_truth(value: Any, where: str, meaning: str) -> bool:
 
 
 def _check_utterance(value: Any, method: str) -> Utterance:
-    """Return what an environment says; None counts as nothing."""
+    """Return the text or the messages of an environment; None becomes an empty text.
+
+    Raises BadResult for any other value.
+    """
     if (messages := _copy_messages(value, method)) is not None:
         return messages
     problem = half_character(value) if isinstance(value, str) else "" if value is None else describe_briefly(value)
@@ -286,7 +306,10 @@ def _check_utterance(value: Any, method: str) -> Utterance:
 
 
 def _check_observation(value: Any, method: str) -> Utterance:
-    """Return what a gymnasium environment says: text, messages, or nothing."""
+    """Return the observation of a gymnasium environment, as text or messages.
+
+    None becomes an empty text. Raises BadResult for any other value.
+    """
     if (messages := _copy_messages(value, method)) is not None:
         return messages
     if value is not None and not isinstance(value, str):
@@ -298,7 +321,10 @@ def _check_observation(value: Any, method: str) -> Utterance:
 
 
 def _copy_messages(value: Any, method: str) -> Messages | None:
-    """Copy a message or a list of messages; None for anything else. Raises BadResult."""
+    """Return a copy of a message or a list of messages; None for any other value.
+
+    Raises BadResult if a message cannot be used.
+    """
     candidates = [value] if isinstance(value, dict) else value
     if not are_messages(candidates):
         return None

@@ -1,7 +1,7 @@
-"""Instances of an environment in processes of their own, next to the rank.
+"""Environment instances in processes of their own, on the same host as the rank.
 
-Invariant: a process that ends, hangs or uses up its memory fails the rows of its instances and no others, with what it
-did as the reason. No process outlives the rows that it is for.
+Invariant: if a process ends, hangs or uses up its memory, only the rows of its instances fail. The reason of such a
+failure says what happened to the process. No process outlives the rows for which it was started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ PATIENCE = 5.0  # extra seconds for a process to report the timeouts of its inst
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What a nest loads for an environment."""
+    """The environment class that a fork server (a nest) loads.
+
+    - `folder`: the folder with the run's shipped files.
+    - `path`, `name`: the user's file, and the name of the class in this file.
+    - `call`: the expression of the program that names the class.
+
+    The other fields are the fields of `ClassSignature`.
+    """
 
     folder: str
     path: str
@@ -73,7 +80,11 @@ def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
 
 
 class _Process:
-    """A process with the instances of some rows; `why` is the reason of its end."""
+    """A process with the instances of some rows.
+
+    `memory` is the number of bytes that the process may use in addition to the memory of the import. `why` is the
+    reason why the process ended, or None.
+    """
 
     def __init__(self, nest: Nest[EnvironmentSpec], memory: int, rows: Iterable[int]) -> None:
         self.nest = nest
@@ -85,9 +96,9 @@ class _Process:
             send(self.line, len(self.rows))
 
     def kill(self, why: Failure | None = None) -> None:
-        """End the process and all that it has started, and store the reason.
+        """End the process and all processes that it has started, and store the reason.
 
-        Without `why`, the reason comes from its exit status.
+        If `why` is None, the reason is derived from the exit status of the process.
         """
         alone = why is None and exits_within(self.pid, PATIENCE)
         with suppress(ProcessLookupError):
@@ -98,7 +109,11 @@ class _Process:
 
 
 class IsolatedInstances:
-    """Instances whose rows are split into `parts` parts, with a process for each part."""
+    """Environment instances in several processes.
+
+    `parts` has the positions of the rows for each process. `memory` is the number of bytes that a process may use in
+    addition to the memory of the import.
+    """
 
     def __init__(self, nest: Nest[EnvironmentSpec], parts: Sequence[Iterable[int]], memory: int) -> None:
         self.timeout = nest.spec.timeout
@@ -108,9 +123,10 @@ class IsolatedInstances:
     def answers(
         self, requests: Mapping[int, Ask], stops: bool = False, where: str = ""
     ) -> dict[int, EnvironmentReply | Failure]:
-        """Return the reply to each request, or why its process has ended.
+        """Call the instances, and return the reply to each request by position.
 
-        `where` is for progress reports.
+        If the process of a row has ended, the reply is the reason why it ended. `stops` has no effect. `where` is the
+        text of progress reports.
         """
         parts: dict[_Process, dict[int, Ask]] = {}
         for position, request in requests.items():
@@ -144,7 +160,10 @@ class IsolatedInstances:
         return {position: replies[position] for position in requests}
 
     def _receive_replies(self, process: _Process) -> dict[int, EnvironmentReply | Failure]:
-        """Receive the replies of a process that is readable; {} if it has ended."""
+        """Receive the replies of a process whose connection is readable.
+
+        Returns {} if the process has ended.
+        """
         try:
             answers: dict[int, EnvironmentReply | Failure] = receive(process.line)
             return answers
@@ -156,7 +175,7 @@ class IsolatedInstances:
         return {}
 
     def lose(self, positions: Iterable[int]) -> None:
-        """Drop rows that get no more requests; end processes without rows."""
+        """Drop rows that get no more requests, and end processes that have no rows left."""
         for process in {self.process_of[position] for position in positions}:
             process.rows.difference_update(positions)
             if not process.rows and process.why is None:
@@ -175,7 +194,10 @@ class IsolatedInstances:
 
 
 def split_rows(rows: int, unit: int) -> list[range]:
-    """Split rows among processes; `unit` consecutive rows stay in one process."""
+    """Divide `rows` rows among processes, and return the range of each process.
+
+    `unit` consecutive rows are always in the same process.
+    """
     units = rows // unit
     processes = min(units, MAX_PROCESSES)
     cuts = [i * units // processes * unit for i in range(processes + 1)]

@@ -1,8 +1,8 @@
-"""Guards for a process against the user's code that it calls: forks and exits.
+"""Guards of a process against forks and exits in the user's code that it calls.
 
-Invariant: a call that one process began returns in that process only. A child that the code forked and that returns
-from the call ends there, so it never answers instead of its parent. In a process that others depend on, `os._exit`
-within a call is an error of that call.
+Invariant: a call returns only in the process that began the call. If the user's code forks and the child returns from
+the call, the child is ended at this point, so it never answers instead of its parent. In a process that other processes
+depend on, `os._exit` within a call is an error of the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _guarded: ContextVar[int] = ContextVar("process of the guarded call", default=0)
 
 
 class ProcessExit(BaseException):
-    """The user's code tried to end the process that it shares with others."""
+    """The error that a user's code tried to end a process that other code uses."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it ends its process with status {status}")
@@ -28,7 +28,10 @@ class ProcessExit(BaseException):
 
 @contextmanager
 def guarded_call(process: int) -> Iterator[None]:
-    """Mark a call of the user's code that the process of this id began."""
+    """Mark a call of the user's code, so that it returns only in one process.
+
+    `process` is the id of the process that begins the call. A forked child that returns from the call is ended.
+    """
     token = _guarded.set(process)
     try:
         yield
@@ -38,9 +41,10 @@ def guarded_call(process: int) -> Iterator[None]:
 
 
 def end_child(parent: int) -> None:
-    """End this process if it is not `parent`, but a child that returned from the call.
+    """End this process if it is a forked child of `parent` that returned from a call.
 
-    The exit status is that of a program: 1 if the call raised an error, the argument of `sys.exit`, else 0.
+    The exit status is 1 if the call raised an error, the argument of `sys.exit` if the call used it, and 0 in all other
+    cases.
     """
     if os.getpid() == parent:
         return
@@ -58,7 +62,7 @@ def end_child(parent: int) -> None:
 
 
 def guard_exit() -> None:
-    """Make `os._exit` within a `call_of` this process raise ProcessExit."""
+    """Make `os._exit` within a `guarded_call` of this process raise ProcessExit."""
     leave = os._exit
     own = os.getpid()
 

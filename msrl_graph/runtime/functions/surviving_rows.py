@@ -1,7 +1,8 @@
-"""Which rows stay when an environment or an agent fails.
+"""The rows that remain in an iteration when an environment or an agent fails.
 
-Invariant: a row that failed ends the run, or leaves the iteration and is counted and reported. It never continues as if
-nothing had happened. The node's `on_failure` decides, also for the row's group.
+Invariant: a failed row ends the run, or it leaves the iteration and is counted and reported. A failed row never
+continues as if nothing had happened. The node's `on_failure` decides what happens to the row, and whether the row's
+group leaves, too.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from .user_traceback import describe_failure
 
 
 class SurvivingRows:
-    """The `rows` of a node in an iteration, identified by position.
+    """The rows of a node in an iteration, with a record of the rows that are lost.
 
-    `fan` rows belong together. `failed` are the rows that failed, with the time; `lost` are the rows that leave,
-    because of their own failure or their group's.
+    - `rows`: the numbers of the rows. The methods identify a row by its position in this array.
+    - `fan`: the number of consecutive rows that form a group.
+    - `failed`: for each row that failed, the failure and, in words, the time of the failure.
+    - `lost`: which rows leave, because the row itself or another row of its group failed.
     """
 
     def __init__(self, node: Node, plan: Plan, rows: Array, fan: int, iteration: int) -> None:
@@ -41,9 +44,10 @@ class SurvivingRows:
         self.lost = np.zeros(len(rows), bool)
 
     def fail(self, position: int, failure: Failure, when: str = "", given: Mapping[str, Any] | None = None) -> range:
-        """Record a failure; return the rows that leave.
+        """Record the failure of a row, and return the positions of the rows that leave.
 
-        Raises RunError if a failure ends the run.
+        `when` says in words when the row failed. `given` are the arguments of the failed call. Raises RunError if a
+        failure ends the run.
         """
         if self.on_failure == "stop":
             raise RunError(self._failure_message(position, failure, when, given))
@@ -57,9 +61,9 @@ class SurvivingRows:
         return range(first, first + size)
 
     def make_verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
-        """Return which rows stay, for the dock, if rows may fail.
+        """Return the dock's column that says which rows remain, by the column's name.
 
-        Counts and reports the rows that do not stay.
+        Lost rows are counted and reported. Returns {} if a failure ends the run, because no row can then be lost.
         """
         if not self.column:
             return {}

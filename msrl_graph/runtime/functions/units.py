@@ -1,8 +1,8 @@
-"""Calls of a function node's function for one unit: a row, a group, or the batch.
+"""Calls of a user's function for one unit: a row, a group, or the batch.
 
-Invariant: a function's result for a unit depends on the unit alone, not on the process that calls it or on the time.
-The result fits the node's columns, or BadResult says what was returned. A function's random generator is keyed by
-(seed, node, iteration, unit).
+Invariant: the result of a function for a unit depends on the unit alone, not on the time or on the process that calls
+the function. The result fits the columns of the node, or BadResult says what was returned. The key of a function's
+random generator is (seed, node, task, iteration, unit).
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from .values import (
 
 
 class Unit(NamedTuple):
-    """The input of one call.
+    """The input of one call of a function.
 
-    It is a NamedTuple because that is built faster than a frozen dataclass, and each row has one.
+    The class is a NamedTuple, because each row has a Unit, and a NamedTuple is built faster than a frozen dataclass.
 
-    - `number`: the number of the row or group; `where`: the same in words, for messages.
-    - `given`: the function's arguments, by parameter.
+    - `number`: the number of the row or group.
+    - `where`: the name of the row or group in messages.
+    - `arguments`: the arguments of the function, as (parameter, value) pairs.
     - `rows`: the positions of the unit's rows in the batch.
     - `targets`: for each column that the node writes, the rows that get a value from this unit.
-    - `lengths`: for each of these columns and rows, the lengths of the columns that it must be as long as.
-    - `most`: how many times a filter may pass a row on.
+    - `lengths`: for each column that the node writes and each target row, the lengths of the columns whose length the
+      value must have.
+    - `most`: the maximum number of times that a filter may pass a row.
     """
 
     number: int
@@ -80,7 +82,10 @@ class UnitResult(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitFailure:
-    """The reason why a unit has no result, and `where` that happened, in words."""
+    """The reason why a unit has no result.
+
+    `where` says in words which unit or row failed.
+    """
 
     failure: Failure
     where: str
@@ -90,9 +95,9 @@ UnitOutcome = UnitResult | UnitFailure
 
 
 class UnitFunction:
-    """The function of a node, imported when it is first needed.
+    """The function of a node, which is imported when it is first needed.
 
-    `reader` is the dock's description of the node. `note` records the call that is in progress.
+    `reader` is the dock's description of the node. `note` is the crash journal, which records the call in progress.
     """
 
     def __init__(self, node: Node, plan: Plan, reader: NodeReads, note: CrashJournal | None = None) -> None:
@@ -110,7 +115,7 @@ class UnitFunction:
         row_sets = rowsets(plan.graph)
         self.sieve = row_filter(row_sets.sieves.get(node.name))
         self.written = {column: row_sets.columns[column] for column in node.writes}  # the row set of each column
-        # The columns that have one value for a unit; the others have one for each row.
+        # The columns that have one value for a unit. The other columns have one value for each row.
         self.one = {
             name
             for name, row_set in self.written.items()
@@ -122,7 +127,7 @@ class UnitFunction:
         return load_function(self.expr, "function")
 
     def __call__(self, unit: Unit, task: Task) -> UnitOutcome:
-        """Call the function for a unit."""
+        """Call the function for a unit. An error of the function becomes a UnitFailure."""
         try:
             self._check_size(unit)
             with self.note.record_call(f"{self.node.name}: {unit.where} of {task.key}"):
@@ -134,7 +139,7 @@ class UnitFunction:
             return self._failure(unit, error)
 
     async def call_async(self, unit: Unit, task: Task) -> UnitOutcome:
-        """Call the function for a unit, in an event loop that it shares with other calls."""
+        """Call the function for a unit, in an event loop that other calls share."""
         try:
             self._check_size(unit)
             with guarded_call(os.getpid()):
@@ -171,7 +176,10 @@ class UnitFunction:
         return self.call(**dict(unit.arguments), **options)
 
     def _parse(self, unit: Unit, result: Any) -> UnitResult:
-        """Assign a returned value to columns and rows; BadResult if it does not fit."""
+        """Assign a returned value to columns and rows.
+
+        Raises BadResult if the value does not fit.
+        """
         if self.sieve is not None:
             return UnitResult(times=self._row_counts(result, unit.size, unit.most))
         return UnitResult([*self._parse_values(unit, result)])
@@ -193,7 +201,11 @@ class UnitFunction:
                     raise
 
     def _row_counts(self, result: Any, size: int, most: int) -> Array:
-        """Return how many times each row of a unit passes, at most `most` times."""
+        """Return how many times a filter passes each row of a unit.
+
+        `result` is the value that the filter's function returned, `size` is the number of rows, and `most` is the
+        maximum for a row. Raises BadResult if the value cannot be used.
+        """
         if CallAttributes.of(self.node).keep is not None:
             truths = _to_array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
@@ -219,7 +231,10 @@ class UnitFunction:
         return times
 
     def _by_column(self, result: Any) -> list[tuple[str, Any]]:
-        """Pair the result with the names that the node writes."""
+        """Divide a result into (name of a column or state, value) pairs.
+
+        Raises BadResult if the number of values is wrong.
+        """
         gives = self.node.gives or self.node.writes
         if len(gives) == 1:
             return [(gives[0], result)]
@@ -230,7 +245,10 @@ class UnitFunction:
         return list(zip(gives, result, strict=True))
 
     def _next_value(self, name: str, value: Any) -> float:
-        """Check the next value of a state."""
+        """Return the next value of a state as a float.
+
+        Raises BadResult if `value` is not one number.
+        """
         try:
             number = pure_numbers(value, np.float64)
         except NotNumbers:
@@ -260,7 +278,10 @@ def options_of(call: Expr) -> dict[str, Any]:
 
 
 def _to_array(result: Any) -> Array:
-    """Convert a result to an array; an object array of None if numpy cannot."""
+    """Convert a result to an array.
+
+    The result is an object array of None if the value is masked or numpy cannot convert it.
+    """
     if np.ma.is_masked(result):
         return np.asarray(None)
     try:

@@ -1,8 +1,8 @@
-"""Error messages for a user's Python that fails.
+"""Error messages for failures in a user's Python code.
 
-Invariant: the first line has the node, its line in the program, the row and the place in the user's own file. The lines
-after it show how the code got there and its arguments, shortened to fit a screen. The log of the process has
-everything.
+Invariant: the first line of a message has the node, the node's line in the program, the row, and the place of the error
+in the user's own file. The following lines show the call stack and the arguments, shortened to fit a screen. The log of
+the process has the full text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..process import log
 from .crash_journal import ProcessDied
 
 MAX_SHOWN = 200  # characters of a value that the message shows
-MAX_FRAMES = 8  # that the message shows; of a recursion, the first and the last ones
+MAX_FRAMES = 8  # frames that the message shows: for a longer stack, the first and the last frames
 MAX_LOGGED = 1_000_000  # characters of a value that the log shows
 
 _HERE, _OURS = (str(folder) + os.sep for folder in Path(__file__).parents[1:3])
@@ -34,8 +34,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 class BadResult(ValueError):
     """A function returned a value that its columns cannot hold.
 
-    The message has no place in a file, because the returned value is the error. `row` is set if the value is for one of
-    several rows.
+    The message names no line of the user's file, because the error is the returned value. `row` is set if the function
+    returned values for several rows and the value of this row is wrong.
     """
 
     row: int | None = None
@@ -43,9 +43,11 @@ class BadResult(ValueError):
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """The description of an error, for processes that do not have the error itself.
+    """The description of an error, for processes that do not have the error object.
 
-    It has the `reason` in a line, the `steps` that led there, and Python's `whole` traceback.
+    - `reason`: the error in one line.
+    - `steps`: the frames of the user's code that led to the error, with one line each.
+    - `traceback`: Python's full traceback.
     """
 
     reason: str
@@ -64,9 +66,10 @@ class ErrorSummary:
 def describe_failure(
     node: Node, error: BaseException | ErrorSummary, where: str, given: Iterable[tuple[str, Any]] = ()
 ) -> str:
-    """Return the message for a node's Python that failed.
+    """Return the message for a failed call of a node's Python code.
 
-    `given` are its arguments by parameter. The log of this process gets the full text.
+    `where` names the row or the unit in words. `given` are the arguments of the call, by parameter. The log of this
+    process gets the full text.
     """
     summary = error if isinstance(error, ErrorSummary) else ErrorSummary.from_error(error)
     headline = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {summary.reason}"
@@ -83,9 +86,10 @@ def describe_failure(
 
 
 def describe_reason(error: BaseException) -> str:
-    """Describe an error in a line.
+    """Describe an error in one line.
 
-    Its type, the first line of its message, and where a debugger would stop in the user's own code.
+    The line has the type of the error, the first line of its message, and the innermost line of the user's own code in
+    the traceback. A BadResult has no such line of code.
     """
     lines = escape_half_characters(str(error)).splitlines()
     headline = f"{type(error).__name__}: {lines[0] if lines else ''}{' …' if len(lines) > 1 else ''}"
@@ -98,9 +102,9 @@ def describe_reason(error: BaseException) -> str:
 
 
 def describe_steps(error: BaseException) -> list[str]:
-    """Describe how the user's code got to where it failed, one line per frame.
+    """Describe the stack of the user's code at an error, with one line per frame.
 
-    Nothing if `reason` already says all of it.
+    Returns an empty list if `describe_reason` already says everything.
     """
     lines = [
         f"{frame.filename}:{frame.lineno} in {frame.name}: {shorten_line(frame.line or '', MAX_SHOWN)}"
@@ -115,7 +119,7 @@ def describe_steps(error: BaseException) -> list[str]:
 def shorten_value(value: Any) -> str:
     """Shorten a value for a message.
 
-    A text is quoted; a list is shown by its size and its first item.
+    A text is quoted. A list is shown by its size and its first item.
     """
     if isinstance(value, str):
         return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}… ({len(value)} characters)"
@@ -136,9 +140,10 @@ def shorten_line(text: str, limit: int) -> str:
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code.
+    """Return the frames of an error that are in the user's own code.
 
-    If there are none, the last frame: a function of the package failed.
+    If no frame is in the user's own code, the result is the last frame in a library. If no frame is in a library
+    either, a function of this package failed, and the result is the last frame.
     """
     all_frames: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
     if isinstance(error, ProcessDied):  # the frames begin with the process; keep those after the ones of this folder

@@ -1,6 +1,6 @@
-"""Values of rows as a user's Python sees them, and as it returns them.
+"""Conversion of values of rows for a user's Python code, and of returned values.
 
-Invariant: what is returned fits its column, or BadResult says what was returned and what is expected.
+Invariant: a returned value fits its column, or BadResult says what was returned and what is expected.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class NotNumbers(TypeError):
-    """A value that a numeric column cannot hold.
+    """The error that a numeric column cannot hold a value.
 
-    `item` describes the first bad one of several values.
+    If the value has several items, `item` describes the first item that is not allowed.
     """
 
     def __init__(self, item: str = "") -> None:
@@ -44,7 +44,7 @@ class NotNumbers(TypeError):
 
 
 class ReturnChecker:
-    """A check of the values that are returned for the columns `names` of a plan."""
+    """A check of values that a user's code returns for the columns `names`."""
 
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
         self.graph = plan.graph
@@ -55,9 +55,9 @@ class ReturnChecker:
         }
 
     def check(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
-        """Return a value as its column's type; raises BadResult if it does not fit.
+        """Return a value in the type of the column `name`.
 
-        `lengths` are the lengths of the row's other columns.
+        `lengths` are the lengths of other columns of the row. Raises BadResult if the value does not fit the column.
         """
         if type(value) is float and name in self.numbers and -MAX_FLOAT32 <= value <= MAX_FLOAT32:  # the common case
             return value
@@ -110,9 +110,10 @@ class ReturnChecker:
 
 
 class InjectedArguments:
-    """Arguments that a function gets by parameter name (functions.GIVEN).
+    """The arguments that a function gets for parameters with fixed names (`GIVEN`).
 
-    They come in addition to columns and options.
+    The names are `iteration`, `rng` and `tokenizer`. A function gets these arguments in addition to columns and
+    options.
     """
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
@@ -135,10 +136,13 @@ class InjectedArguments:
 
 
 def values_for_function(column: ColumnData, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
-    """Return what a function sees of rows of a column.
+    """Return the values of some rows of a column as a function gets them.
 
-    Text or parsed JSON, or with `text` the text of JSON too; tokens as arrays, or decoded if a tokenizer is given. Each
-    value is the caller's own and may be changed.
+    - The value of a text column is a string.
+    - The value of a JSON column is the parsed JSON, or the JSON text if `text` is true.
+    - The value of a column of tokens is an array, or the decoded string if a tokenizer (`tokens`) is passed.
+
+    The caller owns each value and may change it.
     """
     if element in ("text", "json"):
         texts = [column.text(row) for row in rows]
@@ -150,7 +154,7 @@ def values_for_function(column: ColumnData, element: str, rows: range, text: boo
 def load_with_signature(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
     """Return the function that a program calls, with its signature.
 
-    It comes from the package, or from a file ("path.py:name").
+    The function is from this package, or from a user's file ("path.py:name").
     """
     return load_function(call, kind), signature_of(call, kind)
 
@@ -173,7 +177,7 @@ def signature_of(call: Expr, kind: CallKind) -> Signature:
 
 
 def import_user_file(path: str, call: Expr) -> Any:
-    """Import the file that a program names in a call."""
+    """Import the file that a program names in a call. Raises RunError if this fails."""
     try:
         with guarded_call(os.getpid()):
             return shipped_files.import_file(path)
@@ -191,10 +195,11 @@ def describe_briefly(value: Any) -> str:
 
 
 def by_row(name: str, values: Any, size: int) -> Any:
-    """Return the values for the `size` rows of a group, in their order.
+    """Return the values that a function returned for the `size` rows of a group.
 
-    They are a sequence, or an array of any library. Raises BadResult for anything else, such as a dict, a set or a
-    generator: iterating over these does not give a value for each row.
+    The values must be a sequence, or an array of any library, with one value for each row in order. Raises BadResult
+    for anything else, such as a dict, a set or a generator: iterating over such an object does not give a value for
+    each row.
     """
     rows = values
     hint = ""
@@ -245,7 +250,7 @@ def pure_numbers(value: Any, dtype: Any) -> Array:
 
 
 def _to_array(value: Any) -> Array:
-    """Convert a value with numpy, including torch tensors on any device."""
+    """Convert a value to a NumPy array. Torch tensors may be on any device."""
     if isinstance(value, list | tuple) and len(value) and hasattr(value[0], "detach"):
         value = [_to_array(item) for item in value]
     elif hasattr(value, "detach"):  # without importing torch, which takes seconds
@@ -268,9 +273,9 @@ def _check_text(name: str, value: Any) -> str:
 
 
 def _to_json(name: str, value: Any) -> str:
-    """Serialize a value as JSON that parses to the same value.
+    """Serialize a value as JSON. Raises BadResult if this would change the value.
 
-    Only tuples change: they become lists.
+    The JSON text parses to the same value again, except that tuples become lists.
     """
     try:
         text = as_json(value)
@@ -282,9 +287,9 @@ def _to_json(name: str, value: Any) -> str:
 
 
 def _find_odd_key(value: Any) -> Any:
-    """Find a key of a dictionary, at any depth, that is not text.
+    """Return a dictionary key that is not text, at any depth of a value; else None.
 
-    JSON would turn it into text, and might make two keys one.
+    JSON would turn such a key into text, and might make two keys equal.
     """
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)

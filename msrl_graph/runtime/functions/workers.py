@@ -1,8 +1,8 @@
 """Worker processes that call a user's function for rows or groups in parallel.
 
-Invariant: results come in the order of the units and equal the results of one process. A call that ended its own
-process is not repeated; a call whose process was killed once is repeated (crash_journal.py). When the caller stops
-iterating, no call stays in progress.
+Invariant: results are returned in the order of the units, and are equal to the results of a single process. A call that
+ended its own process is not repeated. A call whose process was killed once is repeated (crash_journal.py). When the
+caller stops iterating, no call remains in progress.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .fork_server import Serve, receive, send
 from .units import Unit, UnitFunction, UnitOutcome
 from .values import signature_of
 
-MESSAGE_SECONDS = 0.02  # the work of one message, so that sending it costs little
-MAX_UNITS = 256  # in one message
-MAX_DEATHS = 5  # of a worker in a row, before it has answered
+MESSAGE_SECONDS = 0.02  # seconds of work in one message, so that sending it costs little in comparison
+MAX_UNITS = 256  # maximum number of units in one message
+MAX_DEATHS = 5  # deaths of a worker in a row without an answer
 Request = tuple[str, Task, list[Unit]]  # the node's name, the task, the units
 # The outcomes, the metrics that the functions reported (registry.py), and the seconds that the calls took.
 Reply = tuple[list[UnitOutcome], dict[str, float], float]
 
 
 def uses_workers(node: Node) -> bool:
-    """Return whether worker processes, if there are any, call this node's function."""
+    """Return whether worker processes, if the run has any, call a node's function."""
     call = CallAttributes.of(node).functions[0]
     signature = signature_of(call, "function") if call.kind == "call" else None
     return concurrent_calls(node, 2, signature) == 2
@@ -51,7 +51,7 @@ def uses_workers(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the fork server loads for the workers.
+    """The functions that the fork server loads for the workers.
 
     Each worker has a crash journal (crash_journal.py) in a file whose name begins with `note`.
     """
@@ -88,7 +88,7 @@ class _Process:
     number: int
     nest: Nest[WorkerSpec]
     request: Request | None = None
-    positions: range = range(0)  # the request's units among all units
+    positions: range = range(0)  # positions of the request's units among all units
     deaths: int = 0  # since its last reply
     pid: int = 0
     line: socket.socket = field(init=False)
@@ -110,9 +110,9 @@ class _Process:
             send(self.line, (self.number, again))
 
     def reply(self) -> Reply | None:
-        """Return the reply; None if the process has died.
+        """Return the reply of the worker; None if the worker has died.
 
-        In that case it is replaced and the request is sent again.
+        A worker that has died is replaced, and its request is sent again. Raises RunError if a worker dies too often.
         """
         with suppress(OSError, EOFError):
             reply: Reply = receive(self.line)
@@ -136,9 +136,9 @@ class _Process:
 
 
 class Workers:
-    """`count` worker processes.
+    """A set of `count` worker processes.
 
-    Each starts with its first request and ends with this process.
+    Each worker process starts with its first request, and ends when this process ends.
     """
 
     def __init__(self, count: int, spec: WorkerSpec) -> None:
@@ -148,7 +148,7 @@ class Workers:
         weakref.finalize(self, _close_lines, self.processes)
 
     def map_units(self, node: str, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
-        """Yield each unit of a node with its outcome, in order."""
+        """Call a node's function for its units; yield each unit and its outcome in order."""
         all_units = [*units]
         key = Task(task.name, task.number, task.prompts)  # the parts of a task that a call depends on
         outcomes: dict[int, UnitOutcome] = {}
@@ -175,13 +175,13 @@ class Workers:
     def _message_size(self, node: str, remaining: int) -> int:
         """Return how many units to send in one message.
 
-        Enough to be worth a message, and few enough to leave work for others.
+        The number is large enough to be worth the cost of a message, and small enough to leave units for other workers.
         """
         enough = min(MESSAGE_SECONDS / max(self.seconds.get(node, math.inf), 1e-9), MAX_UNITS)
         return max(1, min(int(enough), math.ceil(remaining / (2 * len(self.processes)))))
 
     def _collect(self, node: str, outcomes: dict[int, UnitOutcome]) -> None:
-        """Wait for at least one process and take the replies that have arrived."""
+        """Wait until at least one worker replies, and add the replies to `outcomes`."""
         lines = {process.line: process for process in self.processes if process.request is not None}
         for line in wait([*lines]):
             assert isinstance(line, socket.socket)
@@ -195,7 +195,7 @@ class Workers:
 
 
 def _close_lines(processes: list[_Process]) -> None:
-    """Close the workers' connections; the fork server then ends them."""
+    """Close the connections of the workers; the fork server then ends the workers."""
     for process in processes:
         if process.pid:
             process.line.close()

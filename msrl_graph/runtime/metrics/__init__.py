@@ -1,1 +1,1 @@
-"""What a run reports: metrics, warnings, predicted against measured."""
+"""Reports of a run: metrics, warnings, and predicted against measured values."""

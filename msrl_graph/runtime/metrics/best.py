@@ -1,6 +1,7 @@
-"""The best figures of evaluations, and whether they still improve.
+"""The best figures of evaluations, and whether the evaluations still improve.
 
-Invariant: everything follows from the lines of the metrics, so a resumed run knows what the run before it knew.
+Invariant: everything is computed from the lines of metrics.jsonl. So a resumed run has the same best figures as the run
+before the interruption.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ...ir.evaluation import Evaluation
 class BestFigure:
     """The best figure of an evaluation.
 
-    It was reached after `iteration` iterations; `since` counts the evaluations after it.
+    `iteration` is the number of iterations after which the figure was reached. `since` is the number of evaluations
+    after that.
     """
 
     evaluation: Evaluation
@@ -33,7 +35,7 @@ class BestFigure:
 
     @property
     def description(self) -> str:
-        """The figure, its value and when it was reached, in words."""
+        """A text with the title of the figure, its value, and when it was reached."""
         when = f"after {plural(self.iteration, 'iteration')}" if self.iteration else "before the training"
         return f"{self.name} {self.value:.3f} {when}"
 
@@ -41,8 +43,8 @@ class BestFigure:
 def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[BestFigure]:
     """Find the best figure of each evaluation that states `best`.
 
-    The first of equal figures counts. A missing or non-finite figure is never the best; an evaluation without a finite
-    one is left out.
+    If several figures are equally good, the first one is the best figure. A missing or non-finite figure is never the
+    best. An evaluation without a finite figure is left out.
     """
     bests = []
     for evaluation in (candidate for candidate in evaluations if candidate.best):
@@ -56,7 +58,7 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
 
 
 def early_stop_reason(bests: Iterable[BestFigure]) -> str:
-    """Return why the training ends before its last iteration; "" if it continues."""
+    """Return why training ends before its last iteration; "" if training continues."""
     exhausted = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
     return (
         f"{plural(exhausted.since, 'evaluation')} gave nothing better than {exhausted.description}" if exhausted else ""

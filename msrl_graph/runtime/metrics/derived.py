@@ -1,7 +1,8 @@
-"""Metrics that are not means: they are computed from the sums of all processes.
+"""Metrics that are computed from the sums of all processes, but are not means.
 
-Invariant: a sum whose last name part begins with `_` is an input of these metrics and appears in no line. The metrics
-do not depend on how rows are split into micro-batches and ranks, since sums do not.
+Invariant: a sum whose name begins with `_` after the last `/` is only an input of these metrics. Such a sum appears in
+no metrics line. The metrics do not depend on how rows are split into micro-batches and ranks, because the sums do not
+depend on this split.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ Sums = Mapping[str, tuple[float, float]]  # by name: the total and the weight, 0
 def means(sums: Sums) -> dict[str, float]:
     """Return the mean of each metric, and the metrics derived from several sums.
 
-    A metric with weight 0 is a count: its total is returned.
+    A metric with weight 0 is a count; its total is returned instead of a mean. The derived metrics of a loss term TERM
+    are:
 
-    - `TERM/effective_sample_size`, of a term's `ratio` r: (mean r)^2 / mean r^2, from 0 to 1.
-    - `TERM/explained_variance`, of values with the error e and returns R: 1 - var(e) / var(R). It has no value if all
-      returns are equal.
+    - `TERM/effective_sample_size`: (mean r)^2 / mean r^2, from 0 to 1, where r is the `ratio` of the term.
+    - `TERM/explained_variance`: 1 - var(e) / var(R), where e is the error of the predicted values and R the returns.
+      This metric is absent if all returns are equal.
     """
     values = {name: total / weight if weight else total for name, (total, weight) in sorted(sums.items())}
     for name in [key for key in values if key.rpartition("/")[2] == "_ratio_square"]:

@@ -1,7 +1,7 @@
-"""Display of a run: a live line on a terminal, else one plain line an iteration.
+"""Display of a run: a live line on a terminal, else one plain line per iteration.
 
-Invariant: an iteration is named by its number, from 0, as in metrics, rows, logs and errors. Counts are of finished
-iterations.
+Invariant: an iteration is named by its number, counted from 0, as in metrics, rows, logs and errors. Counts are numbers
+of finished iterations.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from .terminal_panel import panel
 
 
 class Screen(Console):
-    """A console whose reader may go away, which does not end a run.
+    """A console that ignores a broken pipe, so that the run continues.
 
-    It draws only on a terminal. A notebook sets FORCE_COLOR, and rich would take its pipe for a terminal.
+    The console draws only on a terminal. In a notebook, FORCE_COLOR is set, and rich alone would treat the notebook's
+    pipe as a terminal.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -48,9 +49,9 @@ class Screen(Console):
 
     @property
     def size(self) -> ConsoleDimensions:
-        """Current size of the terminal that it writes to.
+        """Current size of the terminal that this console writes to.
 
-        rich asks the standard streams, which may be other terminals.
+        rich measures the standard streams instead, which may be connected to other terminals.
         """
         with suppress(OSError):
             if self.is_terminal:
@@ -66,7 +67,7 @@ class Screen(Console):
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Return whether a stream leads to a terminal; None is the standard output."""
+    """Return whether a stream is a terminal; None means the standard output."""
     try:
         return os.isatty((stream or sys.stdout).fileno())
     except (OSError, AttributeError, ValueError):
@@ -76,8 +77,8 @@ def is_terminal(stream: IO[str] | None) -> bool:
 class Display:
     """Display of a run's progress.
 
-    `phase` and `iteration` may be called at any rate: drawing is limited to what a person sees. With `watched`, a
-    terminal shows everything that is known (`panel`), else one line.
+    `phase` and `iteration` may be called at any rate, because the display limits the rate of drawing. With `watched`, a
+    terminal shows everything that is known about the run (`panel`). Without `watched`, a terminal shows one line.
     """
 
     def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
@@ -116,7 +117,7 @@ class Display:
         self.progress.update(self.task, phase=make_printable(name))
 
     def set_metrics(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-        """Set where the metrics are kept."""
+        """Set the lists that contain the metrics lines of iterations and evaluations."""
         self.facts.lines = lines
         self.facts.evaluations = evaluations
 
@@ -124,7 +125,7 @@ class Display:
         self.facts.begin(task)
 
     def wanted(self) -> bool:
-        """Return whether somebody who watches waits for a look at the docks."""
+        """Return whether a watcher of the run waits for new data from the docks."""
         return self.facts.wanted
 
     def look(self, statuses: Sequence[Status]) -> None:
@@ -147,7 +148,7 @@ class Display:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def iteration(self, line: dict[str, Any], scalars: list[str], reports: Sequence[Report] = ()) -> None:
-        """Show an iteration; `scalars` are the columns whose means are shown."""
+        """Show an ended iteration; `scalars` are the columns whose means are shown."""
         self.facts.iteration(line, scalars, reports)
         # A figure that is named by its unit has the name after the value.
         words = "  ".join(
@@ -166,7 +167,7 @@ class Display:
 
 
 class Tail:
-    """Follower of the logs of a run's processes, which prints them until it is closed."""
+    """A thread that prints new lines of the logs of a run's processes, until `close`."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
@@ -201,9 +202,10 @@ SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions"
 
 
 def format_evaluation(evaluation: Evaluation, values: Mapping[str, float]) -> str:
-    """Format the figures of an evaluation over all rows, as a line.
+    """Format the figures of an evaluation over all rows, as one line.
 
-    Figures of parts, and those without a value, are only in the metrics.
+    The line only counts figures over a part of the rows and figures without a value. The values of all figures are in
+    the metrics.
     """
     line = [f"{key} {values[key]:.3f}" for key in evaluation.figures if not math.isnan(values.get(key, math.nan))]
     if more := len(values) - len(line):
@@ -214,7 +216,10 @@ def format_evaluation(evaluation: Evaluation, values: Mapping[str, float]) -> st
 
 
 def comparison_table(rows: list[tuple[str, str, float, float, str]]) -> Table:
-    """Return a table of predicted against measured values."""
+    """Return a table of predicted against measured values.
+
+    Each row is (label, unit, predicted value, measured value, source of the prediction).
+    """
     table = Table(
         title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )

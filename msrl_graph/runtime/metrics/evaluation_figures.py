@@ -1,9 +1,9 @@
 """Figures of an evaluation in addition to column means: pass@k, best@k, maj@k.
 
-All of them are also computed for each value of a column.
+Each figure is also computed for each value of the column `by`, over the prompts with this value.
 
-Invariant: they are computed from all rows of the evaluation at once, so they do not depend on which process had which
-row.
+Invariant: the figures are computed from all rows of the evaluation together, so the figures do not depend on how the
+rows were distributed over processes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MOST_VALUES = 100  # most values of the column that splits an evaluation
 def evaluation_figures(
     plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, ColumnRows]
 ) -> dict[str, float]:
-    """Compute the figures, by their keys in the metrics.
+    """Compute the figures of an evaluation, by their keys in the metrics.
 
-    `pieces` are the rows of the evaluation's columns. Raises RunError if the column that splits the evaluation has too
-    many values.
+    `pieces` are the rows of the evaluation's columns, by column. Raises RunError if the column `by`, which splits the
+    evaluation, has more than MOST_VALUES values.
     """
     row_sets = rowsets(plan.graph)
     counted = row_numbers(row_sets.sets, row_sets.refilling, task)
@@ -57,9 +57,10 @@ def evaluation_figures(
 
 
 def _group_prompts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
-    """Group the prompts by the value of the column.
+    """Group the prompts by their values in the column `by` of the evaluation.
 
-    The keys are the endings of metric names, such as `data_source=gsm8k`.
+    The keys are the endings of metric names, such as `data_source=gsm8k`. The values are the row numbers of the
+    prompts.
     """
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:
@@ -82,7 +83,7 @@ Attempts = tuple[Array, Sequence[bytes] | None]
 def _attempts_by_prompt(
     prompts: Array, rows: Array, values: Array, answers: Mapping[int, bytes] | None
 ) -> dict[int, Attempts]:
-    """Return the values of each prompt's rows, and their answers."""
+    """Return, for each prompt, the values and the answers of the prompt's rows."""
     order = np.argsort(prompts, kind="stable")
     units, starts = np.unique(prompts[order], return_index=True)
     attempts: dict[int, Attempts] = {}
@@ -93,9 +94,10 @@ def _attempts_by_prompt(
 
 
 def _figures_at(evaluation: Evaluation, column: str, attempts: Mapping[int, Attempts], k: int) -> dict[str, float]:
-    """Compute the figures of one k.
+    """Compute pass@k, best@k and maj@k of a column for one k.
 
-    They are means over the prompts with at least k attempts, and the number of prompts with fewer.
+    Each figure is the mean over the prompts with at least k attempts. `fewer@k` is the number of prompts with fewer
+    than k attempts.
     """
     enough = [(values, answers) for values, answers in attempts.values() if len(values) >= k]
     passed = [pass_at(len(values), int((values >= evaluation.passing).sum()), k) for values, _ in enough]
@@ -116,7 +118,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _answers_by_row(piece: ColumnRows | None) -> dict[int, bytes]:
-    """Return the answer of each row as bytes; empty if there is none or it is NaN."""
+    """Return the answer of each row as bytes.
+
+    The bytes are empty if a row has no answer, or if its answer is NaN.
+    """
     if piece is None:
         return {}
     return {int(row): _answer(piece.column, place) for place, row in enumerate(piece.rows)}

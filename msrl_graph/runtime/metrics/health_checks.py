@@ -1,10 +1,11 @@
 """Signs in the metrics that a run goes wrong.
 
-Each sign is reported once, and again if it returns after CALM iterations without it: a figure that swings around its
-threshold is reported once.
+A sign is reported when it first appears. The sign is reported again only if it has been absent for CALM iterations. So
+a figure that swings around its threshold is reported once.
 
-Invariant: the reports are a function of the metrics lines in their order: a resumed run reports what it would have
-reported without the interruption. The thresholds are those of `run`. What ends a run is reported separately (`ends`).
+Invariant: the reports depend only on the metrics lines in their order. So a resumed run reports the same signs as a run
+without the interruption. The thresholds come from the program's `run { }`. A sign that ends the run is reported by
+`end_reason`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CALM = 10
 
 
 class HealthChecks:
-    """Checks of a plan's runs; `look` gets each iteration's line."""
+    """Checks of a run's metrics; `look` gets the metrics line of each iteration."""
 
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
@@ -34,7 +35,7 @@ class HealthChecks:
         self.seen: dict[str, int] = {}  # by sign, the last line that had it
 
     def look(self, line: dict[str, Any]) -> list[str]:
-        """Return the new signs of an iteration, in words."""
+        """Return a warning for each new sign in the metrics line of an iteration."""
         self.lines += 1
         signs = dict(self._signs(line))
         recent = {sign for sign, line_number in self.seen.items() if self.lines - line_number <= CALM}
@@ -47,7 +48,7 @@ class HealthChecks:
         return new
 
     def end_reason(self, line: dict[str, Any]) -> str:
-        """Return why the run ends with this iteration; "" if it continues."""
+        """Return why the run ends with this iteration; "" if the run continues."""
         node = self._find_drift(line) if self.run.on_drift == "stop" else None
         if node is None:
             return ""
@@ -56,7 +57,11 @@ class HealthChecks:
         )
 
     def _find_drift(self, line: dict[str, Any]) -> Node | None:
-        """Return the node that compares trainer and generator, if they are too far apart."""
+        """Return the node that compares log-probabilities, if the drift is too large.
+
+        The drift is the difference between the log-probabilities of trainer and generator. Returns None if the drift is
+        at most `max_drift`, or if the plan has no such node.
+        """
         bound = self.run.max_drift
         if self.compares is None or bound is None or not line.get("logp_drift", 0.0) > bound:
             return None
@@ -108,9 +113,9 @@ class HealthChecks:
 
 
 def judged_columns(graph: Graph) -> list[str]:
-    """Return the per-response columns from which a node makes advantages.
+    """Return the per-response columns from which a node computes advantages.
 
-    The node makes them together with the numbers of other responses.
+    The node computes the advantages of a response from the values of several responses together.
     """
     compared = [
         node for node in graph.nodes if node.per != "row" and any(graph.column(column).dims for column in node.writes)

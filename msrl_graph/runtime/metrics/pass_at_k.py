@@ -1,6 +1,7 @@
 """Results of k attempts at a prompt, estimated from n: pass@k, best@k, maj@k.
 
-Invariant: each is the mean over all subsets of k of the n attempts, computed exactly, without drawing any.
+Invariant: each result is the mean over all subsets of k of the n attempts. The mean is computed exactly, without
+sampling subsets.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from ..data.columns import Array
 def pass_at(attempts: int, passed: int, k: int) -> float:
     """Return the chance that at least one of k attempts passes.
 
-    It is 1 - C(n - c, k) / C(n, k), for n attempts of which c passed. Chen et al. 2021, arXiv:2107.03374, equation 1.
+    The chance is 1 - C(n - c, k) / C(n, k), for n attempts of which c passed (Chen et al. 2021, arXiv:2107.03374,
+    equation 1).
     """
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
 
 def best_at(values: Array, k: int) -> float:
-    """Return the mean of the largest of k values.
+    """Return the largest of k values, averaged over all subsets of k values.
 
-    The i-th smallest of n is the largest in C(i - 1, k - 1) subsets.
+    The i-th smallest of the n values is the largest value in C(i - 1, k - 1) subsets.
     """
     shares = [math.comb(i, k - 1) / math.comb(len(values), k) for i in range(len(values))]
     return float(np.sort(values) @ shares)
 
 
 def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
-    """Return the mean value of the attempts with the answer that most of k give.
+    """Return the mean value of the attempts with the majority answer of k attempts.
 
-    Tied answers count alike. An empty answer is no vote; if none of the k votes, the attempts without an answer count.
+    Answers with equal numbers of votes have equal weights. An empty answer is not a vote. If none of the k attempts
+    votes, the result is the mean value of the attempts without an answer.
     """
     own: dict[bytes, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
@@ -49,10 +52,11 @@ def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """Return the chance that an answer is voted for, by its number of attempts.
+    """Return the chance that an answer wins the vote, by its number of attempts.
 
-    `counts` has the number of attempts of each answer. For an answer with `votes` of the k, `ways[s, t]` counts the
-    choices of s other attempts in which no other answer has more votes, and t answers have equally many.
+    `counts` has the number of attempts of each answer. `silent` is the number of attempts without an answer. For an
+    answer that gets `votes` of the k votes, `ways[s, t]` is the number of choices of s other attempts in which no other
+    answer has more votes, and t other answers have the same number of votes.
     """
     shares: dict[int, float] = {}
     for count in sorted(set(counts)):
@@ -72,9 +76,9 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
 
 
 def _with_answer(ways: Array, attempts: int, votes: int) -> Array:
-    """Return the ways with one more answer, which has at most `votes` votes.
+    """Return `ways` after adding one more answer, which gets at most `votes` votes.
 
-    `attempts` is the number of attempts with that answer.
+    `ways` is defined in `_vote_shares`. `attempts` is the number of attempts with the added answer.
     """
     added = np.zeros_like(ways)
     for drawn in range(min(attempts, votes, len(ways) - 1) + 1):

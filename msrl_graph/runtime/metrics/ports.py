@@ -1,7 +1,8 @@
-"""Sockets at which a run can be watched.
+"""Listening sockets of a run's web page and Prometheus metrics.
 
-Invariant: they are opened before anything is started, so a port that is taken is reported then. The supervisor holds
-them until the run is over: addresses stay the same when a run restarts, and requests wait meanwhile.
+Invariant: the sockets are opened before any process starts, so a port that is in use is reported before the start. The
+supervisor keeps the sockets open until the run is over. So the addresses stay the same when a run restarts, and
+requests wait during the restart.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ LAST = 65535
 
 @dataclass(frozen=True)
 class Ports:
-    """Descriptors of open sockets, -1 for none.
+    """File descriptors of open sockets; -1 means no socket.
 
-    `page` is that of the page, whose address contains `token`, and `metrics` that of the metrics.
+    `page` is the socket of the run's web page, whose address contains `token`. `metrics` is the socket of the
+    Prometheus metrics.
     """
 
     page: int = -1
@@ -34,9 +36,9 @@ class Ports:
 
 
 class ListeningSockets:
-    """Sockets of a run, which its supervisor holds; `lines` say where they are.
+    """Listening sockets of a run, which the run's supervisor keeps open.
 
-    Raises Fault if a port is taken.
+    `lines` are messages with the addresses of the sockets. Raises Fault if a port is in use.
     """
 
     def __init__(self, page: bool, metrics: int | None) -> None:

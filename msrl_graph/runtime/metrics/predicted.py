@@ -1,6 +1,6 @@
-"""The estimate of a run again, with its rows' lengths and this machine's rates.
+"""A new estimate of a run, from its measured row lengths and this machine's rates.
 
-Invariant: measured seconds are not used; of a run only the lengths of its rows are.
+Invariant: the estimate uses only the lengths of the run's rows, never the run's measured seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ...passes.reshard import InsertResharding
 
 
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
-    """Return the rows of an iteration, as medians over lines of the metrics.
+    """Return the number and lengths of an iteration's rows, as medians over `lines`.
 
-    Returns None if nothing is generated.
+    `lines` are metrics lines. Returns None if the program generates nothing, or if a line lacks one of the figures.
     """
     names = (
         "prompt_tokens",

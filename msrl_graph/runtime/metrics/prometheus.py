@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus; docs/reference/metrics.md has the names.
 
-Invariant: it shows facts of run_status.py and has none of its own. Counters start from zero with each attempt of a run,
-which Prometheus supports.
+Invariant: all values come from run_status.py. Counters restart from zero with each attempt of a run; Prometheus
+supports such resets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a run leaves: metrics, curve, trace, and predicted against measured.
+"""Recorder of a run's results: metrics, curve, trace, and the comparison table.
 
-Invariant: every line of metrics.jsonl is flushed when its iteration ends. All other files can be made again from
-memory. Memory grows only with the metrics: the trace is bounded (trace.py).
+The comparison table compares predicted with measured values. Invariant: every line of metrics.jsonl is flushed when its
+iteration ends. All other files can be written again from memory. Memory use grows only with the metrics, because the
+trace is bounded (trace.py).
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ def _sum_reports(reports: list[Report]) -> dict[str, tuple[float, float]]:
 
 
 class Recorder:
-    """Writer of a run's metrics, into `folder`."""
+    """Writer of a run's metrics into `folder`."""
 
     def __init__(self, folder: Path, plan: Plan, keep: int, changed: Sequence[str] = ()) -> None:
         """Continue after the first `keep` lines of the existing metrics.
 
-        `changed`: changes since these lines that affect the result, for the next iteration's line.
+        `changed` describes the changes since these lines that affect the result. The next iteration's line contains
+        `changed`.
         """
         self.folder = folder
         self.plan = plan
@@ -82,7 +84,7 @@ class Recorder:
     def training(
         self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int], messages: int
     ) -> dict[str, Any]:
-        """Add the metrics of one iteration and return them."""
+        """Add the metrics line of one iteration and return the line."""
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
         line |= means(_sum_reports(reports))
         line |= prompt_spreads(reports)
@@ -125,7 +127,7 @@ class Recorder:
         return line
 
     def memory(self, reports: list[Report]) -> None:
-        """Keep the bytes of live tensors on each rank, around every instruction."""
+        """Store each rank's live tensor bytes, before and at the peak of instructions."""
         self.tensor_bytes = {report.process: report.bytes for report in reports if report.process.startswith("rank")}
         (self.folder / "memory.json").write_text(json.dumps(self.tensor_bytes, indent=2))
 
@@ -137,7 +139,10 @@ class Recorder:
         reports: list[Report],
         figures: Mapping[str, float],
     ) -> dict[str, float]:
-        """Add the means of the reported columns over all data, and the `figures`."""
+        """Add the metrics line of an evaluation; return its means and the `figures`.
+
+        The means are the means of the reported columns over all data.
+        """
         values = {}
         sums = _sum_reports(reports)
         for column in evaluation.report:
@@ -166,15 +171,15 @@ class Recorder:
 
     @property
     def bests(self) -> list[BestFigure]:
-        """The best figures so far, of evaluations that state `best`."""
+        """The best figure so far of each evaluation that states `best`."""
         return best_figures(self.plan.deploy.evaluations, self.evaluations)
 
     def copy(self) -> bytes:
-        """Return all lines so far, as the bytes of a gzip file."""
+        """Return all metrics lines written so far, as the bytes of a gzip file."""
         return bytes(self._compressed) + self._gzip.copy().flush()
 
     def close(self) -> None:
-        """Write trace and curve, and close the files."""
+        """Write the trace and the curve, and close the files."""
         self._metrics.close()
         self._tensorboard.close()
         self.trace.write(self.folder / "trace.json")
@@ -182,7 +187,7 @@ class Recorder:
             self._draw_curve()
 
     def _label(self, process: str) -> str:
-        """Return a process's name, with its host if the name does not say it."""
+        """Return the name of a process; the name of a rank is followed by its host."""
         rank = process.removeprefix("rank ")
         return f"{process} on host {self.plan.cluster.host(int(rank))}" if rank.isdecimal() else process
 
@@ -227,11 +232,12 @@ class Recorder:
         pyplot.close(figure)
 
     def table(self) -> list[tuple[str, str, float, float, str]]:
-        """Compare predicted and measured: (what, unit, predicted, measured, source).
+        """Return the comparison table as (what, unit, predicted, measured, source).
 
-        Measured values are medians over the iterations, without the first if there are several. For staleness they are
-        the mean and the maximum, and for weights that are not sent each time the mean. Seconds are predicted for rows
-        of the measured lengths, bytes for rows at their bounds.
+        - Measured values are medians over the iterations. The first iteration is left out if there are several.
+        - Staleness is measured by its mean and its maximum.
+        - Weights that are not sent in each iteration are measured by the mean over all iterations.
+        - Seconds are predicted for rows of the measured lengths, and bytes for rows at the columns' bounds.
         """
         plan = self.plan
         lines = self.lines[1:] or self.lines
@@ -289,9 +295,10 @@ class Recorder:
         return [*rows, *self._memory_table()]
 
     def _memory_table(self) -> list[tuple[str, str, float, float, str]]:
-        """Return peak tensor bytes of each phase on each pool's busiest rank.
+        """Return table rows with the peak tensor bytes of each phase.
 
-        They are there if memory was measured. The host buffers that a resharding left are listed too.
+        The measured value is the peak of the pool's rank with the highest peak. The rows also contain the host buffers
+        that a resharding left. The result is empty if memory was not measured.
         """
         rows = []
         for pool in self.plan.pools:
@@ -324,26 +331,29 @@ class Recorder:
         return rows
 
     def _phase(self, op: str, node: str) -> str:
-        """Return the plan's name for what an instruction does."""
+        """Return the name of an instruction's phase in the plan's memory table."""
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
 def _counts_failures(key: str) -> bool:
-    """Return whether a figure counts rows that failed.
+    """Return whether a metrics key counts rows that failed.
 
-    The figure of a node other than the first generation begins with the node's name.
+    The key of a node other than the first generation begins with the node's name.
     """
     return key == "failed" or key.endswith("/failed") or "/failed/" in key
 
 
 def parse_line(text: str | bytes) -> dict[str, Any]:
-    """Parse a line of metrics.jsonl; null is NaN, which JSON does not have."""
+    """Parse a line of metrics.jsonl; a null in the line becomes NaN."""
     line: dict[str, Any] = json.loads(text)
     return {key: math.nan if value is None else value for key, value in line.items()}
 
 
 def read_valid_lines(path: Path) -> tuple[list[bytes], str]:
-    """Return a metrics file's lines up to the first damage, and the damage in words."""
+    """Return a metrics file's lines up to the first damage, and the damage in words.
+
+    The text is "" if there is no damage.
+    """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for i, line in enumerate(lines):
         if not _is_line(line):
@@ -360,9 +370,9 @@ def _is_line(text: bytes) -> bool:
 
 
 def restore_lines(path: Path, copy: bytes) -> str:
-    """Restore metrics lines from a checkpoint's copy, if they are not as written.
+    """Restore the metrics file from a checkpoint's copy, if its lines differ.
 
-    Returns what was wrong, "" if nothing was. Raises OSError if they cannot be written.
+    Returns a description of the damage; "" if there was none. Raises OSError if the file cannot be written.
     """
     content = path.read_bytes() if path.is_file() else b""
     if content.startswith(copy):
@@ -388,7 +398,8 @@ def restore_lines(path: Path, copy: bytes) -> str:
 def imbalances(reports: list[Report]) -> dict[str, float]:
     """Return the load imbalance of each node that several processes compute.
 
-    It is the tokens of the longest share of each round over those of the mean share, over all rounds.
+    The imbalance is a ratio of two sums over all rounds. The numerator sums the tokens of each round's longest share,
+    and the denominator sums the mean number of tokens per share of each round.
     """
     ratios: dict[str, float] = {}
     for node in sorted({node for report in reports for node in report.loads}):
@@ -399,7 +410,7 @@ def imbalances(reports: list[Report]) -> dict[str, float]:
 
 
 def phases(reports: list[Report]) -> dict[str, float]:
-    """Return the seconds of each phase in its slowest process."""
+    """Return the seconds of each phase in the process that is slowest in this phase."""
     slowest: dict[str, float] = {}
     for report in reports:
         for name, seconds in report.seconds.items():

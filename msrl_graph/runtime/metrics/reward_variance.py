@@ -1,10 +1,11 @@
 """Spread of a column's numbers among the responses to a prompt.
 
-Without spread, relative advantages are 0.
+If the numbers have no spread, group-relative advantages are 0.
 
-Invariant: for each prompt, a process reports count, mean, sum of squared deviations, minimum and maximum of its own
-rows. Merged, they are those of all rows, whichever process had which (Chan et al. 1979, "Updating formulae and a
-pairwise algorithm for computing sample variances").
+Invariant: for each prompt, a process reports the count, mean, sum of squared deviations, minimum and maximum over its
+own rows. When the reports of all processes are merged, the result is the same figures over all rows of the prompt,
+however the rows were distributed (Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample
+variances").
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..process.task_report import Report
 
 
 class ColumnMeans:
-    """Means and spreads of the numbers that a plan's nodes write, one a row."""
+    """Means and spreads of columns that have one number per row."""
 
     def __init__(self, plan: Plan) -> None:
         self.readers = {reader.node: reader for reader in list_node_reads(plan)}
@@ -47,11 +48,13 @@ class ColumnMeans:
 
 
 def prompt_spreads(reports: list[Report]) -> dict[str, float]:
-    """Return how far the numbers of each prompt's rows differ, by column.
+    """Return how much the numbers of each prompt's rows differ, by column.
 
-    NAME/std is the standard deviation (unbiased) among a prompt's rows, in the mean over prompts. NAME/flat is the
-    share of prompts whose rows all have the same number. Rewards [1, 0] and [1, 1] of two prompts give std 0.35 and
-    flat 0.5. If no prompt has two rows, all rows count as one prompt's.
+    - `NAME/std`: the unbiased standard deviation among the rows of a prompt, averaged over the prompts.
+    - `NAME/flat`: the fraction of the prompts whose rows all have the same number.
+
+    For example, rewards [1, 0] and [1, 1] of two prompts give std 0.35 and flat 0.5. Prompts with only one row do not
+    count. If all prompts have only one row, all rows count as the rows of one prompt.
     """
     figures: dict[str, float] = {}
     for name in sorted({name for report in reports for name in report.groups}):

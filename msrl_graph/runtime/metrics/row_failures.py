@@ -1,7 +1,8 @@
-"""Messages about the rows of a task that failed.
+"""Messages about the failed rows of a task.
 
-Invariant: in training and in evaluations all failed rows are counted, and the first of each reason is reported. An
-iteration without any row left ends the run: a program that yields no row is broken.
+Invariant: in training and in evaluations, all failed rows are counted, and the first failed row of each reason is
+reported. An iteration in which no row is left ends the run with an error, because a program that yields no row is
+broken.
 """
 
 from __future__ import annotations

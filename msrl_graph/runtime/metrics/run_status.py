@@ -1,7 +1,7 @@
 """Status of a run in progress: one set of facts for terminal, page and Prometheus.
 
-Invariant: the driver looks at the docks only when a watcher asks (`wanted`): without watchers there are no messages.
-Any thread may ask; only the driver's thread reports.
+Invariant: the driver queries the docks for these facts only when a watcher requests them (`wanted`). So a run without
+watchers sends no such messages. Any thread may request facts. Only the driver's thread reports facts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ WAYS = (" get away", " get here", " get", " put")  # endings of metrics: what wa
 class NodeStatus:
     """Progress of a worker state in the current task, in rows.
 
-    The rows are those that it makes, or those that it reads if it makes none. `handed`: rows whose input it was handed.
-    `of`: rows that there are as far as known (each once an epoch). `done`: rows that it is done with. `colour`: its
-    pool's in the picture, None for none.
+    The rows are the rows that the worker state writes, or the rows that it reads if it writes none.
+
+    - `colour`: the number of the color of the worker state's pool in the plan's picture; None: no color.
+    - `handed`: the number of rows whose input was handed to the worker state.
+    - `of`: the number of rows in the task, as far as known. A row counts once per epoch.
+    - `done`: the number of rows that the worker state has finished.
     """
 
     node: str
@@ -55,7 +58,8 @@ class Process:
 class HostStatus:
     """Memory and processes of a host.
 
-    `held`: bytes of rows in its warehouse, None if it has none. `used` and `total`: its memory.
+    `held` is the bytes of rows in the host's warehouse; None if the host has no warehouse. `used` and `total` are the
+    used and the total bytes of the host's memory.
     """
 
     number: int
@@ -67,7 +71,10 @@ class HostStatus:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A process that waits: its task, what it waits for in words, and seconds."""
+    """A process that waits.
+
+    `missing` describes what the process waits for. `seconds` is the time that it has waited.
+    """
 
     who: str
     task: str
@@ -77,10 +84,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """Everything known of a run at one moment.
+    """Everything that is known about a run at one moment.
 
-    `task` has been in progress for `seconds`; `phase` says what it does now. `figures` are those of the last iteration,
-    `curves` the metrics that have curves. `ended` is how an attempt ended, "" while it runs.
+    - `task`: the current task, which has been in progress for `seconds`.
+    - `phase`: what the run does at this moment.
+    - `figures`: the main figures of the last iteration.
+    - `curves`: the names of the metrics that have curves.
+    - `ended`: how the attempt ended; "" while the attempt runs.
     """
 
     name: str
@@ -102,7 +112,7 @@ class RunSnapshot:
 
 
 def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the main figures of an iteration, by name.
+    """Return the main figures of an iteration, as pairs of name and text.
 
     `scalars` are the columns whose means are shown.
     """
@@ -121,7 +131,8 @@ def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, 
 class RunFacts:
     """Facts of a run, which the driver reports and watchers read.
 
-    `restarts` counts restarts of the run and of its processes. `elapsed` counts from the start of this attempt.
+    `restarts` counts restarts of the run and of its processes. In a snapshot, `elapsed` is the time since the start of
+    the attempt.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -158,11 +169,11 @@ class RunFacts:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for a look at the docks."""
+        """Whether a watcher waits for new data from the docks."""
         return self._asked and time.monotonic() - self._looked >= EVERY
 
     def begin(self, task: Task) -> None:
-        """Record that the ranks are on this task now."""
+        """Record that the ranks have begun a task."""
         self.task = task.key
         self._since = time.monotonic()
         rows = self._rows
@@ -196,7 +207,10 @@ class RunFacts:
             self.totals["waited", report.process] += waited  # type: ignore[assignment]
 
     def look(self, statuses: Sequence[Status]) -> None:
-        """Take the docks' statuses, and details of those that were asked for them."""
+        """Store the statuses of the docks, which are the answers to one query.
+
+        Only a dock that was asked for details also reports its rows, memory and processes.
+        """
         doing = {name: activity for status in statuses for name, activity in status.doing.items()}
         seen = [status.snapshot for status in statuses if status.snapshot is not None]
         self._waits = tuple(
@@ -269,7 +283,7 @@ class RunFacts:
     # Requests of watchers.
 
     def now(self) -> RunSnapshot:
-        """Return what is known, and request a look."""
+        """Return a snapshot of what is known, and request new data from the docks."""
         self._asked = True
         return RunSnapshot(
             name=self.plan.deploy.name,
@@ -291,7 +305,10 @@ class RunFacts:
         )
 
     def fresh(self, patience: float) -> RunSnapshot:
-        """Return what is known after the next look, or after `patience` seconds."""
+        """Return a snapshot after the next answers of the docks.
+
+        Waits at most `patience` seconds for these answers.
+        """
         with self._changed:
             self._asked = True
             before = self._looks
@@ -299,16 +316,18 @@ class RunFacts:
         return self.now()
 
     def curves(self) -> tuple[str, ...]:
-        """Return the metrics that have curves."""
+        """Return the names of the metrics that have curves."""
         last = self.lines[-1] if self.lines else {}
         return tuple(
             key for key, value in last.items() if isinstance(value, int | float) and key not in ("iteration", "prompts")
         )
 
     def curve(self, key: str) -> dict[str, Any]:
-        """Return a metric's values by finished iterations, and values of evaluations.
+        """Return the curve of a metric.
 
-        Many values are reduced to means of neighbours.
+        `points` are pairs of the number of finished iterations and the value. If there are more than POINTS values,
+        each point is the mean of several neighboring values. `evaluations` are (evaluation, number of finished
+        iterations, value).
         """
         points = [
             (line["iteration"] + 1, line[key]) for line in list(self.lines) if isinstance(line.get(key), int | float)
@@ -325,6 +344,6 @@ class RunFacts:
 
 
 def _sort_key(name: str) -> tuple[str, int]:
-    """Sort ranks by their numbers."""
+    """Return a sort key that orders the ranks by their numbers."""
     kind, _, number = name.rpartition(" ")
     return kind, int(number) if number.isdecimal() else 0

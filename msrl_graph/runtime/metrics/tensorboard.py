@@ -1,8 +1,8 @@
 """The metrics for TensorBoard.
 
-Invariant: it shows what metrics.jsonl holds, also after a resume: the kept lines are written again. A full disk costs
-points, never the run: the caller writes events at once (tensorboardX's SummaryWriter blocks for ever once its thread
-has met a full disk).
+Invariant: TensorBoard shows the content of metrics.jsonl. After a resume, the kept lines are written again. A full disk
+loses points, but never ends the run: the caller's thread writes the events, because the thread of tensorboardX's
+SummaryWriter blocks forever after an error of a full disk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 @contextmanager
 def _hide_module(name: str) -> Iterator[None]:
-    """Hide a module while the context is open, unless it is loaded already.
+    """Hide a module from imports inside the context, unless it is already loaded.
 
-    tensorboardX imports torch if it can, which takes a second, for kinds of values that it never gets here.
+    tensorboardX imports torch if it can. The import takes a second, and is needed only for kinds of values that this
+    module never writes.
     """
     hidden = name not in sys.modules
     if hidden:
@@ -45,7 +46,7 @@ class TensorBoard:
             self.add(line)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the numbers of a line of metrics.jsonl, at their iteration."""
+        """Add the numbers of a line of metrics.jsonl, as points at the line's iteration."""
         from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
 

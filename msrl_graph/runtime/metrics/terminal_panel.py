@@ -1,7 +1,6 @@
-"""Panel of a run on a terminal, for those who watch it.
+"""Panel that shows a run on a terminal, for users who watch the run.
 
-Invariant: it shows facts of run_status.py and has none of its own. The text of a program cannot control the terminal
-(`shown`).
+Invariant: all values come from run_status.py. Text of a program cannot control the terminal (`make_printable`).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _hosts(now: RunSnapshot) -> Table:
 
 
 def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
-    """Return curves of the first figure that is a metric, and of the loss."""
+    """Return the curves of the first two main figures that are metrics."""
     names = dict.fromkeys([figure_name for figure_name, _ in now.figures if figure_name in now.curves][:2])
     curves: list[RenderableType] = []
     for name in names:
@@ -99,9 +98,9 @@ def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: 
 
 
 def _sparks(values: list[float], width: int) -> str:
-    """Draw a curve as marks of eight heights.
+    """Draw a curve as characters of eight heights.
 
-    If it is longer than `width`, each mark is a mean of neighbours.
+    If the curve has more values than `width`, each character shows the mean of several neighboring values.
     """
     low = min(values)
     high = max(values)

@@ -1,7 +1,7 @@
-"""Trace of a run: what every process did when, for a viewer.
+"""Trace of a run for a viewer: what every process did, and when.
 
-Invariant: its memory and its file are bounded, however long the run is: beyond FIRST + LAST tasks, those in between are
-left out. A task is an iteration, or one evaluation.
+Invariant: the trace's memory and file are bounded, even for a long run: only the first FIRST and the last LAST tasks
+are kept. A task is one iteration or one evaluation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ LAST = 180  # and from the end
 
 
 class _Kept(NamedTuple):
-    """An event; `process` and `lane` are numbers, `start` is in seconds (wall clock)."""
+    """An event of the trace.
+
+    `process` and `lane` are numbers. `start` is the wall-clock time in seconds.
+    """
 
     name: str
     start: float
@@ -31,7 +34,7 @@ class _Kept(NamedTuple):
 
 
 class Trace:
-    """Events of a run's tasks; `label` returns the name of a process in the trace."""
+    """Events of a run's tasks; `label` returns a process's name in the trace."""
 
     def __init__(self, label: Callable[[str], str]) -> None:
         self.label = label
@@ -42,7 +45,7 @@ class Trace:
         self._start: float | None = None
 
     def add(self, iteration: int, reports: Sequence[Report]) -> None:
-        """Add the events of a task."""
+        """Add the events of a task, from the reports of all processes."""
         events = []
         for report in reports:
             lanes = self._lanes.setdefault(report.process, {"": 0})
@@ -62,7 +65,7 @@ class Trace:
             self._last.append((iteration, events))
 
     def write(self, path: Path) -> None:
-        """Write the kept events, as trace events of Chrome and Perfetto."""
+        """Write the kept events to a file, in the trace format of Chrome and Perfetto."""
         events: list[dict[str, Any]] = []
         for pid, (process, lanes) in enumerate(self._lanes.items()):
             events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": self.label(process)}})

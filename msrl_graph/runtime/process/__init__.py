@@ -1,4 +1,4 @@
-"""What every process of a run needs: log, task reports, heartbeats, cleanup."""
+"""Modules that every process of a run uses: log, reports, heartbeats, cleanup."""
 
 from . import ast_parse
 

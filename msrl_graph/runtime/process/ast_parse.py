@@ -1,8 +1,9 @@
 """A lock that makes `ast.parse` safe to call from several threads.
 
-Invariant: one thread at a time is in `ast.parse`. Before 3.11.8 Python counts the depth of all threads' trees in one
-number (gh-106905), so two threads that parse at the same time can get a SystemError. Imports are enough for that: NumPy
-and torch parse while they are imported, and they import some of their modules on first use. The error then appeared in
+Invariant: with Python before 3.11.8, at most one thread of a process executes `ast.parse` at a time. These versions of
+Python count the depth of the syntax trees of all threads in one shared number (gh-106905). Two threads that parse at
+the same time can therefore get a SystemError. Ordinary imports are enough to cause the error: NumPy and torch parse
+code while they are imported, and they import some of their modules on first use. Without the lock, the error appears in
 a rank or in a user's function.
 """
 
@@ -19,9 +20,10 @@ FIXED_IN = (3, 11, 8)
 
 
 def serialize_parsing() -> None:
-    """Let threads call `ast.parse` one at a time.
+    """Make the threads of this process call `ast.parse` one at a time.
 
-    This holds for this process and its forked children.
+    The lock also works in child processes that this process forks. With Python 3.11.8 or later, the function does
+    nothing.
     """
     if sys.version_info >= FIXED_IN or hasattr(ast.parse, "__wrapped__"):
         return
@@ -34,7 +36,7 @@ def serialize_parsing() -> None:
             return parse(*args, **named)
 
     ast.parse = locked_parse
-    # The fork happens while this thread holds the lock, so the child never inherits another thread's.
+    # The fork happens while this thread holds the lock, so the child never inherits a lock that another thread holds.
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 

@@ -1,6 +1,6 @@
-"""How a run joins a Ray cluster, and how its processes on hosts reach each other.
+"""Functions with which a run joins a Ray cluster and connects its processes.
 
-Invariant: a cluster that does not answer is reported at once, with its address.
+Invariant: a Ray cluster that does not answer is reported within about 30 seconds, with its address.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def without_idle_servers(logs: bool) -> Iterator[None]:
-    """Start Ray's servers of this machine without three processes that no run uses.
+    """Make Ray start its servers on this machine without processes that no run uses.
 
-    These are the autoscaler's monitor, the API server and, unless `logs` go to the driver, the log monitor. Each takes
-    a second of CPU time to start, and Ray starts nothing else until the API server answers. The agent that Ray needs
-    leaves out what serves a dashboard, as it does where the packages of one are missing.
+    While this context is active, Ray starts neither the monitor of its autoscaler nor its API server. Ray starts its
+    log monitor only if `logs` is true, which means that log lines are sent to the driver. Each of these three processes
+    takes a second of CPU time to start, and Ray starts nothing else until the API server answers. Ray still starts its
+    agent, but the agent loads no dashboard modules, as if the dashboard's packages were not installed.
     """
     parameters: Any = import_module("ray._private.parameter")
     services: Any = import_module("ray._private.services")
@@ -50,9 +51,9 @@ def without_idle_servers(logs: bool) -> Iterator[None]:
             self.include_log_monitor = logs
 
     changes: list[tuple[Any, str, Any]] = [(parameters, "RayParams", ParamsWithoutMonitors)]
-    if hasattr(services, "start_api_server"):  # these are its results when the server cannot be started
+    if hasattr(services, "start_api_server"):  # (None, None) is its result when the server cannot be started
         changes.append((services, "start_api_server", lambda *_, **__: (None, None)))
-    if hasattr(utils, "get_dashboard_dependency_error"):  # which imports these packages to find out
+    if hasattr(utils, "get_dashboard_dependency_error"):  # it imports the dashboard's packages to find out
         changes.append((utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")))
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
@@ -65,15 +66,20 @@ def without_idle_servers(logs: bool) -> Iterator[None]:
 
 
 class NoResources(Fault):
-    """The machines do not have what the plan needs; exit status 3."""
+    """An error: the machines lack what the plan needs. The exit status is 3."""
 
 
 def set_collective_interface(cluster: ClusterSpec) -> str:
-    """Set the network interface of collectives, and return this host's address there.
+    """Set the network interface of collectives; return this host's address on it.
 
-    It is the interface that the cluster states, otherwise that of Ray's own address of this host, or within one host
-    the loopback. Without this, collectives use the address of the host's name, which is 127.0.0.1 on many hosts.
-    Settings of the user stay.
+    The interface is chosen as follows:
+    - If `cluster` states an interface, this interface is used.
+    - If not, and if the cluster has a single host, the loopback interface is used.
+    - In all other cases, the interface with the address by which Ray knows this host is used.
+
+    The function sets the environment variables that the collective libraries of the device read. A variable that the
+    user has already set keeps its value. Without these variables, collectives use the address of the host's name, which
+    is 127.0.0.1 on many hosts.
     """
     import ray
 
@@ -86,9 +92,9 @@ def set_collective_interface(cluster: ClusterSpec) -> str:
 
 
 def check_cluster(address: str, span: Span = NOWHERE) -> None:
-    """Raise NoResources if RAY_ADDRESS has no Ray cluster that this process may join.
+    """Raise NoResources if this process cannot join the Ray cluster at an address.
 
-    Ray itself would try for minutes without a message.
+    `address` is the value of RAY_ADDRESS. Without this check, Ray would try to connect for minutes without a message.
     """
     host, colon, port = address.rpartition(":")
     if "://" in address:
@@ -122,9 +128,9 @@ def check_cluster(address: str, span: Span = NOWHERE) -> None:
 
 
 def _try_connection(address: str, answer: Future[None]) -> None:
-    """Try to connect to Ray's servers; the answer has the error."""
+    """Connect to Ray's servers, and store None or the error in `answer`."""
     try:
-        # The only way that reports why they refuse; it is not part of Ray's public API.
+        # Only this client reports why the servers refuse. It is not part of Ray's public API.
         if client := getattr(import_module("ray._raylet"), "GcsClient", None):
             client(address=address)
         answer.set_result(None)
@@ -133,11 +139,11 @@ def _try_connection(address: str, answer: Future[None]) -> None:
 
 
 def job_config() -> Any:
-    """Return Ray's settings for a program that does not import from its folder.
+    """Return job settings that keep the start folder out of Ray's import path.
 
-    By default every process that Ray starts looks for each module first in the folder where the program was started, on
-    every host; the folder may be anybody's, as /tmp is. The setting that prevents it is the mark of a job that came
-    through Ray's client.
+    By default, each process that Ray starts on any host searches for a module first in the folder where the program was
+    started. Another user may write to that folder, for example if it is /tmp. Ray omits the folder for jobs that were
+    submitted through Ray's client, so the returned settings mark the job as a client job.
     """
     import ray
 
@@ -150,7 +156,10 @@ def unreachable_cluster(message: str, span: Span, help: str = START) -> NoResour
 
 
 def files_loaded(plan: Plan) -> Iterator[tuple[str, str, Node]]:
-    """Yield the Python files that a run loads: file, name in it, and calling node."""
+    """Yield file, name and calling node of each Python object that a run loads.
+
+    The file is a Python file of the user, and the name is the name of a function or class in that file.
+    """
 
     def look(expr: Expr) -> Iterator[tuple[str, str]]:
         path, colon, name = str(expr.value).rpartition(":")
@@ -165,7 +174,7 @@ def files_loaded(plan: Plan) -> Iterator[tuple[str, str, Node]]:
 
 
 def live_nodes() -> list[dict[str, Any]]:
-    """Return Ray's nodes that are alive."""
+    """Return the nodes of the Ray cluster that are alive, as `ray.nodes` returns them."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]

@@ -1,6 +1,6 @@
-"""The setup of a process that computes: a rank, or its stand-in for measurements.
+"""Set-up of a compute process: a rank, or a process that measures as a rank would.
 
-Invariant: nothing here changes a result.
+Invariant: no setting in this module changes a computed result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ KEPT = 256 << 20  # bytes
 
 
 def open_store(host: str) -> TCPStore:
-    """Return the store by which ranks find each other; it listens at one address only.
+    """Return the TCPStore through which ranks find each other.
 
-    By itself a TCPStore listens at every address, and anyone who reaches it may read and write what ranks store there.
+    The store listens at the address `host` only. By default, a TCPStore listens at every address of the machine, and
+    anyone who can connect to it may read and write what ranks store in it.
     """
     listening = listen(host)
     port = listening.getsockname()[1]
@@ -32,10 +33,11 @@ def open_store(host: str) -> TCPStore:
 
 
 def prepare_process(threads: int) -> None:
-    """Set the number of threads, and keep memory that tensors free for later tensors.
+    """Set the number of threads, and reuse the memory of freed tensors.
 
-    Eager operators allocate and free megabytes each, and fresh memory costs more than most of them (a page fault for
-    every 4 KiB). With a C library other than glibc, memory is left as it is.
+    Each eager operator allocates and frees megabytes. Fresh memory from the system takes more time than most operators,
+    because the system handles a page fault for every 4 KiB. With a C library other than glibc, the memory settings do
+    not change.
     """
     # gloo and torch would otherwise each start a thread for every core of the machine.
     torch.set_num_threads(threads)

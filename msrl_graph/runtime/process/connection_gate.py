@@ -1,7 +1,9 @@
-"""Listening sockets of a run, and their connections that have not authenticated.
+"""Listening sockets of a run, and limits on connections without authentication.
 
-Invariant: such a connection lasts some seconds, and there are few of them. If there is one too many, the oldest one of
-the source with the most connections is closed: a flood from one address pushes out only itself.
+Invariant: a connection that does not authenticate is closed after some seconds, and each listening socket has a limited
+number of unauthenticated connections. If a new connection would exceed the limit, the client address with the most
+unauthenticated connections loses its oldest unauthenticated connection. So a flood of connections from one address
+closes only connections from that address.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-MOST = 64  # connections of a listening socket that have not authenticated
-PATIENCE = 10.0  # seconds that each of them has
+MOST = 64  # maximum number of unauthenticated connections of a listening socket
+PATIENCE = 10.0  # seconds that a connection has to authenticate
 PAUSE = 0.05  # seconds until the next try when this process has no descriptor left
 _BACKLOG = 1024  # connections that the system keeps until they are accepted
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at one address of this host; port 0: any free one.
+    """Return a socket that listens at one address of this host.
 
-    Raises OSError.
+    Port 0 means any free port. Raises OSError.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -39,7 +41,8 @@ class _Visitor(NamedTuple):
 class Gate:
     """The connections of one listening socket that have not authenticated.
 
-    Any thread may call it.
+    `most` is the maximum number of these connections, and `patience` is the number of seconds within which each
+    connection must authenticate. Any thread may call the methods.
     """
 
     def __init__(self, most: int = MOST, patience: float = PATIENCE) -> None:
@@ -49,7 +52,10 @@ class Gate:
         self._lock = threading.Lock()
 
     def enter(self, connection: socket.socket) -> None:
-        """Count a connection that was just accepted; close others if there are too many."""
+        """Add a connection that was just accepted.
+
+        If the gate is full, the gate first closes another connection.
+        """
         with self._lock:
             self._forget_closed()
             while len(self._visitors) >= self.most:
@@ -59,12 +65,15 @@ class Gate:
             self._visitors[number] = _Visitor(connection, _source(connection), time.monotonic())
 
     def prove(self, descriptor: int) -> None:
-        """Keep a connection that has authenticated."""
+        """Record that the connection with this file descriptor has authenticated.
+
+        The gate no longer counts this connection and never closes it.
+        """
         with self._lock:
             self._visitors.pop(descriptor, None)
 
     def expire(self) -> None:
-        """Close the connections whose time is over."""
+        """Close the connections that did not authenticate within `patience` seconds."""
         with self._lock:
             self._forget_closed()
             latest = time.monotonic() - self.patience
@@ -72,7 +81,7 @@ class Gate:
                 self._close(visitor)
 
     def make_room(self) -> None:
-        """Close a connection, if there is one, to free its descriptor."""
+        """Close one unauthenticated connection, if there is one, to free its descriptor."""
         with self._lock:
             self._forget_closed()
             self._close_one()
@@ -92,14 +101,21 @@ class Gate:
                 return
 
     def _close(self, visitor: _Visitor) -> None:
-        """Shut a connection down; its reader sees the end and closes it."""
+        """Shut a connection down.
+
+        The code that reads from the connection sees the end of the data and closes the connection.
+        """
         self._visitors = {number: other for number, other in self._visitors.items() if other is not visitor}
         with suppress(OSError):
             visitor.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _source(connection: socket.socket) -> bytes:
-    """Return who connects: an address, for IPv6 its network half; b"" if gone already."""
+    """Return the address of a connection's client as bytes.
+
+    Only the network half of an IPv6 address is returned. The result is b"" if the connection is closed already or is
+    not an internet connection.
+    """
     with suppress(OSError):
         name = connection.getpeername()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -108,9 +124,10 @@ def _source(connection: socket.socket) -> bytes:
 
 
 async def accept(listening: socket.socket, gate: Gate, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
-    """Hand each connection to `serve` in its own task, until this task is cancelled.
+    """Accept connections, and run `serve` for each of them in a task of its own.
 
-    `serve` closes the connection.
+    The function accepts connections until its task is cancelled. `serve` must close the connection that it gets. `gate`
+    limits the connections that have not authenticated.
     """
     loop = asyncio.get_running_loop()
     listening.setblocking(False)

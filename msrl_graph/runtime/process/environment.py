@@ -13,11 +13,16 @@ from .start_variables import OFFLINE
 
 
 def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
-    """Set up this process's environment.
+    """Set the variables, the temporary folder, the log and the heartbeat of a process.
 
-    Ray's runtime_env is not used: it starts an agent and takes seconds. Temporary files go to the run's `folder` on
-    this host, since torch leaves a cache folder behind; shipped files are there too. Output goes to a file in `logs`.
-    With the dock's `deadline` the process has a heartbeat.
+    - `folder`: the run's temporary folder on this host. This folder contains the files that were shipped to this host.
+      Temporary files of the process are also written into this folder, because torch leaves a cache folder behind.
+    - `logs`: the folder of log files. The output of the process goes to a file in this folder, which is named after
+      `process`.
+    - `process`: the name of the process.
+    - `deadline`: the dock's deadline in seconds. With 0, the process has no heartbeat.
+
+    Ray's runtime_env is not used, because it starts an agent and takes seconds.
     """
     os.environ |= OFFLINE
     os.environ["TMPDIR"] = tempfile.tempdir = folder

@@ -1,10 +1,11 @@
-"""Named points in each process's work where tests kill or stop it.
+"""Named points in a process's work at which tests kill or stop the process.
 
-`bench/chaos.py` uses them too.
+`bench/chaos.py` uses these points, too.
 
-Invariant: nothing happens unless MSRL_POINTS is a folder. Its file `seen` gets a line for each point that is reached. A
-process that reaches a point with a file (`file`) removes the file and kills itself, or stops itself if the file says
-STOP: each such file is one fault of one process.
+Invariant: a point has no effect unless the environment variable MSRL_POINTS names a folder. In this folder, the file
+`seen` gets one line for each point that a process reaches. A test causes a fault by writing the file whose path
+`fault_file` returns. The process that reaches the point removes that file. The process then kills itself, or it stops
+itself if the file contains the text of STOP. So each file causes one fault of one process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FOLDER = os.environ.get("MSRL_POINTS", "")
 
 
 def reach(process: str, point: str) -> None:
-    """Report that a process reached a point of its work."""
+    """Record that a process reached a point, and execute the fault set for the point."""
     if _FOLDER:
         with Path(_FOLDER, "seen").open("a", encoding="utf-8") as seen:
             seen.write(f"{process}: {point}\n")
@@ -32,5 +33,5 @@ def reach(process: str, point: str) -> None:
 
 
 def fault_file(folder: Path | str, process: str, point: str) -> Path:
-    """Return the file that makes a process die at a point."""
+    """Return the path of the file that makes a process fail at a point."""
     return Path(folder, f"{process}: {point}".replace("/", "-"))

@@ -1,8 +1,8 @@
-"""Set-up of processes that user code forks from a process of a run.
+"""Set-up of child processes that user code forks from a process of a run.
 
-Invariant: SIGTERM ends a forked child at once, as in a plain Python program. Ray handles the signal in Python, and
-CPython loses a signal that reaches a child before its first line has run: a `multiprocessing` pool that ends soon after
-it began would wait for such a child for ever.
+Invariant: SIGTERM ends a forked child immediately, as in a Python program without Ray. Ray handles SIGTERM with a
+Python function. CPython loses a signal with such a handler if the signal reaches a child before the child has run its
+first line. A `multiprocessing` pool that is closed soon after its start would then wait for the child forever.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _HELD = (signal.SIGTERM,)
 
 
 def release_children() -> None:
-    """From now on, give forked children SIGTERM's default action.
+    """Give SIGTERM its default action in the children that this process forks later.
 
-    They would inherit the handler that this process has now. A handler that the user's code sets stays.
+    Without this function, children would inherit the SIGTERM handler that this process has at the time of the call. If
+    the user's code later sets another handler, children inherit that handler.
     """
     ours = signal.getsignal(signal.SIGTERM)
     if not callable(ours):  # no Python handler, with which children could lose signals

@@ -1,13 +1,17 @@
-"""Heartbeats: find processes of a host that make no progress, and end them.
+"""Heartbeats, which find and kill the processes of a host that make no progress.
 
-Invariant: a process is killed only by another one that was itself running for the whole limit, has looked at it again
-and again, and has seen neither a beat nor bytes read or written. A machine that was suspended, or is slow, therefore
-kills nothing: the process that looks stood still too. Why a process was killed is written down before the kill.
+Invariant: a process is killed only by a watching process that was itself running during the whole time limit. During
+this time, the watching process has looked at the other process again and again, and has seen no beat and hardly any
+bytes read or written. So no process is killed because the machine was suspended or is slow: in these cases the watching
+process did not run either. The reason for a kill is written to a file before the kill.
 
-Each process of a run has a *heart*: a file in the run's folder of its host, into which a thread counts once a second.
-The same thread looks at the hearts of the others. A process that is stopped (SIGSTOP), or in which no Python thread
-runs (C code that holds the interpreter's lock and never returns), does not count. A process that waits, or that runs
-the user's Python code, does count: how long that may take is limited by the dock's `deadline`.
+Each process of a run has a *heart*: a file in the run's folder on the host. A thread of the process increases a counter
+in this file once a second. The same thread watches the hearts of the other processes on the host.
+
+- The counter stops if the process is stopped (SIGSTOP). The counter also stops if C code holds the interpreter's lock
+  and never returns, because no Python thread can then run.
+- The counter continues if the process waits or runs the user's Python code. The dock's `deadline` limits how long a
+  process may do this.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import NamedTuple
 FOLDER = "hearts"  # below the run's folder of a host
 DRIVER = "the driver"
 EVERY = 1.0  # seconds between two beats
-RATE = 100 << 10  # bytes per second: a process with more makes progress
+RATE = 100 << 10  # bytes per second: a process that reads and writes more makes progress
 OURS = b"msrl_graph.runtime"  # in the command line of the processes that ranks start
 NOTE = ".ended-"
 _HEART = struct.Struct("<qqq")  # process id, its start (clock ticks since boot), beats
@@ -39,10 +43,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Limits(NamedTuple):
     """Seconds without a beat after which a process is killed.
 
-    `stopped`: stopped by a signal; `silent`: for another reason. Both pass before the dock's deadline does, unless that
-    is shorter than a minute, so that a wait is not blamed on the process that waits. Silent is the longer one: loading
-    a library holds the interpreter's lock, and so do some regular expressions. A process that wants a processor and
-    gets none is not silent: only its seconds on a processor count.
+    - `stopped`: the limit for a process that is stopped by a signal.
+    - `silent`: the limit for a process that has no beat for another reason. This limit is longer than `stopped`,
+      because loading a library holds the interpreter's lock, and so do some regular expressions. While a process is
+      ready to run, only its seconds on a CPU core count, so a process that gets no core is not killed.
+
+    Both limits are shorter than the dock's deadline, unless the deadline is shorter than a minute. So the process
+    without progress is killed before the deadline of a waiting process expires, and the waiting process is not blamed.
     """
 
     stopped: float
@@ -54,11 +61,12 @@ class Limits(NamedTuple):
 
 
 class ProcessStat(NamedTuple):
-    """What the system reports about a process or a thread.
+    """The system's statistics of a process or a thread.
 
-    Its state (`T`: stopped, `Z`: dead, `D`: waits for a disk, `R`: runs or is ready to), its start in clock ticks, the
-    seconds of a processor that it has used, and the number of pages that it had to wait for, such as those of a mapped
-    file.
+    - `state`: `T` is stopped, `Z` is dead, `D` waits for a disk, `R` runs or is ready to run.
+    - `start`: the start time, in clock ticks since boot.
+    - `computed`: the CPU time in seconds.
+    - `faults`: the number of memory pages that had to be loaded first, such as pages of a mapped file.
     """
 
     state: str
@@ -68,7 +76,10 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int | str) -> ProcessStat | None:
-    """Return the state of a process, or of a thread as `PID/task/ID`; None if gone."""
+    """Return the statistics of a process or a thread; None if it has ended.
+
+    `pid` is the id of a process, or `PID/task/ID` for a thread.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -79,10 +90,11 @@ def read_stat(pid: int | str) -> ProcessStat | None:
 
 
 class Heart:
-    """The heart of this process, named `process`.
+    """The heart of this process, with a thread that beats until the process ends.
 
-    It beats until the process ends. It also looks at the hearts of the others in `folder`, and at `others` (process ids
-    by name), which have no heart.
+    `process` is the name of this process. The thread also watches other processes, and kills a process that exceeds
+    `limits`. The watched processes are the processes with a heart in `folder`, and the processes without a heart that
+    `others` returns (process ids by name).
     """
 
     def __init__(
@@ -121,7 +133,7 @@ class Heart:
 
 @dataclass
 class _Patient:
-    """What the last look saw of a process, and for how long it has made no progress."""
+    """The last observation of a watched process, and its seconds without progress."""
 
     beats: int = -1
     bytes: int = 0
@@ -131,9 +143,10 @@ class _Patient:
 
 
 class HeartbeatWatch:
-    """Looks at the hearts in a folder and kills processes that make no progress.
+    """A watch that looks at processes and kills a process without progress.
 
-    It does not look at `me`.
+    The watched processes are the processes with a heart in `folder`, except the process named `me`, and the processes
+    without a heart that `others` returns (process ids by name).
     """
 
     def __init__(
@@ -151,9 +164,10 @@ class HeartbeatWatch:
         self._seen: dict[tuple[str, int, int], _Patient] = {}
 
     def look(self, seconds: float) -> list[str]:
-        """Look once, `seconds` of this process's own time after the last look.
+        """Look once at each watched process, and kill the processes without progress.
 
-        Returns why processes were killed.
+        `seconds` is the time since the last look in which this process itself was running. Returns the reason for each
+        kill.
         """
         beats_by_process = self._read_beats()
         killed = []
@@ -182,7 +196,10 @@ class HeartbeatWatch:
         return [why for why in killed if why]
 
     def _read_beats(self) -> dict[tuple[str, int, int], int]:
-        """Return the beats of all processes by name, id and start; -1 if it has no heart."""
+        """Return the number of beats of each watched process, by name, id and start time.
+
+        The number is -1 for a process without a heart.
+        """
         beats_by_process = {}
         for name, (pid, start, beats) in _read_hearts(self.home).items():
             if name != self.me:
@@ -196,7 +213,10 @@ class HeartbeatWatch:
         return beats_by_process
 
     def _kill(self, name: str, pid: int, seconds: float, how: str) -> str:
-        """Kill a process; return why, or "" if another watcher does it."""
+        """Kill a process, and return the reason.
+
+        Returns "" if another watching process has already recorded the kill.
+        """
         why = f"{name} has not moved for {seconds:.0f} s ({how}); killed"
         mine = True
         try:
@@ -212,7 +232,10 @@ class HeartbeatWatch:
 
 
 def watch_host(folder: str, limits: tuple[float, float], seconds: float) -> None:
-    """Watch a host for some seconds, from a process that is not one of the run's."""
+    """Watch the run's processes on this host for `seconds` seconds.
+
+    The caller is not a process of the run. `limits` has the two fields of `Limits`.
+    """
     watch = HeartbeatWatch(folder, Limits(*limits))
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -221,7 +244,10 @@ def watch_host(folder: str, limits: tuple[float, float], seconds: float) -> None
 
 
 def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
-    """Return the processes killed for lack of progress: by id, name and reason."""
+    """Return name and reason of each process that was killed for lack of progress.
+
+    The keys of the result are process ids. `folder` is the run's folder on this host.
+    """
     killed = {}
     with suppress(OSError):
         for path in Path(folder, FOLDER).glob(f"{NOTE}*"):
@@ -232,10 +258,10 @@ def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
 
 
 def bytes_moved(folder: Path | str) -> int:
-    """Return the bytes that the processes with a heart have read and written so far.
+    """Return the bytes that all processes with a heart have read and written.
 
-    If one of them waits for a disk, what this host's disks have written counts too: while a file is flushed, its
-    process only waits.
+    If one of these processes waits for a disk, the bytes that the disks of this host have written are added. While a
+    file is flushed to disk, its process only waits and does not count bytes itself.
     """
     total = 0
     waits = False
@@ -256,7 +282,10 @@ def _read_hearts(home: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def _count_bytes(pid: int) -> int:
-    """Return what a process has read and written, including pages of mapped files."""
+    """Return the bytes that a process has read and written.
+
+    Pages of mapped files that the process has loaded count as well.
+    """
     now = read_stat(pid)
     try:
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
@@ -277,7 +306,10 @@ def _count_flushed_bytes() -> int:
 
 
 def _threads(pid: int) -> list[str]:
-    """Return a process's threads in the form that `stat` takes; [] if it has ended."""
+    """Return the threads of a process, as arguments of `read_stat`.
+
+    Returns an empty list if the process has ended.
+    """
     try:
         return [f"{pid}/task/{path.name}" for path in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
@@ -302,6 +334,6 @@ def _command(pid: int) -> bytes:
 
 
 def _program(pid: int) -> str:
-    """Return the last part of the name of the module that a process runs."""
+    """Return the last part of the name of the Python module that a process runs."""
     words = _command(pid).split(b"\0")
     return next((word.decode().rpartition(".")[2] for word in words if word.startswith(OURS)), "unknown")

@@ -1,7 +1,7 @@
-"""Facts about a host, as the probe of a cluster queries them.
+"""Facts about a host, which a run queries before it starts processes on the host.
 
-Invariant: the query changes nothing, and needs neither this package, which a host may lack, nor any package that Ray
-does not bring: Ray sends the code of this file, not its name.
+Invariant: a query changes nothing on the host. A query needs only packages that are installed with Ray. It does not
+need this package, which the host may lack: Ray sends the code of this file to the host, instead of a name to import.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Any, TypedDict
 
 PACKAGE = "msrl_graph"
 PATIENCE = 20.0  # seconds within which an interpreter reports its packages
-CLOCK_TOLERANCE = 2.0  # seconds that clocks may differ by: a trace merges what hosts did
+CLOCK_TOLERANCE = 2.0  # maximum difference of clocks in seconds: a trace merges the events of all hosts
 SOURCES = (".py", ".rlg", ".lark")
-BLOCK = 1 << 16  # bytes of a block of a large file that is sampled, from its beginning to its end
-SAMPLED = 16 * BLOCK  # bytes that are sampled of it
-Packages = Mapping[str, tuple[str, ...]]  # the names under which each may be installed
+BLOCK = 1 << 16  # bytes of one sampled block; the blocks are spread over a large file
+SAMPLED = 16 * BLOCK  # bytes that are sampled of a large file in all
+Packages = Mapping[str, tuple[str, ...]]  # by package, the names under which it may be installed
 
 
 class PackageQuery(TypedDict):
-    """What to look up on a host.
+    """The facts to look up on a host.
 
-    - `packages`: of the run's interpreter.
+    - `packages`: the packages of the run's own interpreter.
     - `others`: for each other interpreter, the command that prints its packages.
-    - `files`: paths.
+    - `files`: the paths of files.
     - `devices`: the pattern of device files in /dev.
-    - `variables`: of the environment.
-    - `address`: Ray's address of the host.
-    - `interface`: one that must exist, or "".
+    - `variables`: the names of environment variables.
+    - `address`: the address by which Ray knows the host.
+    - `interface`: the name of a network interface that must exist, or "".
     """
 
     packages: Packages
@@ -54,9 +54,10 @@ class PackageQuery(TypedDict):
 
 
 class Versions(TypedDict):
-    """Versions of an interpreter by package, "" if it is not installed.
+    """The package versions of one interpreter.
 
-    `wrong`: why the interpreter does not run, or "".
+    - `found`: the version of each package; "" for a package that is not installed.
+    - `wrong`: the reason why the interpreter does not run, or "".
     """
 
     found: dict[str, str]
@@ -64,15 +65,20 @@ class Versions(TypedDict):
 
 
 class HostFacts(TypedDict):
-    """What a host has.
+    """The answer of a host to a PackageQuery.
 
-    - `versions`: by package, "" if not installed; `others`: those of other interpreters.
-    - `sizes`: by path, -1 if not readable.
-    - `digests`: by path, of sampled blocks, "" if not readable.
-    - `memory`, `total`, `shared`: bytes that are free, that there are, and that are free in /dev/shm.
-    - `variables`: those that are set in the environment in which Ray starts processes.
-    - `interface`: that of the address, or the requested one; "" if there is none.
-    - `speaks`: the interface's own address.
+    - `name`: the name of the host.
+    - `versions`: the version of each package; "" for a package that is not installed.
+    - `others`: the versions of each other interpreter.
+    - `sizes`: the size of each file in bytes; -1 for a file that is not readable.
+    - `digests`: a digest of sampled blocks of each file; "" for a file that is not readable.
+    - `cores`, `devices`: the number of CPU cores and of device files.
+    - `memory`, `total`: the free and the total bytes of memory.
+    - `shared`: the free bytes in /dev/shm.
+    - `variables`: the requested variables that are set in the environment in which Ray starts processes.
+    - `interface`: the requested network interface, or else the interface with the queried address; "" if there is none.
+    - `speaks`: the address of that interface.
+    - `interfaces`: all network interfaces with an internet address.
     """
 
     name: str
@@ -92,7 +98,7 @@ class HostFacts(TypedDict):
 
 
 class HostActor:
-    """A process on a host that answers; on Ray an actor."""
+    """A process that answers queries about its host. In Ray, the process is an actor."""
 
     def look(self, asked: PackageQuery) -> HostFacts:
         return look(asked)
@@ -103,7 +109,7 @@ class HostActor:
     def keep(self, files: dict[str, Any]) -> str:
         """Store files that are shipped to the host, and return their folder.
 
-        Only hosts that have this package are asked.
+        The caller uses this method only on hosts that have this package.
         """
         from msrl_graph.runtime.process.shipped_files import ship_files
 
@@ -133,15 +139,18 @@ def look(asked: PackageQuery) -> HostFacts:
 
 
 def versions(packages: Packages) -> dict[str, str]:
-    """Return the versions of the interpreter that runs this."""
+    """Return the versions of Python, this package and `packages`.
+
+    The versions belong to the interpreter that runs this function.
+    """
     package_versions = {package: _version(names) for package, names in packages.items()}
     return {"Python": platform.python_version(), "msrl-graph": package_digest(), **package_versions}
 
 
 def query_interpreter(command: list[str]) -> Versions:
-    """Return the versions of another interpreter of this host.
+    """Return the package versions of another interpreter on this host.
 
-    `command` has it run this file.
+    `command` makes that interpreter run the code of this file, which prints the versions.
     """
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -156,9 +165,10 @@ def query_interpreter(command: list[str]) -> Versions:
 
 
 def find_interface(address: str, stated: str = "") -> tuple[str, str]:
-    """Return the interface that has an address of this host, and its own address.
+    """Return the name and the address of a network interface of this host.
 
-    With `stated`, that interface. ("", "") if there is none.
+    If `stated` is not empty, the interface with this name is used. If it is empty, the interface that has `address` is
+    used. Returns ("", "") if there is no such interface.
     """
     own_interfaces = _interfaces()
     name = stated or next((candidate for candidate, addresses in own_interfaces.items() if address in addresses), "")
@@ -171,10 +181,10 @@ def find_interface(address: str, stated: str = "") -> tuple[str, str]:
 
 
 def initial_environment() -> Mapping[str, str]:
-    """Return the environment that processes of a run start with.
+    """Return the environment variables with which processes of a run start.
 
-    It is this one, or on a host of a cluster that of Ray's server, since Ray changes it in the processes that it starts
-    for others.
+    If Ray's server started this process, the result is the environment of that server, because Ray changes the
+    environment of the processes that it starts. If not, the result is the environment of this process.
     """
     parent = Path(f"/proc/{os.getppid()}")
     with suppress(OSError):
@@ -196,7 +206,7 @@ def _version(names: tuple[str, ...]) -> str:
 def package_digest() -> str:
     """Return this package's version and a digest of its files.
 
-    A checkout changes while its version does not.
+    The digest is needed because the files of a checkout may change while its version does not.
     """
     spec = find_spec(PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
@@ -210,9 +220,10 @@ def package_digest() -> str:
 
 
 def sampled_digest(path: str) -> str:
-    """Return a digest of a file's size and sampled blocks; a small file is read whole.
+    """Return a digest of a file's size and of sampled blocks of its content.
 
-    Raises OSError, also for a pipe.
+    A small file is read whole. Raises OSError if the file cannot be read, or is not a regular file but, for example, a
+    pipe.
     """
     # Without O_NONBLOCK a pipe without a writer would block the caller.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -238,7 +249,7 @@ def _sampled_digests(paths: list[str]) -> dict[str, str]:
         except (OSError, ValueError):
             return ""
 
-    with ThreadPoolExecutor(8) as pool:  # they wait for disks and networks
+    with ThreadPoolExecutor(8) as pool:  # the threads wait for disks and networks
         return dict(zip(paths, pool.map(one, paths), strict=True))
 
 
@@ -250,7 +261,7 @@ def _size(path: str) -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Return the free and the total bytes of the machine, or of the container."""
+    """Return the free and the total bytes of memory of the machine or its container."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -263,7 +274,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _interfaces() -> dict[str, set[str]]:
-    """Return the internet addresses of each interface."""
+    """Return the internet addresses of each network interface, by its name."""
     import socket
 
     import psutil

@@ -1,6 +1,6 @@
-"""What a plan needs of its hosts: files that they read, memory for rows, cores.
+"""The requirements of a plan on its hosts: files, memory for rows, and CPU cores.
 
-Invariant: what the driver checks on hosts before a run, and what is reported without a run, is the same.
+Invariant: the driver's check of the hosts before a run, and the report that needs no run, use the same requirements.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ RANKS_A_CORE = 8
 
 
 def row_memory(plan: Plan) -> int:
-    """Return the bytes of a host's memory for rows."""
+    """Return the bytes of memory that a host needs for rows."""
     return max(ROOM, 4 * sum(plan.graph.column_bytes.values()))
 
 
 def files_read(plan: Plan, host: int) -> dict[str, list[str]]:
-    """Return the files that a host reads by their path, by title.
+    """Return the paths of the files that a host reads, by title.
 
-    These are models whose weights its ranks load, and data on the first host.
+    A title is `model NAME` or `data NAME`. A host reads the models whose weights its ranks load. Only the first host
+    reads data. Files with a URL are not included.
     """
     files: dict[str, list[str]] = {}
     pools = {pool.name for pool in plan.pools if plan.on_hosts(pool.name)[host]}

@@ -1,7 +1,7 @@
-"""Interpreters of pools: the packages that each needs, and what is missing.
+"""The Python interpreters of pools, and checks of their packages.
 
-Invariant: they are checked before a process of the run starts, on each host where it is to start: Ray waits for an
-interpreter that does not run in the same way as for a slow one.
+Invariant: an interpreter is checked before any process of the run starts, on each host where a process will use it.
+Without this check, Ray would wait for an interpreter that does not run in the same way as for a slow interpreter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from . import host_facts
 from .host_facts import Packages, Versions
 
 NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
-# Packages that must be the same in all processes of a run, and how many numbers of the version count; None: all.
+# Packages that must be the same in all processes of a run, and how many numbers of the version must be equal. None:
+# all of them.
 SAME = {"Python": 2, "msrl-graph": None, "ray": None}
 MEND = (
     "name the interpreter of an environment that has the engine's packages, and the run's own versions of Python, "
@@ -27,7 +28,11 @@ MEND = (
 
 
 def packages(plan: Plan, python: str = "") -> Packages:
-    """Return the packages that an interpreter's processes load; "" is the run's own."""
+    """Return the packages that the processes of an interpreter load.
+
+    If `python` is "", the interpreter is the run's own. Each package is returned with the names under which it may be
+    installed.
+    """
     engines = (
         ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
     )
@@ -36,7 +41,10 @@ def packages(plan: Plan, python: str = "") -> Packages:
 
 
 def commands(plan: Plan) -> dict[str, list[str]]:
-    """Return, for each other interpreter, the command that prints its packages."""
+    """Return the command that prints the package versions of each other interpreter.
+
+    The keys are the paths of the interpreters. The run's own interpreter is not included.
+    """
     code = Path(host_facts.__file__).read_text(encoding="utf-8")
     interpreters = dict.fromkeys(
         pool_environment.python for pool_environment in plan.surroundings if pool_environment.python
@@ -45,7 +53,10 @@ def commands(plan: Plan) -> dict[str, list[str]]:
 
 
 def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
-    """Yield what this machine's other interpreters lack."""
+    """Yield an error for each interpreter of this machine that the run cannot use.
+
+    The run's own interpreter is not checked. `find_mismatch` says when an interpreter cannot be used.
+    """
     asked = commands(plan)
     own = host_facts.versions(packages(plan)) if asked else {}
     for python, command in asked.items():
@@ -56,9 +67,10 @@ def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
-    """Return what is wrong with an interpreter, in words that follow its name; or "".
+    """Return what is wrong with an interpreter, or "".
 
-    It is compared with the run's `own` versions.
+    The result continues a sentence that begins with the interpreter's name. `seen` has the versions of the interpreter,
+    and `own` has the versions of the run's own interpreter.
     """
     if seen["wrong"]:
         return f"does not run: {seen['wrong']}"
@@ -78,7 +90,10 @@ def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
 
 
 def placements_of(plan: Plan, python: str = "") -> Iterator[Placement]:
-    """Yield what an interpreter's processes compute; "" is the run's own one."""
+    """Yield the placements of the nodes that the processes of an interpreter compute.
+
+    If `python` is "", the interpreter is the run's own.
+    """
     return (
         placement
         for placement in plan.placements

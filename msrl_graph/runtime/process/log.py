@@ -1,7 +1,7 @@
-"""The output of a run's processes, whichever code prints it.
+"""The log files of a run's processes.
 
-Invariant: each process has one file in the run's folder. A line that Python prints begins with the time, the process
-and the current node, so that the files of all processes can be merged.
+Invariant: all output of a process goes to one file in the run's folder, whichever code prints it. A line that Python
+prints begins with the time, the process and the current node, so that the files of all processes can be merged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from ...files import private
 
 
 class PrefixedStream(io.TextIOBase):
-    """A text stream that puts a prefix before each line; `node` is the current node."""
+    """A text stream that writes a prefix before each line.
+
+    The prefix has the time, the name of the process and the current node (`node`).
+    """
 
     def __init__(self, descriptor: int, process: str) -> None:
         self.descriptor = descriptor
@@ -45,7 +48,10 @@ class PrefixedStream(io.TextIOBase):
 
 
 def _shown(line: str) -> str:
-    """Return a line without characters that could harm a terminal; its end stays."""
+    """Return a line without characters that could harm a terminal.
+
+    The end of the line remains.
+    """
     text = line.rstrip("\r\n")
     return make_printable(text) + line[len(text) :]
 
@@ -55,7 +61,11 @@ _file = ""
 
 
 def redirect_output(path: str, process: str) -> None:
-    """Send all output of this process to a file, instead of where Ray puts it."""
+    """Send all output of this process to a file, instead of Ray's log files.
+
+    If the file cannot be opened, the output remains in Ray's log files. `process` is the name in the prefix of each
+    line.
+    """
     global _file
     with suppress(OSError):  # a full disk, or a host that does not see the folder: output stays in Ray's files
         folder = Path(path).parent
@@ -67,10 +77,10 @@ def redirect_output(path: str, process: str) -> None:
 
 
 def _append_to(folder: Path, name: str) -> None:
-    """Send the output of this process to a file.
+    """Append all output of this process to the file `name` in `folder`.
 
-    Raises OSError if others can write to its folder, or if it is a link. On a host that does not see the run's folder,
-    another one may be at its path, and belong to anyone.
+    Raises OSError if other users can write to the folder, or if the file is a link. A host that does not see the run's
+    folder may have another folder at the same path, which may belong to any user.
     """
     folder_handle = private.open_folder(folder, private.OTHERS_WRITE)
     try:
@@ -85,7 +95,11 @@ def _append_to(folder: Path, name: str) -> None:
 
 
 def share_file(name: str, process: str) -> None:
-    """Send the output of this process to a file that its parent process has open."""
+    """Send the output of this process to the log file of its parent process.
+
+    The parent process has already opened the file. `name` is the name of the file. `process` is the name in the prefix
+    of each line.
+    """
     global _file
     _streams[:] = [PrefixedStream(1, process), PrefixedStream(2, process)]
     sys.stdout, sys.stderr = _streams
@@ -93,17 +107,20 @@ def share_file(name: str, process: str) -> None:
 
 
 def set_node(node: str) -> None:
-    """Set the node of the following lines."""
+    """Set the node that the prefix of the following lines names."""
     for lines in _streams:
         lines.node = node
 
 
 def file_name() -> str:
-    """Return the name of this process's file; "" if it has none."""
+    """Return the name of this process's log file; "" if the process has none."""
     return _file
 
 
 def log_details(*text: str) -> None:
-    """Write to this process's file what a message has no room for."""
+    """Write details that are too long for a message to this process's log file.
+
+    Without a log file, nothing is written.
+    """
     if _file:
         print("\n".join(part.rstrip("\n") for part in text), file=sys.stderr, flush=True)

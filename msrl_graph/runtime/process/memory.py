@@ -1,10 +1,10 @@
-"""Measured memory of a rank: the storages of all live tensors.
+"""The measured memory of a rank: the bytes of the storages of all live tensors.
 
-They are measured at an instant, or at the peak of a phase.
+The bytes are measured at one moment (`live_bytes`), or as the peak of a phase (`Peak`).
 
-Invariant: a storage counts once, however many tensors share it, and by its present size. Host buffers are counted
-separately, since on a CPU device and host share one memory. What a kernel allocates for itself while it runs is not a
-tensor and not seen.
+Invariant: a storage counts once, by its present size, however many tensors share it. Host buffers are counted
+separately, because a CPU device and its host share one memory. Memory that a kernel allocates for itself while it runs
+is not part of a tensor and is not measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the
 
 
 def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; for a wrapper (DTensor), its local tensor's."""
+    """Return the storage of a tensor, or None if the tensor has no memory of its own.
+
+    For a wrapper such as DTensor, the result is the storage of the local tensor inside.
+    """
     if type(item) is not torch.Tensor:
         for wrapper, inside in _WRAPPERS.items():
             if isinstance(item, wrapper):
@@ -51,7 +54,7 @@ def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _storages() -> list[torch.UntypedStorage]:
-    """Return the storages of all tensors that Python knows."""
+    """Return the storages of all tensors that Python's garbage collector knows."""
     known = gc.get_objects()
     kinds = {kind for kind in {*map(type, known)} if issubclass(kind, torch.Tensor)}
     storages = (_storage(item) for item in known if type(item) in kinds)
@@ -59,9 +62,9 @@ def _storages() -> list[torch.UntypedStorage]:
 
 
 def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
-    """Return bytes by place.
+    """Return the bytes of storages on the device and on the host.
 
-    Storages at one address are one memory, of the size of the largest of them.
+    Storages at the same address share one memory. Its size is the size of the largest of these storages.
     """
     sizes: dict[int, int] = {}
     places: dict[int, str] = {}
@@ -82,9 +85,10 @@ def _place(storage: torch.UntypedStorage) -> str:
 
 
 def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
-    """Return the sums for device and host.
+    """Convert the sums of `PLACES` to the bytes of device and host.
 
-    With `other_device` some storage is on a device other than the host: main memory is then not the device's.
+    `other_device` is true if some storage is on a device other than the CPU. Main memory then counts for the host. If
+    `other_device` is false, the CPU is the device, and main memory counts for the device.
     """
     main = sums[MAIN]
     return {
@@ -100,9 +104,9 @@ def live_bytes() -> dict[str, int]:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Leave operations out of the measurement.
+    """Exclude the operations inside this context from the measurement of a `Peak`.
 
-    They must need no more memory than measured operations before them.
+    These operations must not need more memory than the measured operations before them.
     """
     peak: Peak | None = getattr(_entered, "peak", None)
     if peak is None:
@@ -116,7 +120,7 @@ def unmeasured() -> Iterator[None]:
 
 
 class _Operation(NamedTuple):
-    """The properties of an operation."""
+    """The properties of a torch operation that the measurement needs."""
 
     name: str
     # Made of other operations on every device (in inference mode it is dispatched before it is decomposed).
@@ -142,13 +146,13 @@ def _tensors(items: Any) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A known storage, and what is counted for it."""
+    """A storage that an account knows, and the bytes that are counted for it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     made_by: str
     shape: tuple[int, ...]
     address: int = 0
-    extent: int = 0  # bytes of the storage, also while they are asleep
+    extent: int = 0  # bytes of the storage, even while it has no memory on the device
     size: int = 0
     buffer: bool = False
 
@@ -157,10 +161,13 @@ Item = tuple[int, str, tuple[int, ...]]  # bytes, the operation that made it, sh
 
 
 class _Account:
-    """The sum over storages, updated when one is made, freed, or resized.
+    """The sum of bytes over storages, updated when a storage changes.
 
-    Invariant: after `settle` the sum is that of `_sum` over the known live storages. Changes in another thread, or
-    while the account is updated (garbage is collected at any moment), are noted and wait for `settle`.
+    A storage changes when it is made, freed or resized.
+
+    Invariant: after `settle`, the sum is equal to `_sum` over the known live storages. A change in another thread, or
+    during an update of the account, is queued until the next `settle`. A change can occur during an update because
+    garbage may be collected at any moment.
     """
 
     def __init__(self) -> None:
@@ -175,14 +182,14 @@ class _Account:
         self.changed = False  # since it was last set to False
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has changed."""
+        """Queue a change of a storage until the next `settle`."""
         self._events.append((storage._cdata, None))
 
     def note_all(self) -> None:
         self._events.extend((key, None) for key in [*self._entries])
 
     def settle(self) -> None:
-        """Count what was noted."""
+        """Count all queued changes."""
         while self._events:
             key, gone = self._events.popleft()
             entry = self._entries.get(key)
@@ -195,7 +202,10 @@ class _Account:
                 self._forget(key, entry)
 
     def see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
-        """Count a storage, or its changes."""
+        """Count a storage that is new or has changed.
+
+        For a new storage, `made_by` is the operation that made it, and `shape` is the shape of its tensor.
+        """
         if self._events:
             self.settle()
         key = storage._cdata
@@ -209,24 +219,24 @@ class _Account:
         self._update(key, entry, storage)
 
     def see_again(self, storage: torch.UntypedStorage) -> None:
-        """Count the changes of a storage, if it is known."""
+        """Count the changes of a storage, if the account knows the storage."""
         if storage._cdata in self._entries:
             self.see(storage, "", ())
 
     def now(self) -> dict[str, int]:
-        """Return the bytes by place, as of the last `settle`."""
+        """Return the bytes of device and host, as of the last `settle`."""
         return _by_place(self._sums, self._device_addresses > 0)
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the known live storages."""
+        """Return the storages that the account knows and that are still live."""
         return [storage for entry in [*self._entries.values()] if (storage := entry.storage()) is not None]
 
     def mark(self) -> None:
-        """Store the present counts; `marked` is relative to them."""
+        """Remember the present state of the storages for a later call of `marked`."""
         self._since.clear()
 
     def marked(self) -> list[Item]:
-        """Return what was counted at the mark, except host buffers."""
+        """Return the storages that were counted at the last `mark`, except host buffers."""
         unchanged = (_item(entry) for key, entry in self._entries.items() if key not in self._since)
         return [item for item in (*unchanged, *self._since.values()) if item is not None]
 
@@ -260,7 +270,7 @@ class _Account:
             self._count(address)
 
     def _count(self, address: int) -> None:
-        """Recount the memory at an address."""
+        """Count the bytes of the storages at an address again."""
         self.changed = True
         place, size = self._counted.pop(address, (MAIN, 0))
         self._sums[place] -= size
@@ -282,14 +292,19 @@ def _item(entry: _Entry) -> Item | None:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors held at one time while this was entered.
+    """The peak of the bytes of live tensors while this context is active.
 
-    It counts what was there before, and every tensor that an operation makes, also in the backward pass. `peak` has the
-    bytes of the device and of the host; the two need not be of the same moment. `before` has those of the start.
-    `largest` lists what the device held at its peak, as (bytes, operation that made it, shape), and `moment` is the
-    operation after which that was. It looks at every operation, but only at the storages that this one has made or
-    changed. A thread of gloo keeps a collective's tensors for a moment after the collective is done, or longer on a
-    busy machine; what only that thread keeps is not part of the peak.
+    The peak includes the tensors that exist at the start, and every tensor that an operation makes. Operations of the
+    backward pass are included.
+
+    - `peak`: the largest number of bytes on the device and on the host. The two peaks may occur at different moments.
+    - `before`: the bytes on the device and on the host at the start.
+    - `largest`: the storages on the device at its peak, as (bytes, operation that made the storage, shape).
+    - `moment`: the operation after which the device had its peak.
+
+    After each operation, only the storages that this operation has made or changed are examined. A thread of gloo holds
+    the tensors of a collective for a moment after the collective is done, and longer on a busy machine. Memory that
+    only this thread holds is not part of the peak.
     """
 
     def __init__(self) -> None:
@@ -298,7 +313,7 @@ class Peak(TorchDispatchMode):
         self.peak = {"device": 0, "host": 0}
         self.moment = ""
         self._account = _Account()
-        self._collected: set[int] = set()  # storages that a collective was given
+        self._collected: set[int] = set()  # storages that were passed to a collective
         self._account.freed = self._collected.discard
         self._depth = 0  # it may be entered again from within
         self._watching = ExitStack()

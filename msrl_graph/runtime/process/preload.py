@@ -1,14 +1,17 @@
-"""A process that imports what a run's workers need once, and forks Ray's workers.
+"""A server process that imports modules once, and forks Ray's workers.
 
-Invariant: no run depends on it. A worker that cannot be forked is started as Ray starts it. The server imports nothing
-that starts threads which a fork would lose, and not Ray, which reads a worker's variables as it is imported. It ends
-when the process that started it ends: its end of a socket closes. This file is run as a program and imports nothing of
-the package.
+Invariant: no run depends on this *preload server*. A worker that the server cannot fork is started in Ray's usual way.
 
-Ray starts a worker with `python setup_worker.py default_worker.py ...`. After `use`, this file takes the place of
-setup_worker.py: it sends its arguments, environment and open files to the server. The server forks a process that
-continues as default_worker.py, and this file waits until that process ends. `import torch` and `import transformers`
-take seconds of CPU time. A fork takes milliseconds, and the processes share the memory of the loaded modules.
+- The server does not import modules that start threads, because a fork loses threads.
+- The server does not import Ray, because Ray reads a worker's environment variables at import.
+- The server ends when the process that started it ends, because the socket between the two processes then closes.
+- This file is run as a program and imports nothing of the package.
+
+Ray starts a worker with `python setup_worker.py default_worker.py ...`. After `PreloadAddress.use`, Ray runs this file
+instead of setup_worker.py. The process that runs this file is called a *launcher*. The launcher sends its arguments,
+environment and open files to the server. The server forks a process that continues as default_worker.py, and the
+launcher waits until that process ends. `import torch` and `import transformers` take seconds of CPU time. A fork takes
+milliseconds, and the forked processes share the memory of the loaded modules.
 """
 
 from __future__ import annotations
@@ -31,13 +34,20 @@ _OOM = "/proc/self/oom_score_adj"
 
 
 class PreloadAddress(NamedTuple):
-    """The socket of a server ("": there is none), and the session of it and its forks."""
+    """The address of a preload server.
+
+    - `socket`: the path of the server's socket; "" if there is no server.
+    - `session`: the process session of the server and of the workers that it forks.
+    """
 
     socket: str = ""
     session: int = 0
 
     def use(self) -> None:
-        """Let Ray servers that this process starts later fork their workers."""
+        """Make Ray servers that this process starts later use the preload server.
+
+        The preload server then forks the workers of these Ray servers. Without a preload server, nothing changes.
+        """
         from ray._private import ray_constants
 
         # Joined to the folder of Ray's own, and absolute.
@@ -47,11 +57,14 @@ class PreloadAddress(NamedTuple):
 
 
 class PreloadServer:
-    """A server with a temporary folder of its own, whose name begins with `prefix`.
+    """A preload server with a temporary folder of its own.
 
-    It imports `modules`, and then those that `load` names. `environment` is added to the environment of this process,
-    and so is `mark`, a variable with the folder. The folder has the socket, and what packages write as they are
-    imported.
+    - `modules`: the modules that the server imports at its start. `load` adds more modules.
+    - `environment`: variables that are added to the environment of this process for the server.
+    - `prefix`: the beginning of the folder's name.
+    - `mark`: the name of an environment variable that gets the path of the folder.
+
+    The folder contains the server's socket, and files that packages write while they are imported.
     """
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str], prefix: str, mark: str) -> None:
@@ -92,12 +105,12 @@ class PreloadServer:
         return process
 
     def load(self, modules: Iterable[str]) -> None:
-        """Import more modules, before the next fork."""
+        """Make the server import more modules before its next fork."""
         with suppress(OSError):  # it was killed
             self._control.sendall("".join(f"{module}\n" for module in modules).encode())
 
     def close(self) -> None:
-        """End the server, though not its forks."""
+        """End the server. The workers that it has forked continue."""
         if self._held >= 0:
             self._process.kill()
             self._process.wait()
@@ -113,9 +126,9 @@ class PreloadServer:
 
 
 def launch(arguments: list[str]) -> None:
-    """Fork a Ray worker and wait until it ends.
+    """Have the server fork a Ray worker, and wait until the worker ends.
 
-    Without a server, this process becomes the worker.
+    If the server cannot fork the worker, this process becomes the worker itself.
     """
     if (connection := _connected(arguments)) is not None:
         while connection.recv(1):  # until the worker's end, which closes its side
@@ -126,7 +139,10 @@ def launch(arguments: list[str]) -> None:
 
 
 def _connected(arguments: list[str]) -> socket.socket | None:
-    """Fork a worker; return the connection to it, or None."""
+    """Have the server fork a worker, and return the connection to the worker.
+
+    Returns None if the server does not answer or cannot start this kind of worker.
+    """
     import json
 
     context, rest = "{}", []
@@ -170,7 +186,7 @@ def _connected(arguments: list[str]) -> socket.socket | None:
 def serve(listening: socket.socket, folder: str) -> list[str]:
     """Import modules and fork workers until standard input is closed.
 
-    Returns in each worker, with the arguments of the program that it runs.
+    The function returns only in a worker. The result is the arguments of the program that the worker runs.
     """
     import gc
     import select
@@ -208,7 +224,10 @@ def serve(listening: socket.socket, folder: str) -> list[str]:
 
 
 def _end_with_parent(control: socket.socket, folder: str) -> None:
-    """End this process when the other end of its socket closes, even during an import."""
+    """End this process when the other end of the socket `control` closes.
+
+    The process ends even during an import. Before it ends, the process removes `folder`.
+    """
     import fcntl
     import shutil
     import signal
@@ -227,7 +246,7 @@ def _end_with_parent(control: socket.socket, folder: str) -> None:
 
 
 def _load(modules: list[str], folder: str) -> None:
-    """Import modules, and remove what they wrote to the temporary folder."""
+    """Import modules, and remove the folders that they made in the temporary folder."""
     import shutil
     from importlib import import_module
 
@@ -240,7 +259,10 @@ def _load(modules: list[str], folder: str) -> None:
 
 
 def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
-    """Read the request of a launcher, and add its standard files to `files`."""
+    """Return the request of a launcher, and add the launcher's open files to `files`.
+
+    The open files are standard input, output and error.
+    """
     import json
 
     connection.settimeout(TALK)
@@ -253,7 +275,10 @@ def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
 
 
 def _begin(connection: socket.socket, request: dict[str, Any], files: list[int]) -> list[str]:
-    """Become the process that a launcher describes."""
+    """Turn this forked process into the worker that a launcher describes.
+
+    Returns the arguments of the program that the worker runs.
+    """
     import tempfile
 
     os.setpgid(0, 0)  # Ray kills the process group of a worker that ends

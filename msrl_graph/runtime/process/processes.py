@@ -1,13 +1,15 @@
 """The processes and temporary folders of a run, and their cleanup.
 
-Nothing of them is left, whichever process is killed.
+After a run, no process and no temporary folder of the run is left, whichever process was killed.
 
-Invariant: only processes with the run's mark, or of the sessions that it started, are ended. Only a folder that no
-keeper holds is removed, and only one of this user's, of mode 0700, with a name that a run gives: never through a link,
-and a name is never a pattern. A *keeper* is a process that makes a temporary folder, waits until its starter releases
-it or is dead (the system closes the pipe between them), and then ends what is left of the run and removes the folder. A
-keeper that died, or is stopped, is replaced. This file is run as the keeper's program, so it imports little of the
-package.
+A *keeper* is a process that makes the run's temporary folder and later cleans up. The keeper waits until the process
+that started the keeper releases the keeper or is dead. In both cases, the pipe between these two processes closes. The
+keeper then ends the remaining processes of the run and removes the folder. A keeper that died or is stopped is
+replaced. This file is run as the keeper's program, so it imports little of the package.
+
+Invariant: a process is ended only if it has the run's mark, or if it is in a session that the run started. A folder is
+removed only if no keeper holds it, it belongs to this user, its mode is 0700, and its name has the form of a run's
+folder. A folder is never removed through a link, and its name is never used as a pattern.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from .heartbeat import read_stat
 from .start_variables import MARK, PREFIX
 
 NICENESS = "RAY_worker_niceness"  # Ray's setting
-NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # what `tempfile` makes of it
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # the names that `tempfile` makes with this prefix
 # Ray's own folder, below the run's, since Ray makes its folder accessible to all users. The name is short too.
 RAY = "r"
 SHARED = Path("/dev/shm")
@@ -44,7 +46,7 @@ ROWS = "rows"  # what a host's folder of rows in shared memory is called, after 
 # Processes of Python, of torch and of the dock's rooms that remove the shared memory of killed processes as soon as
 # no process holds it, and then end.
 TIDY_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
-TIDY_SECONDS = 3.0  # seconds that they have for it
+TIDY_SECONDS = 3.0  # seconds that these processes have for this
 PROGRAM = "msrl_graph.runtime.process.processes"
 START_TRIES = 3  # tries to start the first keeper: one may be killed while it starts
 _ENDED = "ended"  # what a keeper prints at its end
@@ -53,10 +55,11 @@ MOST = 10.0  # seconds that ending processes may take: one that waits for a dead
 
 
 def worker_niceness(by: int) -> dict[str, str]:
-    """Return the environment for Ray's servers, whose workers are nicer by `by`.
+    """Return the environment variable that sets the niceness of Ray's workers.
 
-    The servers have the niceness of their starter. Ray's own default is 15: a thirtieth of a core that others want too.
-    The caller's own setting stays, unless `by` is more.
+    Ray's servers have the niceness of the process that starts them, and their workers are nicer by `by`. If `by` is 0,
+    the caller's own setting is used. Without such a setting, the niceness is 0. Ray's own default is 15. With this
+    default, a worker gets only a thirtieth of a core that other processes also use.
     """
     return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
 
@@ -75,16 +78,19 @@ def is_stopped(pid: int) -> bool:
 
 
 def wait_for_end(pids: Collection[int], seconds: float) -> None:
-    """Wait until none of these processes is alive, for at most `seconds`."""
+    """Wait at most `seconds` seconds until none of these processes is alive."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(map(is_alive, pids)):
         time.sleep(0.005)
 
 
 class Sessions(NamedTuple):
-    """The sessions whose processes end with a temporary folder; 0: none.
+    """The process sessions that end when a temporary folder is removed; 0 means none.
 
-    The leader of `server` is a preload server. It stays while its parent is `owner`, which may use it again.
+    - `driver`: the session of the driver.
+    - `server`: the session of a preload server, which is also the process id of the server.
+    - `owner`: a process that may use the preload server again. The server itself is not ended while `owner` is its
+      parent.
     """
 
     driver: int = 0
@@ -102,10 +108,10 @@ NO_SESSIONS = Sessions()
 
 
 class Temporary:
-    """A temporary folder and its keeper.
+    """The temporary folder of a run, and its keeper.
 
-    `keeper` is the keeper's process, 0 while there is none. This process holds the folder too, so that no sweep removes
-    it while a keeper is replaced.
+    `keeper` is the process id of the keeper, or 0 while there is none. This process holds the folder, too, so that no
+    sweep removes the folder while a keeper is replaced.
     """
 
     def __init__(self) -> None:
@@ -122,9 +128,9 @@ class Temporary:
             fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _start_keeper(self, *folder: str) -> str:
-        """Start a keeper of an existing folder or of a new one.
+        """Start a keeper, and return the path of its folder.
 
-        Returns the folder, or "" if that failed.
+        If no folder is passed, the keeper makes a new folder. Returns "" if the keeper could not start.
         """
         starter = subprocess.Popen(
             [sys.executable, "-P", "-m", PROGRAM, *folder],
@@ -135,7 +141,7 @@ class Temporary:
         )
         assert starter.stdin is not None and starter.stdout is not None
         pid, _, folder_name = _read_first_line(starter).partition(" ")
-        starter.wait()  # the keeper is its child, now orphaned
+        starter.wait()  # the keeper is a child of the starter, and now an orphan
         if not folder_name:
             starter.stdin.close()
             starter.stdout.close()
@@ -143,13 +149,14 @@ class Temporary:
         self._stdin = starter.stdin
         self._stdout = starter.stdout
         self.keeper = int(pid)
-        self._send_sessions()  # from now on it does its work when the pipe ends
+        self._send_sessions()  # from now on, the keeper cleans up when the pipe closes
         return folder_name
 
     def end_session_too(self, session: int, server: int = 0) -> None:
-        """Make the keeper end the processes of this session with the folder.
+        """Make the keeper also end the processes of a session when it removes the folder.
 
-        The processes that the preload `server` of this process has forked end too.
+        `server` is the session of this process's preload server. The keeper also ends the processes that this server
+        has forked.
         """
         with self._lock:
             self._sessions = Sessions(session, server, os.getpid())
@@ -157,14 +164,15 @@ class Temporary:
 
     def _send_sessions(self) -> None:
         if self.keeper:
-            with suppress(OSError):  # it was killed: this process then does its work
+            with suppress(OSError):  # the keeper was killed: this process then cleans up itself
                 self._stdin.write(f"{' '.join(map(str, self._sessions))}\n")
                 self._stdin.flush()
 
     def replace_keeper(self, seconds: float, limit: float) -> str:
-        """Replace a keeper that died, or is stopped for `limit` seconds.
+        """Replace the keeper if it died, or if it was stopped for `limit` seconds.
 
-        Called every `seconds`. Returns what was done, in words; "" if the keeper is well.
+        The caller calls this method every `seconds` seconds. Returns a sentence about what was done, or "" if nothing
+        was done.
         """
         with self._lock:
             if self._closed:
@@ -180,12 +188,12 @@ class Temporary:
             except OSError:
                 folder_name = ""
             if not folder_name:
-                return ""  # it was killed at its start, or no process can be started now: the next call tries again
+                return ""  # killed at its start, or no process can be started now: the next call tries again
             self._stopped_seconds = 0.0
             return f"the keeper {reason}; another one was started"
 
     def _kill_keeper(self) -> None:
-        """Kill the keeper, if there is one, so that it does not do its work."""
+        """Kill the keeper, if there is one, so that it does not clean up."""
         if not self.keeper:
             return
         with suppress(ProcessLookupError):
@@ -197,19 +205,22 @@ class Temporary:
         self.keeper = 0
 
     def close(self) -> None:
-        """End what is left of the run, and remove the folder."""
+        """End the remaining processes of the run, and remove the folder."""
         with self._lock:
             self._closed = True
             if self.keeper and self._end_keeper():
                 self._stdout.close()
-            else:  # there is none, it was killed, or it is stopped
+            else:  # there is no keeper, it was killed, or it is stopped
                 self._kill_keeper()
                 end_run(str(self.folder), self._sessions)
             os.close(self._held)
         wait_for_end([self.keeper], 2.0)
 
     def _end_keeper(self) -> bool:
-        """Release the keeper and wait until it has done its work; return whether it has."""
+        """Release the keeper, and wait until it has cleaned up.
+
+        Returns whether the keeper has finished. A keeper that is stopped does not finish.
+        """
         with suppress(OSError):
             self._stdin.close()
         output = ""
@@ -226,9 +237,9 @@ class Temporary:
 
 
 def _read_first_line(process: subprocess.Popen[str]) -> str:
-    """Return the first line of a process, or "" if it ends without one.
+    """Return the first line that a process prints; "" if it ends without one.
 
-    A process that is stopped is killed: "" too.
+    A process that is stopped, or that prints no line in time, is killed. The result is then "".
     """
     assert process.stdout is not None
     stopped_seconds = 0.0
@@ -245,9 +256,9 @@ def _read_first_line(process: subprocess.Popen[str]) -> str:
 
 
 def make_shared_folder() -> Path:
-    """Make a temporary folder that is removed with the last process that holds it.
+    """Make a temporary folder that is removed when no process holds it any more.
 
-    This process is the first one.
+    This process is the first process that holds the folder.
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     hold_folder(folder)
@@ -256,7 +267,7 @@ def make_shared_folder() -> Path:
 
 
 def remove_after(lock: Path, folder: Path) -> None:
-    """Have a folder removed when no process holds this lock any more."""
+    """Have `folder` removed when no process holds a lock on `lock` any more."""
     # In a session of its own and not a child of this process: Ray ends children with it.
     subprocess.run(
         ["setsid", "--fork", "flock", "--exclusive", str(lock), "rm", "-rf", str(folder)],
@@ -268,16 +279,16 @@ def remove_after(lock: Path, folder: Path) -> None:
 
 
 def hold_folder(folder: Path) -> None:
-    """Keep a lent folder for as long as this process lives."""
+    """Hold a folder until this process ends, so that nobody removes the folder."""
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def sweep() -> None:
-    """Remove this user's folders of runs whose processes are all dead.
+    """Clean up after this user's runs whose folder no process holds any more.
 
-    It also ends what is left of these runs.
+    The processes that are left of such a run are ended, and its folder is removed.
     """
     for folder in Path(tempfile.gettempdir()).iterdir():
         if not NAME.fullmatch(folder.name):
@@ -294,11 +305,12 @@ def sweep() -> None:
 
 
 def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
-    """Kill every process left of a run and remove its folder.
+    """Kill the processes that are left of a run, and remove the run's folder.
 
-    These are the processes of its sessions, and those with the mark in their environment (Ray's processes change their
-    titles, which may overwrite it). Processes that tidy up after others end by themselves, or
-    are killed last. The shared memory under the folder's name is removed too.
+    A process belongs to the run if it is in one of `sessions`, or if its environment has the run's mark. The mark alone
+    is not enough, because a process of Ray changes its title, and the new title may overwrite the environment.
+    Processes that remove the shared memory of killed processes have some seconds to end by themselves; they are killed
+    last. The function also removes the shared memory whose name begins with the folder's name.
     """
     begin = time.monotonic()
     until = begin + MOST
@@ -328,9 +340,9 @@ def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
 
 
 def hand_over(folder: str, sessions: Sessions) -> None:
-    """Have a separate keeper end a run at once.
+    """Start a separate keeper that ends a run immediately.
 
-    A process of the run that will itself be ended calls this.
+    The caller may be a process of the run that the keeper ends.
     """
     command = [sys.executable, "-P", "-m", PROGRAM, folder]
     environment = {name: value for name, value in os.environ.items() if name != MARK}
@@ -341,9 +353,9 @@ def hand_over(folder: str, sessions: Sessions) -> None:
 
 
 def _remove_shared(run: str) -> None:
-    """Remove this user's shared memory of a run.
+    """Remove the shared memory of a run that belongs to this user.
 
-    That is files and private folders whose names begin with the name of the run's folder.
+    The shared memory is the files and private folders whose names begin with the name of the run's folder (`run`).
     """
     for path in SHARED.iterdir() if SHARED.is_dir() else ():
         if path.name.startswith(f"{run}-"):
@@ -357,12 +369,15 @@ def _remove_shared(run: str) -> None:
 
 
 def _keep() -> None:
-    """Run the keeper.
+    """Run the keeper's program.
 
-    It prints its id and the folder that it made or took over, and reads sessions until the pipe ends. It is orphaned
-    and in a session of its own: neither signals of a terminal to all its processes reach it, nor those of `ray job
-    stop` to all processes below its entrypoint. If it took a folder over and reads nothing, its starter gave it up, and
-    it leaves the run alone.
+    The program prints the process id of the keeper, and the folder that the keeper made or took over. The keeper then
+    reads sessions from standard input until the pipe closes, and ends the run.
+
+    The keeper has no parent process of the run, and has a session of its own. So it gets neither the signals that a
+    terminal sends to all of its processes, nor the signals that `ray job stop` sends to all descendants of its
+    entrypoint. If the keeper took over a folder but read no sessions, the process that started it has given it up. The
+    keeper then leaves the run alone.
     """
     takes_over = len(sys.argv) > 1
     folder = sys.argv[1] if takes_over else tempfile.mkdtemp(prefix=PREFIX)
@@ -370,7 +385,7 @@ def _keep() -> None:
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     if keeper := os.fork():
-        # The parent prints it: so a keeper that is stopped before it does anything is known too, and can be killed.
+        # The parent prints the id. So the starter can kill even a keeper that is stopped before it does anything.
         with suppress(OSError):  # the reader is dead already
             os.write(sys.stdout.fileno(), f"{keeper} {folder}\n".encode())
         os._exit(0)

@@ -1,6 +1,7 @@
 """Limits on the memory of a process.
 
-Invariant: a limit counts from what the process has already, and a lower one set by someone else stays.
+Invariant: a limit is added to the memory that the process already uses. A lower limit that was set by someone else
+remains in effect.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ def data_bytes() -> int:
 
 
 def limit_data(more: int) -> None:
-    """Allow this process `more` bytes than it has, until `unbound_data`."""
+    """Limit this process to `more` bytes in addition to what it uses.
+
+    The limit ends with `unlimit_data`.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with suppress(ValueError, OSError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more, hard))
 
 
 def unlimit_data() -> None:
-    """Undo `bound_data`."""
+    """Remove the limit that `limit_data` has set."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

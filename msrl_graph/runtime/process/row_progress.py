@@ -1,7 +1,7 @@
-"""Progress in rows: how many rows of its share this process has computed.
+"""Progress reports: how many rows of its share this process has computed.
 
-Invariant: a report costs no message and no system call. The listener of this process writes it where the dock of the
-host reads it; without a listener nothing happens. Results never depend on it.
+Invariant: a report needs no message and no system call, and results never depend on it. The listener of this process
+writes the report where the dock of the host reads it. Without a listener, a report has no effect.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _listener: Listen | None = None
 
 
 def listen(listener: Listen) -> None:
-    """Send all later reports to `listener` instead of the previous one."""
+    """Send all later reports to `listener` instead of the previous listener."""
     global _listener
     _listener = listener
 
 
 def report(rows: int, of: int, where: str = "") -> None:
-    """Report that `rows` rows `of` those at hand are computed.
+    """Report that `rows` of the `of` present rows are computed.
 
-    `where` says more, such as the turn.
+    `where` is a text with more detail, such as the turn of an episode.
     """
     if _listener is not None:
         _listener(rows, of, where)

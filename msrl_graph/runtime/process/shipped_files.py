@@ -1,9 +1,10 @@
-"""The files that a run copied when it began, found by their original paths.
+"""Copies of the user's files that a run made at its start, by original path.
 
-They are in the run's temporary folder on each host. The paths are those where the run is driven.
+The copies are in the run's temporary folder on each host. An original path is the path on the host where the run was
+started.
 
-Invariant: a path leads to the copy, whatever is at that path now and on this host; without a copy, to the path itself.
-Messages about such a file name the user's own path, and show the line as it was.
+Invariant: a path leads to its copy, whatever file is at the path on this host. A path without a copy leads to the file
+at the path itself. Messages about a copied file name the user's own path, and show the lines of the copy.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """The content of a file, and when it was last changed (nanoseconds)."""
+    """The content of a file, and the time of its last change in nanoseconds."""
 
     content: bytes
     changed: int
 
 
 _copies = Path()  # the folder of the files of this process's run; not set at first
-_modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with what the file held
+_modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with the file's content at its import
 
 
 def write_files(folder: Path, files: Mapping[str, ShippedFile]) -> None:
-    """Write files, by absolute path, into a run's temporary folder.
+    """Write files into a run's temporary folder.
 
-    Each copy keeps the time of its file's last change.
+    The keys of `files` are absolute paths. Each copy has the time of the last change of the original file.
     """
     for path, file in files.items():
         target = _copy_path(folder / FILES, Path(path))
@@ -51,7 +52,7 @@ def write_files(folder: Path, files: Mapping[str, ShippedFile]) -> None:
 
 
 def read_shipped(folder: Path) -> dict[str, ShippedFile]:
-    """Return the files in a run's temporary folder, as they were written there."""
+    """Return the files that `write_files` has written into a run's temporary folder."""
     files = {}
     for copy in (folder / FILES).rglob("*"):
         if copy.is_file():
@@ -63,7 +64,7 @@ def read_shipped(folder: Path) -> dict[str, ShippedFile]:
 def is_edited(path: str, file: ShippedFile) -> bool:
     """Return whether the user's file has changed since the run copied it.
 
-    It is read only if it was written since.
+    `file` is the copy. The user's file is read only if its size or the time of its last change differs from the copy.
     """
     try:
         status = Path(path).stat()
@@ -75,10 +76,11 @@ def is_edited(path: str, file: ShippedFile) -> bool:
 
 
 def ship_files(files: Mapping[str, ShippedFile]) -> Path:
-    """Write files, by absolute path, into a new temporary folder.
+    """Write files into a new temporary folder, and return the folder.
 
-    The folder is removed with the last process that uses it; this process is the first. Folders of dead runs, whose
-    processes here were all killed, as with the host, are removed before.
+    The keys of `files` are absolute paths. The folder is removed after the last process that uses it has ended; this
+    process is the first user. Before it writes files, the function removes the folders of dead runs: runs whose
+    processes on this host were all killed, for example because the host failed.
     """
     sweep()
     folder = make_shared_folder()
@@ -87,7 +89,10 @@ def ship_files(files: Mapping[str, ShippedFile]) -> Path:
 
 
 def use_folder(folder: str) -> None:
-    """Make this process find the files in the folder."""
+    """Make this process find the shipped files in a run's temporary folder.
+
+    Imports from a copied folder then use the copies.
+    """
     global _copies
     if (Path(folder) / FILES).is_dir():
         private.check_folder(Path(folder))
@@ -98,26 +103,30 @@ def use_folder(folder: str) -> None:
 
 
 def shipped_folder() -> str:
-    """Return the temporary folder with files shipped to this host; "" if none were.
+    """Return the temporary folder with the files that were shipped to this host.
 
-    It is for processes that this one starts.
+    This process passes the result to processes that it starts. Returns "" if no files were shipped.
     """
     return str(_copies.parent) if _copies != Path() else ""
 
 
 def find_copy(path: str | Path) -> Path:
-    """Return the path from which a file or folder of the user's is to be read."""
+    """Return the path from which to read a file or folder of the user.
+
+    The result is the path of the copy, or `path` itself if there is no copy.
+    """
     copy = _copy_path(_copies, Path(path)) if _copies != Path() else Path(path)
     return copy if copy.exists() else Path(path)
 
 
 def import_file(path: str) -> ModuleType:
-    """Return the module of a user's file, which may import files next to it.
+    """Import a Python file of the user, and return the module.
 
-    It is the module that Python would import under its name, in its package if its folder is one, so that what it
-    defines can be pickled. If another module has that name, it gets a different one.
+    The file may import files from its own folder. The module gets the name that Python would give it, with the name of
+    its package if its folder is a package. So objects that the module defines can be pickled. If another module already
+    has this name, the module gets a different name.
     """
-    path = str(Path(path).absolute())  # the packages it is in are among the folders above
+    path = str(Path(path).absolute())  # the file's packages are among the folders above
     place = find_copy(path)
     content = place.read_bytes()
     if path in _modules and _modules[path][0] == content:
@@ -156,7 +165,10 @@ def import_file(path: str) -> ModuleType:
 
 
 def _find_free_name(name: str, path: str) -> str:
-    """Return a name that no other module has than one of this file."""
+    """Return a module name that no module of another file has.
+
+    The result is `name`, or `name` with a number at its end.
+    """
     package, _, last = name.rpartition(".")
     mine = {loaded.__name__ for owner, (_, loaded) in _modules.items() if owner == path}
     for number in count(1):
@@ -168,28 +180,34 @@ def _find_free_name(name: str, path: str) -> str:
 
 
 def _search_paths(folder: Path, entry: str) -> list[str]:
-    """Return where to look for modules of a folder of `sys.path`: its copy first."""
+    """Return the folders in which to search for modules, for one entry of `sys.path`.
+
+    The first folder is the copy of `folder`, if there is one. `entry` itself follows.
+    """
     copy = _copy_path(_copies, folder)
     return [str(copy), entry] if copy.is_dir() else [entry]
 
 
 def _copy_path(folder: Path, path: Path) -> Path:
-    """Return the place of a path's copy.
+    """Return the path that the copy of `path` has inside `folder`.
 
-    It is inside the folder for any number of `..`.
+    The result is inside the folder, however many `..` the path contains.
     """
     return folder / os.path.relpath(os.path.normpath(path.absolute()), "/")
 
 
 def _finder(folder: str) -> FileFinder:
-    """Return the finder for modules in a shipped folder."""
+    """Return the finder for modules in a folder of shipped files.
+
+    Raises ImportError for any other folder, as `sys.path_hooks` require.
+    """
     if not Path(folder).is_relative_to(_copies):
         raise ImportError
     return FileFinder(folder, (_Loader, [".py"]))
 
 
 class _Loader(SourceFileLoader):
-    """A loader of shipped modules that reports the user's own file as theirs."""
+    """A loader of shipped modules, which sets `__file__` to the user's own path."""
 
     def __init__(self, name: str, path: str) -> None:
         self.copy = Path(path)

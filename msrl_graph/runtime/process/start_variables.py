@@ -1,6 +1,6 @@
-"""Environment variables that the processes of a run start with.
+"""Environment variables with which the processes of a run start.
 
-Invariant: this module imports nothing heavy, since `msrl-run` needs it before it reads a program.
+Invariant: this module imports nothing heavy, since `msrl-run` imports it before it reads a program.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
+MARK = "MSRL_RUN"  # in the environment of every process of a run: the run's temporary folder
 PREFIX = "msrl-run-"  # short: Ray's sockets are in the folder, and their paths are limited to 107 bytes
 
 # How often a thread of OpenMP looks for more work before it releases its core: about the time from one operator to the
@@ -25,21 +25,22 @@ _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def waits() -> dict[str, str]:
-    """Return the variables that a computing process must start with.
+    """Return the OpenMP variables with which a computing process must start.
 
-    OpenMP reads them when torch is loaded. With them, threads that wait for each other soon release their cores.
-    Settings of the user stay.
+    OpenMP reads these variables when torch is loaded. With these variables, threads that wait for each other release
+    their cores soon. Returns {} if the user has set one of these variables.
     """
     return {} if WAITS.keys() & os.environ.keys() else WAITS
 
 
 @cache
 def own_ray() -> dict[str, str]:
-    """Return the environment of a process that starts Ray for this machine alone.
+    """Return the environment variables for a Ray that serves this machine alone.
 
-    Ray then listens at the loopback only, and requires a token that no other process has. Both must be set before Ray
-    is imported, so a preload server has them before it knows its run. Workers that Ray starts early become actors. What
-    the caller has set for other clusters does not apply to this one.
+    With these variables, Ray listens at the loopback address only, and requires a random token that no other process
+    has. The variables must be set before Ray is imported, so a preload server gets the variables before the server
+    knows its run. The variables also let idle workers live longer, so that workers that Ray starts early can become
+    actors. Ray settings that the caller has for other clusters do not apply.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), _ALONE: "0", **_IDLE}
 

@@ -1,4 +1,4 @@
-"""A task: the unit of work that all processes of a run do together."""
+"""A task: one pass over the graph, which all processes of a run execute together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Part = Literal["whole", "opening", "rest"]
 
 
 class WeightFetch(NamedTuple):
-    """A version of weights to fetch, and how many fetches were ordered so far.
+    """The version of weights that a generation fetches.
 
-    The version is the number of iterations that were trained before.
+    - `version`: the number of iterations that were trained before this version.
+    - `fetch_count`: the number of fetches that were ordered so far.
     """
 
     version: int
@@ -24,11 +25,13 @@ class WeightFetch(NamedTuple):
 class CutPrompt(NamedTuple):
     """A prompt whose responses continue in the next iteration.
 
-    - `position`: its place in the data's endless sequence of rows.
-    - `responses`: the tokens of each, their log-probabilities as sampled, the versions of the weights that sampled
-      them, and whether it has ended.
-    - `cuts`: how often they were cut.
-    - `iteration` and `row`: the iteration that they began in and their row there; the keys of their tokens are those.
+    - `position`: the index of the prompt in the data's endless sequence of rows.
+    - `responses`: for each response, its tokens, their log-probabilities as sampled, the versions of the weights that
+      sampled them, and whether the response has ended.
+    - `cuts`: how often the responses were cut.
+    - `iteration`: the iteration in which the responses began.
+    - `row`: the prompt's row in that iteration. The noise keys of all tokens of the responses use `iteration` and
+      `row`.
     """
 
     position: int
@@ -42,20 +45,23 @@ class CutPrompt(NamedTuple):
 class Task:
     """One pass over the graph: iteration `number` of training or of an evaluation.
 
-    Training has the `name` "train". An evaluation has no filters.
+    A training task has the `name` "train". An evaluation has no filters.
 
-    - `prompts`: the number of prompts in each round: the first and each refill. `position`: where they begin in the
-      data's endless sequence of rows, without those that were `cut` in the iteration before (`partial`), which come
-      first.
-    - `wanted`: the number of prompts that must pass a filter that refills; 0: the number of a round.
-    - `samples`: by generation, the number of responses for each row that it reads, where it differs from the program's.
-    - `states`: the values of the run's states after the iteration before; empty if not known yet. `draws`: the values
-      with which its rows are sampled, which may be older.
-    - `fetches`: by resharding edge with `staleness`, the version with which its rows are sampled, and how many fetches
-      were ordered of its generation so far, perhaps including this one.
-    - `sends`: those of these edges over which the updates send the version with which they begin the task.
-    - `part`: the part of their stream that the ranks of a pipelined pool, or the functions, are to do
-      (ir/async_schedule.py); others do the whole stream.
+    - `prompts`: the number of prompts in each round. The first round and each refill have the same number.
+    - `samples`: by generation, the number of responses for each row that it reads. A generation with the number that
+      the program states is left out.
+    - `position`: the index of the first new prompt in the data's endless sequence of rows.
+    - `states`: the values that the run's states have after the previous iteration; empty if not known yet.
+    - `fetches`: by resharding edge with `staleness`, the version of the weights that sample the rows of this task, and
+      the number of fetches that were ordered so far. This number may include the fetch for this task.
+    - `sends`: the resharding edges with `staleness` over which updates send their weights at the beginning of this
+      task.
+    - `cut`: the prompts that were cut in the previous iteration (`partial`). These prompts come before the new prompts.
+    - `part`: the part of the instruction stream to execute (ir/async_schedule.py). This field is for the ranks of a
+      pipelined pool, or for the function hosts. Other processes execute the whole stream.
+    - `draws`: the values of states with which the rows of this task are sampled. These values may be older than
+      `states`.
+    - `wanted`: the number of prompts that must pass a filter that refills; 0 means `prompts`.
     """
 
     name: str
@@ -77,9 +83,9 @@ class Task:
         return self.wanted or self.prompts
 
     def rounds(self, refill: int) -> int:
-        """Return the maximal number of rounds of prompts with a filter's `refill`.
+        """Return the maximum number of rounds of prompts for a filter's `refill`.
 
-        Together they have as many prompts as 1 + `refill` rounds of the target.
+        The rounds together have at least (1 + `refill`) * `target` prompts.
         """
         return -(-self.target * (1 + refill) // self.prompts)
 
@@ -89,7 +95,7 @@ class Task:
 
     @property
     def turn(self) -> tuple[int, bool]:
-        """The order in which tasks end.
+        """The sort key of tasks in the order in which they end.
 
         An evaluation after n iterations comes before the next iteration.
         """
@@ -101,9 +107,10 @@ class Task:
 
 
 class Tables(NamedTuple):
-    """All values of the states that have a value for each row of the data, by state.
+    """The values of the states that have one value for each row of the data.
 
-    `draws` and `states` are as in `Task`.
+    Both fields map the name of a state to an array over all rows of the data. `draws` has the values with which rows
+    are sampled. `states` has the values after the previous iteration.
     """
 
     draws: Mapping[str, Any]
@@ -111,9 +118,9 @@ class Tables(NamedTuple):
 
 
 def row_numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
-    """Return how the rows of a task are numbered, in a graph of these sets.
+    """Return the numbering of the rows of a task.
 
-    `refilling` is the filter that asks for more prompts.
+    `sets` are the row sets of the graph. `refilling` is the filter that requests more prompts, or None.
     """
     rounds = task.rounds(refilling.refill) if refilling and task.trains else 1
     return Numbers(sets, task.prompts * rounds, task.samples)

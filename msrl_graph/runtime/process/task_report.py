@@ -1,6 +1,7 @@
 """The report of a process on one task: phases, trace events and metrics.
 
-Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that ranks add up, or maxima.
+Invariant: a report contains plain data and no tensors. A metric is either a (sum, weight) pair, so that the reports of
+several ranks can be added, or a maximum.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _EPOCH = time.time() - time.perf_counter()
 
 
 class RunError(Exception):
-    """Something went wrong in a process of the run; the message is for the user."""
+    """An error in a process of the run, with a message for the user."""
 
 
 class RankFailed(RunError):
-    """An engine raised an error.
+    """An error that an engine raised in a rank.
 
-    `joint`: in a collective, so the death of another process may be the cause.
+    `joint` is true if the error occurred in a collective. The cause may then be the death of another process.
     """
 
     def __init__(self, message: str, joint: bool = False) -> None:
@@ -39,7 +40,10 @@ class RankFailed(RunError):
 
 
 class RanksNotJoined(RunError):
-    """A rank did not find the others at its start: the network failed, or one is lost."""
+    """A rank did not find the other ranks at its start.
+
+    Either the network failed, or another rank is lost.
+    """
 
 
 class ProcessLost(RunError):
@@ -52,9 +56,10 @@ class WeightsNotDelivered(RunError):
 
 @dataclass
 class NextValues:
-    """The next values of a state that functions have computed, by unit.
+    """The values of one state for the next iteration, which functions have computed.
 
-    Units are rows, groups or, if there is one value, the batch.
+    `units` has the number of the row or group that each of `values` belongs to. A state with a single value has the
+    batch as its only unit.
     """
 
     units: list[int] = field(default_factory=list)
@@ -62,9 +67,12 @@ class NextValues:
 
 
 class Event(NamedTuple):
-    """An interval for the trace, from `start` (wall clock).
+    """An interval of the trace.
 
-    `facts` describe it; `beside` is the part of the process that did it in parallel with others.
+    - `start`: the start of the interval (wall clock).
+    - `facts`: details about the interval.
+    - `parallel_part`: the part of the process that worked in parallel with the rest of the process during the interval,
+      or "".
     """
 
     name: str
@@ -75,15 +83,18 @@ class Event(NamedTuple):
 
     @classmethod
     def since(cls, start: float, name: str, beside: str = "", **facts: str | int) -> Event:
-        """Make an event from `start` (perf_counter) to now."""
+        """Return the event from `start` until this moment.
+
+        `start` is a value of `time.perf_counter`, and `beside` becomes `parallel_part`.
+        """
         return cls(name, start + _EPOCH, time.perf_counter() - start, facts, beside)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A data file as a process loaded it: usable rows, and which others were left out.
+    """A data file as a process loaded it.
 
-    `left_out` is in words.
+    `rows` is the number of usable rows. `left_out` says in words which other rows were left out.
     """
 
     rows: int
@@ -92,7 +103,7 @@ class Loaded:
 
 @dataclass
 class Report:
-    """What one process reports of one task."""
+    """The report of one process on one task."""
 
     process: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -119,12 +130,15 @@ class Report:
         self.add(name, start)
 
     def add(self, name: str, start: float) -> None:
-        """Add an interval from `start` (perf_counter) to now."""
+        """Add an interval from `start` (a value of `time.perf_counter`) until this moment."""
         self.events.append(event := Event.since(start, name))
         self.add_seconds(name, event.seconds)
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add seconds that are within another interval, or in parallel with one."""
+        """Add seconds to a phase without adding an interval to the trace.
+
+        These seconds are within another interval, or in parallel with one.
+        """
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def count(self, name: str, total: float, weight: float) -> None:

@@ -1,8 +1,8 @@
 """Generation by agents: sampling for programs that send their own requests.
 
-Invariant: all ranks of a group sample the same batches. The first rank gets them from its agent process and shares
-them. What is sampled for a request is a function of (seed, node, iteration, row), of the tokens before it and of the
-weights, but not of the other requests that came at the same time.
+Invariant: all ranks of a data-parallel group sample the same batches. The leader of the group gets the batches from its
+agent process and shares them. What is sampled for a request is a function of (seed, node, iteration, row), of the
+tokens before it and of the weights. It does not depend on the other requests that arrive at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AgentGeneration(Engines):
-    """A rank's part in generation by agents."""
+    """The methods of a rank for generation by agents."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -51,13 +51,13 @@ class AgentGeneration(Engines):
         super().build()
 
     def _random_stream(self, node: Node, task: Task) -> noise.RandomStream:
-        """Return the random stream that samples a generation's tokens."""
+        """Return the random stream from which a generation's tokens are sampled."""
         return noise.RandomStream(self.plan.deploy.run.seed, "token", node.name, task.name)
 
     def _run_agents(
         self, node: Node, task: Task, begin: BatchStart, sampling: Sampling, report: Report
     ) -> AgentsFinished:
-        """Serve the requests of a batch's agents until all agents have finished."""
+        """Answer the requests of a batch's agents until all agents have finished."""
         if self._is_group_leader(node):
             self.agents[node.name].begin(begin)
         replies = list[SampleReply]()
@@ -79,8 +79,8 @@ class AgentGeneration(Engines):
     ) -> list[SampleReply]:
         """Sample a reply to each request.
 
-        An engine samples a batch with one bound and one list of stop strings. Where that gives more tokens than a
-        request wants, the reply is cut: the first tokens are the same.
+        An engine samples a batch with one maximal length and one list of stop strings. If a reply is longer than its
+        request wants, the reply is cut; this does not change the first tokens.
         """
         replies: list[SampleReply] = []
         for stop in dict.fromkeys(request.stop for request in wanted):

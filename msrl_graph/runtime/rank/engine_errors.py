@@ -1,9 +1,9 @@
 """The message for the user when an engine fails on a rank.
 
-Invariant: the first line has the node and its line in the program, the engine, the rank, the task, the rows that it
-computed, and the engine's own message, cut to MOST characters; the log of the rank has the full error. An out-of-memory
-error is reported next to the memory that the plan counts, with ways to need less. If an engine cannot be built with a
-model, the message lists the engines that may support it.
+Invariant: the first line has the node and its line in the program, the engine, the rank, the task, the rows that the
+engine computed, and the engine's own message, cut to MOST characters. The log of the rank has the full error. After an
+out-of-memory error, the message also lists the memory that the plan counts, and ways to need less memory. If an engine
+cannot be built with a model, the message lists the engines that may support the model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..process.task_report import RankFailed, RunError
 
 BUILT = "while it was built"
 MOST = 400  # characters of an engine's error that the message shows
-# How torch, numpy and the C++ library report that there is no memory, on any device.
+# The messages with which torch, numpy and the C++ library report that memory is exhausted, on any device.
 NO_MEMORY = re.compile(r"(can't|cannot|unable to|tried to) allocate|out of memory|bad_alloc", re.IGNORECASE)
 WANTED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# An error that follows from the death of another process in a collective is raised in these folders, or below a call
-# from them.
+# If another process dies during a collective, the resulting error is raised by code in these folders, or by code that
+# they call.
 COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 
 
@@ -40,16 +40,17 @@ COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 def report_engine_errors(
     plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] | np.ndarray = ()
 ) -> Iterator[None]:
-    """Turn what an engine raises within into a message for the user.
+    """Convert an exception of an engine into an error with a message for the user.
 
-    Errors that are such a message already pass unchanged. `doing` ends a sentence, as "in train/1".
+    The context manager raises RankFailed. RunError, Fault and Ray's errors pass unchanged. `doing` completes the
+    message "failed on rank 3 ...", for example "in train/1".
     """
     try:
         yield
     except (RunError, Fault):
         raise
     except Exception as error:
-        import ray  # here: processes are forked from one that has imported this module, but not Ray (preload.py)
+        import ray  # not at the top: processes fork from one that has imported this module, but not Ray (preload.py)
 
         if isinstance(error, ray.exceptions.RayError):
             raise
@@ -69,7 +70,7 @@ def report_engine_errors(
 
 
 def _suggest_engines(plan: Plan, node: Node) -> list[str]:
-    """Name the engines that could replace a node's engine."""
+    """Return advice that names the engines that could replace a node's engine."""
     engine_name = plan.placement(node.name).engine.name
     able = [
         spec.name
@@ -89,7 +90,7 @@ def _describe_rows(rows: Sequence[int] | np.ndarray) -> str:
 
 
 def _summarize(error: BaseException) -> str:
-    """Return the type of an error and its message, in one line."""
+    """Return the type and the message of an error, in one line."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return text if len(text) <= MOST else f"{text[:MOST]}…"
 
@@ -128,10 +129,9 @@ def _explain_memory(plan: Plan, node: Node) -> list[str]:
 
 
 def _in_collective(error: BaseException) -> bool:
-    """Return whether an error came out of a collective.
+    """Return whether an error, or an error that caused it, was raised in a collective.
 
-    Another process's death may then be its cause. The errors that it follows from count too; they may be of another
-    thread.
+    The cause may then be the death of another process. A causing error may have been raised in another thread.
     """
     if isinstance(error, dist.DistError) or any(
         folder in frame.filename for frame in traceback.extract_tb(error.__traceback__) for folder in COLLECTIVES

@@ -1,8 +1,8 @@
-"""The engines of a rank: built for its pool, saved and restored.
+"""The engines of a rank: how they are built, saved and restored.
 
-Invariant: all ranks of all pools make the process groups, in one order; a rank builds the engines of its own pool only.
-Weights and moments are saved and restored by their boxes, so neither checkpoints nor exported weights depend on a
-layout.
+Invariant: all ranks of all pools make all process groups, in the same order. A rank builds only the engines of its own
+pool. Weights and moments are saved and restored by their boxes (index ranges of a tensor), so neither checkpoints nor
+exported weights depend on a layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Engines:
-    """The engines of rank `rank` of a plan, with their meshes and resharding edges."""
+    """The engines of rank `rank` of a plan, with device meshes and resharding edges."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -57,13 +57,13 @@ class Engines:
         self.trainers: dict[str, Trainer] = {}  # by worker
         self.generators: dict[str, Generator] = {}  # by node
         self.swaps: dict[str, HostSwap] = {}  # by worker
-        self.store: Any = None  # the store by which the ranks find each other
+        self.store: Any = None  # the store through which the ranks find each other
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.proofs: dict[tuple[str, str], WeightProof] = {}  # of the same edges
         self.sparse = skipping_edges(plan)
         self.offloads: dict[str, HostOffload] = {}  # by worker: its weights are in host memory unless it computes
         self.followers: dict[str, Follower] = {}  # by worker
-        self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
+        self.steps: dict[str, int] = {}  # by update of this pool: the number of optimizer steps
 
     def build(self) -> None:
         """Make process groups, engines and resharding; a collective of all ranks."""
@@ -73,7 +73,7 @@ class Engines:
             if placement.pool != "functions":
                 self._mesh(placement)
         generators_first = self.device.kind.groups_beside_sleep
-        if generators_first:  # first, since they leave the device again: resharding brings their weights
+        if generators_first:  # first: they are released from the device again, and resharding brings their weights
             self._build_all("generate")
         self._build_all("infer", "update")
         for worker in plan.graph.workers:
@@ -83,7 +83,7 @@ class Engines:
                 self.followers[worker.name].build()
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
-        if not generators_first:  # after all groups are made, next to no more memory than there is while they generate
+        if not generators_first:  # after all groups are made, with as much free memory as during generation
             swaps = [
                 self.swaps[swapped_worker]
                 for swapped_worker in {
@@ -101,16 +101,16 @@ class Engines:
             proof.generator = self.generators.get(dst)
 
     def _build_all(self, *verbs: str) -> None:
-        """Build the engines of this rank's nodes.
+        """Build the engines of this rank's nodes that have one of these verbs.
 
-        Those whose weights go to host memory come first.
+        Engines whose weights are offloaded to host memory are built first.
         """
         plan = self.plan
         own = [candidate for candidate in plan.placements if self.pool and candidate.pool == self.pool.name]
         for placement in sorted(own, key=lambda candidate: not holdings.offloads(plan, candidate.node, "weights")):
             node = plan.graph.node(placement.node)
             if node.verb in verbs:
-                # The options of an update hold for the weights that it shares with its worker's other nodes.
+                # The options of an update apply to the weights, which all nodes of its worker share.
                 node = next(
                     (
                         other
@@ -138,21 +138,24 @@ class Engines:
     def _is_group_leader(self, node: Node) -> bool:
         """Return whether this rank is the leader of its data-parallel group.
 
-        The leader is the first of the ranks that have the model's last layers.
+        The leader is the first rank of the group that has the model's last layers.
         """
         layout = self.plan.placement(node.name).layout
         coordinates = layout.coordinates(self.local)
         return (coordinates.tp, coordinates.cp, coordinates.pp) == (0, 0, layout.pp - 1)
 
     def _is_leader(self, node: Node) -> bool:
-        """Return whether this is the one rank that reports what holds for all groups."""
+        """Return whether this is the one rank that reports what is the same in all groups."""
         return self._is_group_leader(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
     def _share_result(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
-        """Compute a value on the leader of a node's data-parallel group; share the result."""
+        """Call `find` on the leader of this rank's data-parallel group; share the result.
+
+        All ranks of the group call this method and return the same value.
+        """
         placement = self.plan.placement(node.name)
         shared: Any = find(*arguments) if self._is_group_leader(node) else None
-        # One axis after the other, so that each rank receives the value from a rank that has it.
+        # One mesh axis after the other, so that each rank receives the value from a rank that already has it.
         for axis, source in (("tp", 0), ("cp", 0), ("pp", placement.layout.pp - 1)):
             if getattr(placement.layout, axis) > 1:
                 group = self._mesh(placement)[axis].get_group()
@@ -171,7 +174,7 @@ class Engines:
         if node.verb == "generate":
             generator = self.generators[node.name] = spec.build_engine(weights, placement, devices)
             if not any(edge.dst == node.name for edge in plan.reshards):
-                # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
+                # No edge reshards into this node: a frozen worker generates with the weights of its model folder.
                 hf_modules.fill(model, shards := generator.allocate())
                 check_complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
                 generator.filled()
@@ -188,18 +191,15 @@ class Engines:
                 offload.leave()
 
     def fetch_weights(self, node: Node) -> None:
-        """Copy a node's weights to the device.
-
-        They are in host memory while others compute.
-        """
+        """Copy a node's weights to the device if they are in host memory."""
         if offload := self.offloads.get(node.worker):
             offload.come()
             offload.arrive()
 
     def release_weights(self, node: Node) -> None:
-        """Free the device copy of a node's weights.
+        """Free the device copy of a node's weights, if host memory also has the weights.
 
-        They never change, so nothing is copied back.
+        The node does not change such weights, so they are not copied back to host memory.
         """
         if offload := self.offloads.get(node.worker):
             offload.leave()
@@ -248,7 +248,8 @@ class Engines:
     ) -> tuple[list[checkpoint.CheckpointFile], dict[str, int], str]:
         """Write the weights and moments of which this rank is the first holder.
 
-        `metadata` goes into each file. Returns the files, the optimizer steps by update, and what went wrong.
+        `metadata` is written into each file. Returns the files, the number of optimizer steps of each update, and the
+        error message ("" if there was no error).
         """
         files = []
         failed = ""
@@ -277,11 +278,11 @@ class Engines:
                         )
                     )
                 except OSError as error:
-                    failed = str(error)  # not raised: the other ranks already go to the next collective
+                    failed = str(error)  # not raised: the other ranks already wait in the next collective
         return files, self.steps, failed
 
     def wants(self, manifest: Manifest) -> set[str]:
-        """Return the files of a checkpoint that contain parts of this rank's tensors."""
+        """Return the files of a checkpoint that contain values of this rank's shards."""
         source = checkpoint.CheckpointSource(Path(), manifest)
         files = set[str]()
         for node in self._weight_nodes():
@@ -295,7 +296,7 @@ class Engines:
     def resume(self, folder: str, manifest: Manifest) -> None:
         """Load weights and moments from a checkpoint."""
         source = checkpoint.CheckpointSource(Path(folder), manifest)
-        # Only those of this rank's pool: it makes no steps of others, and would report outdated counts.
+        # Only updates of this rank's pool: this rank would report outdated counts of other updates.
         here = {placement.node for placement in self.plan.placements if self.pool and placement.pool == self.pool.name}
         self.steps = {name: count for name, count in manifest.steps.items() if name in here}
         for node in self._weight_nodes():
@@ -329,9 +330,9 @@ class Engines:
                 )
 
     def _resume_follower(self, source: CheckpointSource, name: str) -> None:
-        """Load the weights of a worker that follows another one.
+        """Load the weights of a worker that follows another worker.
 
-        If the worker did not follow in the program of the checkpoint, the weights of its model stay.
+        If the worker was not a follower in the program of the checkpoint, it keeps the weights of its model.
         """
         follower = self.followers[name]
         kinds = source.kinds(name)
@@ -354,27 +355,27 @@ class Engines:
             yield self.trainers[worker].shards()
 
     def _extra_shards(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
-        """Return what a checkpoint keeps of a worker in addition to its weights."""
+        """Return the shards that a checkpoint stores of a worker in addition to weights."""
         return self.followers[worker].extra_shards() if worker in self.followers else trainer.moments()
 
     def _weight_nodes(self) -> list[Node]:
         """Return one node for each worker whose weights change.
 
-        That is the first update of a trained worker, and the first node of a follower.
+        For a trained worker this is its first update, for a follower its first node.
         """
         return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.changing_workers]
 
     def save(self, worker: str, folder: str) -> None:
-        """Write the worker's weights as a Hugging Face folder.
+        """Write the worker's weights as a Hugging Face folder; a collective of all ranks.
 
-        Rank 0 joins the shards of all ranks that have some.
+        Rank 0 gathers the shards of all ranks and writes the folder.
         """
         if worker in self.swaps:
             self.swaps[worker].wait()
         own_pieces: list[tuple[str, Box, torch.Tensor]] = []
         if worker in self.trainers:
             with self._shards_on_device(worker) as shards:
-                copies = worker in self.offloads  # their storages are freed after this block
+                copies = worker in self.offloads  # the shards' storages are freed after this block
                 own_pieces = [
                     (shard.name, shard.box, shard.tensor.clone() if copies else shard.tensor) for shard in shards
                 ]

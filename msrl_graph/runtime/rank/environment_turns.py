@@ -1,8 +1,9 @@
-"""What environments reply, as the tokens that follow what the policy wrote.
+"""The replies of environments as tokens that follow the policy's tokens.
 
-Invariant: text is encoded as it is. Messages are rendered by the chat template of the policy's model as part of the
-whole conversation: prompt, sampled tokens and replies decode to the text of that, and sampled tokens are never
-tokenised again. If the template renders the earlier part differently from what was sampled, the row fails.
+Invariant: a reply of text is encoded without changes. A reply of messages is rendered by the chat template of the
+policy's model, as part of the whole conversation: prompt, sampled tokens and replies decode to the text of the whole
+rendered conversation. Sampled tokens are never tokenized again. If the template renders the earlier part of the
+conversation differently from what was sampled, the row fails.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ BEGINNING = "the beginning"
 
 
 class BadTurnError(ValueError):
-    """An environment's reply cannot be used; the message says why."""
+    """An environment's reply that cannot be used; the message gives the reason."""
 
 
 class Dialogue:
-    """Episodes of some rows, by position, whose responses follow these `contexts`.
+    """The replies of the `episodes` of some rows, encoded as tokens.
 
-    A row whose `reset` returned messages is a conversation.
+    `contexts` has the tokens before each response, by the position of the row. A row is a conversation if its `reset`
+    returned messages.
     """
 
     def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:
@@ -39,14 +41,15 @@ class Dialogue:
         self.conversations: dict[int, Messages] = {}
 
     def begin(self) -> list[Array | None]:
-        """Return the tokens that begin each response; None where the episode is over."""
+        """Return the tokens with which each response begins; None if the episode is over."""
         replies = self.episodes.reset()
         return self._encode(dict(enumerate(replies)), {}, BEGINNING)
 
     def step(self, positions: Array, drawn: list[Array], turn: int, continues: bool) -> list[Array | None]:
-        """Return the tokens that follow what was sampled in these rows in a turn.
+        """Return the environment's tokens that follow the sampled tokens of a turn.
 
-        None where the episode is over; all episodes end unless the rollout `continues`.
+        The result has None for a row whose episode is over. Without `continues`, the rollout ends, and with it all
+        episodes.
         """
         texts = self.speech.tokens.decode(drawn)
         replies = self.episodes.step(positions, texts, turn)
@@ -73,7 +76,7 @@ class Dialogue:
         return [None if lost[position] else tokens.get(position) for position in replies]
 
     def _encode_reset(self, position: int, utterance: Utterance) -> Array:
-        """Return the tokens of what `reset` returned."""
+        """Return the tokens of the text or messages that `reset` returned."""
         context = self.contexts[position]
         if isinstance(utterance, str):
             first = self.speech.encode_following(utterance) if len(context) else self.speech.encode(utterance)
@@ -93,9 +96,9 @@ class Dialogue:
         return rendered[len(context) :]
 
     def _encode_reply(self, position: int, drawn: Array, text: str, utterance: Utterance) -> Array:
-        """Return the tokens of what `step` returned.
+        """Return the tokens of the text or messages that `step` returned.
 
-        It follows the sampled tokens `drawn`, which decode to `text`.
+        The reply follows the sampled tokens `drawn`, which decode to `text`.
         """
         conversation = self.conversations.get(position)
         if conversation is None:

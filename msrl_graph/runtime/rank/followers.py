@@ -1,8 +1,8 @@
-"""Frozen workers whose weights follow a trained one: copies and moving averages.
+"""Frozen workers that follow a trained worker, by copies or moving averages.
 
-Invariant: on a rank, the weights of both workers are in the same boxes (checks/followers.py), so each rank changes its
-own part and nothing is sent. An exponential moving average of weights that are not float32 is kept in float32 next to
-them, and rounded once.
+Invariant: on a rank, the weights of both workers have the same boxes (checks/followers.py). So each rank changes its
+own shards, and no weights are sent. If the weights are not float32, an exponential moving average is kept in float32 in
+addition to the weights. Each update of the weights rounds this average once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...backends.host_offload import HostOffload
 from ...backends.spec import Shard, Trainer
 from ...ir.graph import Worker
 
-AVERAGE = "average"  # the kind under which a checkpoint has it
+AVERAGE = "average"  # the name in a checkpoint for the moving average
 
 
 class Follower:
-    """A worker that follows another one, on one rank.
+    """The shards on one rank of a worker that follows another worker.
 
-    `offload` is set if its weights are in host memory while others compute.
+    `offload` is set if the worker's weights are in host memory while other workers compute.
     """
 
     def __init__(self, worker: Worker, own: Trainer, followed: Trainer, offload: HostOffload | None) -> None:
@@ -37,7 +37,10 @@ class Follower:
 
     @contextmanager
     def on_device(self, changes: bool = False) -> Iterator[list[Shard]]:
-        """Yield its shards on the device; with `changes`, copy them back to host memory."""
+        """Yield the worker's shards on the device.
+
+        With `changes`, the shards are copied back to host memory afterwards.
+        """
         if self.offload:
             self.offload.come()
             self.offload.arrive()
@@ -48,7 +51,7 @@ class Follower:
             self.offload.leave()
 
     def build(self) -> None:
-        """Start the average with the weights of its model."""
+        """Start the moving average with the weights of the worker's model."""
         needs_average = self.worker.decay and any(shard.tensor.dtype != torch.float32 for shard in self.shards)
         with self.on_device() as shards:
             self.averages = (
@@ -58,11 +61,11 @@ class Follower:
             )
 
     def extra_shards(self) -> dict[str, list[Shard]]:
-        """Return what a checkpoint keeps in addition to its weights."""
+        """Return the shards that a checkpoint stores in addition to the weights."""
         return {AVERAGE: self.averages} if self.averages else {}
 
     def follow(self, number: int) -> None:
-        """Take over the weights after iteration `number`, if that is due."""
+        """Copy or average the followed weights after iteration `number`, if that is due."""
         if not self.worker.due(number):
             return
         with torch.no_grad(), self.on_device(changes=True) as shards:

@@ -1,8 +1,8 @@
 """Generation: what a rank does with a batch of prompts, the verb `generate`.
 
 Invariant: what is sampled for a row is a function of (seed, node, iteration, row), of its prompt, of the weights and of
-what an environment replies or an agent asks. All ranks of a group make the same calls on their engine: only the first
-one talks to environments and agents, and it shares what they return.
+what an environment replies or an agent asks. All ranks of a data-parallel group make the same calls on their engine.
+Only the leader of the group talks to environments and agents; it shares their answers with the other ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _count_progress(ended: Iterator[Response], total: int) -> Iterator[Response]
 
 
 class Generation(AgentGeneration):
-    """A rank's part in generation: a batch in, the written columns out."""
+    """The methods of a rank for generation: from a batch of prompts to columns."""
 
     watch: numerics.NumericsWatch
     means: ColumnMeans
@@ -60,7 +60,7 @@ class Generation(AgentGeneration):
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
         self.sets = rowsets(plan.graph).sets
-        self.recording: Recording | None = None  # the source of the responses of training, if not the generators
+        self.recording: Recording | None = None  # replaces the generators in training
 
     def build(self) -> None:
         super().build()
@@ -72,15 +72,15 @@ class Generation(AgentGeneration):
             if GenerateAttributes.of(generation).environment is not None
         }
         for node in nodes:
-            if node.name in self.environments and self._is_group_leader(node):  # only this rank calls it
+            if node.name in self.environments and self._is_group_leader(node):  # only this rank calls the environment
                 self.environments[node.name].start()
 
     def replay(self, folder: str) -> None:
-        """Take the responses of training from a recorded run from now on."""
+        """Use the responses of a recorded run in all training iterations from now on."""
         self.recording = Recording(self.plan, Path(folder))
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
-        """Yield what the node writes, in parts if an edge from it streams."""
+        """Yield the columns that the node writes, in several chunks if an edge streams."""
         partial = node.cuts and task.trains
         if not len(batch.rows) and not partial:  # a last chunk with fewer rows than there are groups
             return
@@ -101,7 +101,7 @@ class Generation(AgentGeneration):
             stop=attributes.stop,
         )
         context = self._context(node, batch)
-        if attributes.partner is None:  # with a partner, conversations begin with something or are refused
+        if attributes.partner is None:  # a partner's conversations are never empty, or are rejected
             self.watch.check_input(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
         keys = self._random_stream(node, task).keys(task.number, rows)
@@ -160,7 +160,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnRows]:
-        """Return what the node writes for the taken prompts, and the verdicts."""
+        """Return the columns of the prompts that are taken, and verdicts on all prompts."""
         fan = sampling.samples
         sieve = rowsets(self.plan.graph).sieves[node.name]
         attributes = GenerateAttributes.of(node)
@@ -210,7 +210,7 @@ class Generation(AgentGeneration):
         return sums
 
     def _split_stream(self, node: Node, ended: Iterator[Response]) -> Iterator[list[Response]]:
-        """Yield responses all at once, or in parts for the first edge that streams."""
+        """Yield all responses at once, or in chunks of the size that an edge streams."""
         streams = [SampleEdgeAttributes.of(edge) for edge in self.plan.graph.samples() if edge.src == node.name]
         part: list[Response] = []
         tokens = 0
@@ -238,7 +238,7 @@ class Generation(AgentGeneration):
     ) -> dict[str, ColumnRows]:
         """Return the columns of responses in which only the policy wrote.
 
-        `versions`: the weights that sampled each token; None: all are of the version that the generation has.
+        `versions`: the version of the weights that sampled each token; None: the generation's current version.
         """
         graph = self.plan.graph
         response, as_drawn = numerics.sampled_columns(graph, node)
@@ -259,10 +259,10 @@ class Generation(AgentGeneration):
         return task.fetches[edge].version if edge in task.fetches else task.number if edge else 0
 
     def _count_truncated(self, node: Node, responses: list[Array], last_turns: list[Array], sampling: Sampling) -> int:
-        """Count the responses of maximal length that did not end by themselves.
+        """Count maximal-length responses that end without an end token or stop string.
 
-        They end with neither an end token nor a stop string. `last_turns` are the tokens that the policy wrote last in
-        each: its engine looked for stop strings in these only.
+        `last_turns` are the tokens of the policy's last turn in each response: the engine looked for stop strings only
+        in these tokens.
         """
         pairs = zip(responses, last_turns, strict=True)
         full = [turn for ids, turn in pairs if len(ids) >= sampling.max_tokens and int(ids[-1]) not in sampling.ends]
@@ -284,8 +284,8 @@ class Generation(AgentGeneration):
     ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
         """Run turns of the policy and of the environment until each row's episode is over.
 
-        Returns the rows that did not fail, what the node writes for them (all of it on the first rank of the group),
-        which rows failed, and at which token of its response the policy began its last turn.
+        Returns the rows that did not fail, the columns for them (all columns only on the leader of the group), the
+        verdicts on all rows, and for each row the position in its response where the policy's last turn begins.
         """
         episodes = self.environments[node.name].begin(batch, rows, task)
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
@@ -370,10 +370,10 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnData]:
-        """Return what the node writes for rows in which not only the policy wrote.
+        """Return the columns of responses that the policy did not write alone.
 
-        `response_columns` are tokens, their log-probabilities, the mask and, for an agent, where conversations begin;
-        `values` are the other columns.
+        `response_columns` are tokens, log-probabilities, mask and, with agents, conversation starts; `values`: other
+        columns.
         """
         response, as_drawn = numerics.sampled_columns(self.plan.graph, node)
         ids, logp, mask, *begins = response_columns
@@ -395,7 +395,7 @@ class Generation(AgentGeneration):
     def _check_values(
         self, node: Node, task: Task, rows: Array, values: dict[str, ColumnData], report: Report
     ) -> dict[str, ColumnData]:
-        """Check what environments and agents returned, as the results of functions."""
+        """Check the values that environments and agents returned, as for functions."""
         for name, column in values.items():
             self.watch.check_results(node, task, report, name, rows, column)
             if column.offsets is None and column.values.dtype.kind == "f":
@@ -403,7 +403,7 @@ class Generation(AgentGeneration):
         return values
 
     def _temperature(self, node: Node, task: Task, batch: Batch, draw: Draw, samples: int) -> float | Array:
-        """Return the evaluation's temperature, else the node's: one, or one per response."""
+        """Return the sampling temperature: one number, or one number per response."""
         if draw.temperature is not None:
             return draw.temperature
         if not (stated := temperature_exprs(self.plan.graph, node)):
@@ -413,8 +413,8 @@ class Generation(AgentGeneration):
         return np.repeat(temperatures, samples)
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:
-        """Return what each row's generation continues: the columns read, as tokens."""
+        """Return for each row the tokens that its responses continue."""
         columns = tokenise_columns(self.plan, node, batch.columns)
         parts = [columns[name] for name in sequences(self.plan.graph, node).context]
-        # The node may read no tokens: an agent or an environment then reads the row.
+        # If the node reads no tokens, an agent or an environment reads the row.
         return [np.concatenate([part[i] for part in parts] or [np.zeros(0, np.int32)]) for i in range(len(batch.rows))]

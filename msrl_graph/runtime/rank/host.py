@@ -21,9 +21,9 @@ from ..weights.checkpoint import Manifest
 
 @ray.remote
 class RankHost:
-    """The process of a rank.Rank.
+    """The Ray actor that runs a `rank.Rank` in a process of its own.
 
-    What a rank needs is imported here: the driver, which makes the actors, starts without torch.
+    The constructor imports the module `rank`, because the driver, which creates the actors, runs without torch.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RankHost:
         deadline: float = 0.0,
     ) -> None:
         os.environ |= waits() | missing_settings(wanted, os.environ)
-        # First, since torch makes a cache folder among the temporary files when parts of it are imported.
+        # Before the import of torch, parts of which make a cache folder among the temporary files.
         set_up_process(folder, logs, f"rank {rank}", deadline)
         from .rank import Rank
 
@@ -61,11 +61,11 @@ class RankHost:
         return result
 
     def part(self, act: str, *arguments: Any) -> Any:
-        """Run one of `checkpoint_parts.ACTS` on this host's part of a checkpoint."""
+        """Call one of the functions `checkpoint_parts.ACTS` on this host."""
         return checkpoint_parts.ACTS[act](*arguments)
 
     def where(self) -> tuple[str, str]:
-        """Return this host's address and Ray's id of it."""
+        """Return the IP address and the Ray node id of this host."""
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def wants(self, manifest: Manifest) -> set[str]:

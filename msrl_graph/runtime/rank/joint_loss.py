@@ -1,11 +1,12 @@
 """A loss with terms of the whole mini-batch, computed before its micro-batches.
 
-It is computed from the outputs of all forward passes on all ranks.
+The loss is computed from the outputs of all forward passes on all ranks.
 
-Invariant: the terms see each row of the mini-batch once, in the order of the rows' numbers, whichever rank computed it;
-so neither the micro-batch nor the layout changes their result. The gradient is the chain rule in two parts
-(arXiv:2101.06983, section 3.2): here the gradient of the loss with respect to each number that a forward pass gave, and
-in each micro-batch that of those numbers with respect to the weights.
+Invariant: the terms see each row of the mini-batch once, in the order of the row numbers, no matter which rank computed
+the row. So neither the micro-batch nor the layout changes the result of a term. The gradient is computed by the chain
+rule in two stages (arXiv:2101.06983, section 3.2). This module computes the gradient of the loss with respect to each
+output of a forward pass. The backward pass of each micro-batch then computes the gradient of these outputs with respect
+to the weights.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from . import object_collectives
 from .loss import Value
 from .packing import PreparedBatch
 
-FIELDS = ("logp", "values", "entropy", "given")  # of Outputs: what terms are differentiable in
+FIELDS = ("logp", "values", "entropy", "given")  # the fields of Outputs with respect to which terms are differentiated
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank contributes to a mini-batch.
+    """The rows that a rank contributes to a mini-batch.
 
-    Its rows, which of them are wrong, the number of tokens that each has of each scored column, the columns, and the
-    outputs of its forward passes by field and scored column.
+    - `rows`: the numbers of the rows. `strange`: which of the rows are wrong.
+    - `lengths`: for each scored column, the number of tokens of each row.
+    - `columns`: the columns that terms read.
+    - `pass_outputs`: the outputs of the rank's forward passes, by field and scored column.
     """
 
     rows: Array
@@ -41,16 +44,17 @@ class _Part:
 
 
 class JointMiniBatch:
-    """The rows of a mini-batch that all ranks of a group have together.
+    """All rows of a mini-batch, gathered from the ranks of a process group.
 
-    - `numbers`: of the rows, ascending; they define the positions.
-    - `seen`: the prepared rows.
-    - `outputs`: what forward passes gave, as leaves of a graph of their own.
-    - `spoilt`: a row is wrong, and so is what is computed from all of them.
+    - `numbers`: the row numbers, ascending; they define the positions in the mini-batch.
+    - `prepared`: the prepared rows.
+    - `outputs`: the outputs of the forward passes, as leaves of a separate autograd graph.
+    - `has_wrong_row`: whether any row is wrong, so that values computed from all rows are wrong.
 
-    The constructor is a collective. A rank brings its `seen` rows with the columns that terms read (`strange`: the rows
-    that are known to be wrong), and the `outputs` of its micro-batches `micro`. Positions in arguments of the methods
-    are those of the rank's own rows.
+    The constructor is a collective. Each rank passes the prepared rows `seen` with the columns that terms read
+    (`has_unknown_tokens`: the rows that are known to be wrong), their row numbers `rows`, the positions `micro` of the
+    rows in each micro-batch, and the `outputs` of each micro-batch. In the methods, `rows` are positions among the
+    rank's own rows.
     """
 
     def __init__(
@@ -100,7 +104,10 @@ class JointMiniBatch:
         )
 
     def backward(self, value: Value, total: torch.Tensor) -> None:
-        """Store the loss of the rows, and compute the gradient of `total`, its reduction."""
+        """Store the loss `value`; compute the gradient of `total`, the reduced loss.
+
+        The gradient is with respect to the outputs of the forward passes.
+        """
         self._value = value
         leaves = {name: values for name, values in self.outputs._asdict().items() if values is not None}
         slopes = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
@@ -114,9 +121,9 @@ class JointMiniBatch:
         }
 
     def linearized_loss(self, outputs: Outputs, rows: Array) -> torch.Tensor:
-        """Return a scalar whose gradient is that of the loss.
+        """Return a scalar with the same gradient with respect to the weights as the loss.
 
-        `outputs` is a forward pass over these rows.
+        `outputs` is the output of a forward pass over these rows.
         """
         positions = self._mine[rows]
         total = torch.zeros(())
@@ -129,7 +136,7 @@ class JointMiniBatch:
     def value_of_rows(self, rows: Array) -> Value:
         """Return the loss of these rows and the figures that terms report.
 
-        Figures that are not per token or per row are those of all rows.
+        A figure that is not per token or per row is returned as it is, for all rows of the mini-batch.
         """
         lengths = next(iter(self.prepared.lengths.values()))
         positions = self._mine[rows]
@@ -152,7 +159,7 @@ class JointMiniBatch:
 
 
 def _by_column(seen: PreparedBatch, micro: list[Array], pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:
-    """Return, by scored column, what forward passes gave for each row's tokens."""
+    """Return the outputs of forward passes by scored column, in the order of the rows."""
     order = np.concatenate(micro)
     split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, pass_outputs, strict=True)]
     values = {column: torch.cat([part[column] for part in split]).numpy() for column in seen.lengths}

@@ -1,7 +1,8 @@
 """The learning rate of an optimizer step.
 
-Invariant: it is a function of the step's number, of the run's states as the iteration before left them, and of the
-plan. So all ranks compute the same rate, and a resumed run computes what it would have had.
+Invariant: the learning rate is a function of the step's number, of the plan, and of the algorithm's states after the
+previous iteration. So all ranks compute the same rate, and a resumed run computes the same rates as an uninterrupted
+run.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..process.task_report import RunError
 
 
 def learning_rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
-    """Return the rate of an update's step-th step, from 1.
+    """Return the learning rate of step `step` of an update, counted from 1.
 
-    Raises RunError if a function or a state does not give a valid rate.
+    Raises RunError if a function or a state does not return a valid rate.
     """
     attributes = UpdateAttributes.of(node)
     stated = attributes.rate
@@ -39,7 +40,7 @@ def learning_rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]
         arguments |= {parameter: states[name] for parameter, name in binds.items() if name in node.states}
         return _check_rate(schedule(**arguments, **stated.options()), "it returned")
     except Exception as error:
-        # Without the loss, so that the error does not point at it.
+        # The node without its loss, so that the error does not point at the loss.
         optimizer_node = replace(node, attributes={"optimizer": attributes.optimizer})
         raise RunError(describe_failure(optimizer_node, error, f"the learning rate of step {step}")) from error
 

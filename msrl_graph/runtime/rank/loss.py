@@ -1,8 +1,9 @@
 """The loss of an update: an expression of named terms, and how tokens are reduced.
 
-Invariant: neither the micro-batch nor the layout changes the loss or its gradient. A term computes each row as it would
-alone (loss_split_check.py checks a user's terms for that), or is of the whole mini-batch (joint_loss.py). Each
-micro-batch contributes a sum that is divided by a count of the whole mini-batch, over all ranks and micro-batches.
+Invariant: neither the micro-batch nor the layout changes the loss or its gradient. A term either computes each row as
+if the row were alone (loss_split_check.py checks this for a user's terms), or is computed from the whole mini-batch
+(joint_loss.py). Each micro-batch contributes a sum, which is divided by a count of the whole mini-batch, over all ranks
+and micro-batches.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from ..functions.user_traceback import BadResult
 from ..functions.values import describe_briefly, load_with_signature
 from .packing import PreparedBatch, flatten_column
 
-# By the type of the weights: how much rounding may change a token's log-probability between two forward passes of the
-# same weights (other micro-batches, another layout), in nats. A float32 logit near 32 is exact to 2e-6, and layers add
-# up to some 1e-5. A bfloat16 logit near 32 is a multiple of 1/8: the last rounding alone is off by 1/32 on average.
+# For each type of weights: how much rounding may change a token's log-probability, in nats, between two forward passes
+# with the same weights (in other micro-batches or another layout). A float32 logit near 32 is exact to 2e-6, and the
+# errors of all layers add up to about 1e-5. A bfloat16 logit near 32 is a multiple of 1/8, so that the last rounding
+# alone has an error of 1/32 on average.
 ROUNDS = {"f32": 1e-4, "bf16": 1 / 32}
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """The counts of a mini-batch: response tokens and rows that count, over all ranks."""
+    """The number of response tokens and of rows that count in a mini-batch.
+
+    Both are counted over all ranks.
+    """
 
     tokens: int
     rows: int
@@ -44,17 +49,19 @@ class LossNormalizer:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What loss terms are computed from: the rows of a micro-batch or mini-batch.
+    """The inputs of loss terms: the rows of a micro-batch or of a mini-batch.
 
-    The rows follow one another.
+    Tensors contain all rows, one after another.
 
-    - `fills`: the value for a parameter of this name: `logp`, `entropy` and `values`, a number for each token of the
-      one scored column, and `lengths`, the number of its tokens in each row.
-    - By column: `logps`, the log-probabilities of its tokens (or of the ids that it has for each token), `scores`, the
-      score of each row up to its last token, `lengths`, the tokens of each row, and `columns`, its values.
-    - `rng`: the generator for terms of the whole mini-batch.
-    - `rounding`: the difference, in nats, that rounding may cause in a log-probability between two passes of the same
-      weights.
+    - `fills`: the values of parameters with the names `logp`, `entropy` and `values` (one number for each token of the
+      single scored column) and `lengths` (the number of these tokens in each row).
+    - `columns`: for each column, its values.
+    - `logps`: for each column, the log-probabilities of its tokens, or of the ids that the column has for each token.
+    - `scores`: for each column, one score per row: the model's value at the row's last token.
+    - `lengths`: for each column, the number of tokens of each row.
+    - `rng`: the random generator for terms of the whole mini-batch.
+    - `rounding`: the difference, in nats, that rounding may cause in a log-probability between two forward passes with
+      the same weights.
     """
 
     fills: Mapping[str, torch.Tensor]
@@ -68,7 +75,10 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Value:
-    """The loss of each token or row, the terms' values, and figures as TERM/FIGURE."""
+    """The loss of each token or row, the values of the terms, and their figures.
+
+    The name of a figure is TERM/FIGURE.
+    """
 
     loss: torch.Tensor
     terms: dict[str, torch.Tensor]
@@ -76,7 +86,7 @@ class Value:
 
 
 def list_terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
-    """Return the calls in a loss, with their signatures."""
+    """Return the calls of terms in a loss, each with its signature."""
     return ((call, _load_term(call)[1]) for call in expr.calls())
 
 
@@ -91,14 +101,15 @@ def bind_columns(term: Expr, signature: Signature, node: Node) -> dict[str, str]
 
 
 def filled_parameters(node: Node) -> set[str]:
-    """Return the names of the parameters of an update's terms that are filled in."""
+    """Return the parameters of an update's terms that the runtime fills in."""
     return {name for _, signature in list_terms(UpdateAttributes.of(node).loss) for name in signature.fills}
 
 
 def columns_read(node: Node) -> tuple[set[str], set[str]]:
-    """Return the columns and states that the loss reads of those that the node reads.
+    """Return the columns and states that the loss reads, among those the node reads.
 
-    First those whose values it reads, then those for whose tokens it reads the log-probabilities.
+    The first set has the columns and states whose values the loss reads. The second set has the columns for whose
+    tokens the loss reads log-probabilities.
     """
     read = _direct_columns(UpdateAttributes.of(node).loss)
     scored = set[str]()
@@ -110,9 +121,9 @@ def columns_read(node: Node) -> tuple[set[str], set[str]]:
 
 
 def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
-    """Return the id columns whose log-probabilities terms read.
+    """Return the columns of ids whose log-probabilities terms read.
 
-    Columns whose own tokens are scored are not among them.
+    Scored columns are not included.
     """
     return {name: graph.column(name) for name in sorted(columns_read(node)[1] - {*sequences(graph, node).scored})}
 
@@ -128,7 +139,7 @@ def make_inputs(
 ) -> LossInputs:
     """Return the inputs of an update's terms, from a forward pass over these rows.
 
-    `rows` are positions.
+    `rows` are positions in the prepared batch `seen`.
     """
     wants = filled_parameters(node)
     target = next(iter(seen.lengths))
@@ -158,7 +169,7 @@ def make_inputs(
 def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the last number of each row; nan for an empty row.
 
-    `values` has the rows one after another.
+    `values` has the numbers of all rows, one row after another.
     """
     nonempty = lengths > 0
     last = values.new_full((len(lengths),), math.nan)
@@ -166,7 +177,7 @@ def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _direct_columns(expr: Expr) -> set[str]:
-    """Return the columns and states that the loss itself uses, as factors of terms."""
+    """Return the columns and states that the loss uses outside of terms, as factors."""
     return (
         {str(expr.value)}
         if expr.kind in ("column", "state")
@@ -175,7 +186,7 @@ def _direct_columns(expr: Expr) -> set[str]:
 
 
 def is_per_row(node: Node) -> bool:
-    """Return whether the loss is one number per row, not one per token."""
+    """Return whether the loss is one number per row instead of one per token."""
     return any(signature.rows for _, signature in list_terms(UpdateAttributes.of(node).loss))
 
 
@@ -193,10 +204,11 @@ def evaluate(node: Node, inputs: LossInputs) -> Value:
 def _value(
     expr: Expr, node: Node, inputs: LossInputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]
 ) -> Any:
-    """Return the value of a part of the loss; terms go into `parts`.
+    """Return the value of a subexpression of the loss; record the values of terms.
 
-    (A function within `evaluate` that calls itself would be a cycle: it would keep what it refers to, including the
-    graph behind `logp`, until the garbage is collected.)
+    `parts` receives the value of each term, `figures` the figures that terms report. (This function is not nested in
+    `evaluate`: a nested function that calls itself is a reference cycle, which would keep the autograd graph of `logp`
+    alive until garbage is collected.)
     """
     if expr.kind == "call":
         term, signature = _load_term(expr)
@@ -232,9 +244,10 @@ def _arguments(term: Expr, node: Node, inputs: LossInputs) -> dict[str, Any]:
 
 
 def _check_shape(part: Any, signature: Signature, inputs: LossInputs) -> torch.Tensor:
-    """Return a term's result.
+    """Return a term's result after a check of its shape.
 
-    Raises BadResult if it is not one number per token, or per row: only `reduce` knows the whole mini-batch.
+    Raises BadResult if the result is not one number per token or, for a term per row, one number per row. Means and
+    sums are left to `reduce`, because only `reduce` knows the whole mini-batch.
     """
     lengths = inputs.fills["lengths"]
     count, unit = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
@@ -251,9 +264,9 @@ def _load_term(call: Expr) -> tuple[Callable[..., Any], Signature]:
 
 
 def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, normalizer: LossNormalizer) -> torch.Tensor:
-    """Return this micro-batch's part of the loss.
+    """Return the contribution of this micro-batch to the loss of the mini-batch.
 
-    `lengths` are the response tokens of each row.
+    `lengths` is the number of response tokens of each row.
     """
     reduction = UpdateAttributes.of(node).reduce
     kind = "rows" if is_per_row(node) else str(reduction.value)

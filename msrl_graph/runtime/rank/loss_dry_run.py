@@ -1,8 +1,8 @@
 """A trial of a user's loss terms before the run (loss_split_check.py).
 
-Invariant: a plan does not run with a term that is known to give a row a different result in another micro-batch. A
-user's code may crash, hang or print, and torch takes seconds to load. So a separate process does it, which ends before
-anything else is started, and only if there is such a term.
+Invariant: a plan does not run with a term that is known to give a row a different result in another micro-batch. The
+trial runs in a separate process, because a user's code may crash, hang or print, and because importing torch takes
+seconds. The process ends before the run starts anything else, and starts only if the plan has such a term.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE = 120.0  # seconds for all terms of a plan, including the start of the 
 
 
 def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
-    """Return the calls of terms that are defined in files, each with its update."""
+    """Return the calls of loss terms that are defined in files, each with its update."""
     return [
         (node, call)
         for node in plan.graph.verb("update")
@@ -32,7 +32,7 @@ def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
 
 
 def warn_untried(node: Node, call: Expr, why: str) -> Diagnostic:
-    """Return the warning for a term that could not be run."""
+    """Return the warning for a loss term that could not be tried."""
     message = f"`{str(call.value).rpartition(':')[2]}` could not be tried on made-up rows: {why}"
     return Diagnostic(
         "bad-scope",
@@ -44,9 +44,9 @@ def warn_untried(node: Node, call: Expr, why: str) -> Diagnostic:
 
 
 def try_terms(plan: Plan) -> list[Diagnostic]:
-    """Return what is wrong with the terms that are defined in files.
+    """Return the problems of the loss terms that are defined in files.
 
-    The result has a warning if they could not be run.
+    If the terms could not be tried, the result is a warning.
     """
     terms = list_user_terms(plan)
     if not terms:

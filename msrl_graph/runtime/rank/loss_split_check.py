@@ -1,8 +1,9 @@
 """A check of a user's loss terms on made-up rows, whole and in two parts.
 
-Invariant: a term that passes is computed per row, as far as rows of the columns' shapes can show: its numbers and
-gradients are those of the row alone, so neither micro-batches nor ranks change a loss. A loss that passes has a
-gradient. Terms of the whole mini-batch are not split (joint_loss.py) and not tried.
+Invariant: a term that passes is computed per row, as far as made-up rows with the shapes of the columns can show. The
+loss of a row and its gradients are the same as if the row were alone, so neither micro-batches nor ranks change a loss.
+A loss that passes has a gradient. Terms of the whole mini-batch (joint_loss.py) are not tried, because no micro-batch
+splits their rows.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from .joint_loss import FIELDS
 from .loss_dry_run import list_user_terms, warn_untried
 from .packing import PreparedBatch
 
-# Rows, and the maximal number of tokens of each: few, and enough that a small share of them is a whole token.
+# The number of rows and the maximal number of tokens per row: few, and so many that a small fraction of all tokens is
+# at least one token.
 SIZES = ((12, 6), (512, 64))
 NEAR: dict[str, Any] = {
     "rtol": 1e-4,
     "atol": 1e-6,
     "equal_nan": True,
-}  # both do the same operations, but sum in another order
+}  # the two computations do the same operations, but sum in another order
 
 
 def check_terms(plan: Plan) -> list[Diagnostic]:
-    """Report terms that depend on other rows or cannot run, and flat losses."""
+    """Report terms that depend on other rows or fail, and losses without gradient."""
     terms = list_user_terms(plan)
     problems = [problem for node, call in terms if (problem := _check_term(plan.graph, node, call)) is not None]
     if not problems:
@@ -58,7 +60,7 @@ def _check_term(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
     try:
         if loss.needs_mini_batch(node) or all(is_per_row(graph, node, seed) for seed in range(2 * len(SIZES))):
             return None
-    except BadResult as error:  # would happen with any rows
+    except BadResult as error:  # this error would occur with any rows
         help = (
             "return one number per token and leave means and sums to `reduce`, or return one number per row and "
             "annotate the term `-> Rows`"
@@ -85,7 +87,7 @@ def _report_no_gradient(node: Node) -> Diagnostic:
 
 
 def has_no_gradient(graph: Graph, node: Node) -> bool:
-    """Return whether an update's loss depends on nothing that a forward pass gives."""
+    """Return whether an update's loss does not depend on any output of a forward pass."""
     if loss.needs_mini_batch(node):
         return False
     rows, most = SIZES[0]
@@ -95,9 +97,9 @@ def has_no_gradient(graph: Graph, node: Node) -> bool:
 
 
 def is_per_row(graph: Graph, node: Node, seed: int) -> bool:
-    """Return whether an update's loss of a row does not depend on the other rows.
+    """Return whether the loss of a row does not depend on the other rows.
 
-    It compares loss and gradients of a made-up mini-batch with those of its two parts.
+    The function compares the loss and gradients of a made-up mini-batch with the loss and gradients of its two parts.
     """
     rows, most = SIZES[seed // 2 % len(SIZES)]
     draw = np.random.default_rng(seed)
@@ -116,7 +118,7 @@ def _made_up(
 ) -> tuple[PreparedBatch, dict[str, dict[str, ColumnData]]]:
     """Make rows that an update's terms can read, and outputs of forward passes.
 
-    Numbers are normal, or all negative as log-probabilities are.
+    Floats are normally distributed, or with `negative` all negative, as log-probabilities are.
     """
 
     def numbers(size: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:
@@ -157,7 +159,7 @@ def _made_up(
 def _loss_and_gradients(
     graph: Graph, node: Node, seen: PreparedBatch, outputs: dict[str, dict[str, ColumnData]], rows: Array
 ) -> Iterator[ColumnData]:
-    """Yield the loss of each of these rows, and its gradients.
+    """Yield the loss of each of these rows, and then the gradients of the loss.
 
     The gradients are with respect to the outputs of forward passes.
     """
@@ -165,8 +167,8 @@ def _loss_and_gradients(
     lengths = next(iter(seen.lengths.values()))[rows]
     yield ColumnData(value.detach().numpy(), None if loss.is_per_row(node) else offsets_from_lengths(lengths))
     if value.requires_grad:
-        # Rows have different weights, as under `reduce`: a plain sum may have the right gradients where single rows do
-        # not.
+        # Rows have different weights, as under `reduce`: the gradient of a plain sum may be right even if the
+        # gradients of single rows are wrong.
         weight = torch.from_numpy((1.0 + rows % 3).astype(np.float32).repeat(1 if loss.is_per_row(node) else lengths))
         slopes = torch.autograd.grad(value, [*leaves.values()], weight, materialize_grads=True)
         for slope in slopes:
@@ -177,9 +179,9 @@ def _loss_and_gradients(
 def _evaluate(
     graph: Graph, node: Node, seen: PreparedBatch, outputs: dict[str, dict[str, ColumnData]], rows: Array
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Evaluate the loss of some rows; return it with the outputs it can depend on.
+    """Evaluate the loss of some rows; return it and the outputs of forward passes.
 
-    These are outputs of forward passes, as leaves.
+    The outputs are leaf tensors, with respect to which the loss can be differentiated.
     """
     leaves = {
         name: torch.cat(
@@ -194,7 +196,7 @@ def _evaluate(
 def main() -> None:
     """Read a plan from stdin and write the problems to stdout.
 
-    Nothing that is called can write to that stdout.
+    The output of all called code is redirected to stderr.
     """
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
     with os.fdopen(os.dup(1), "wb") as answer:

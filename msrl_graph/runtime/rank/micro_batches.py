@@ -1,8 +1,8 @@
-"""Micro-batches as engines take them: tensors by name.
+"""Micro-batches for engines: tensors by name.
 
-Invariant: only this module makes them from rows. Token ids go through unchanged; a sequence is the context columns of
-its row, in order, then one scored column of it. The tensors are as backends/spec.py describes them. They are on the
-host: an engine copies them to its device.
+Invariant: only this module makes micro-batches from rows. Token ids are not changed. A sequence consists of the context
+columns of a row, in order, and then one scored column of the row. backends/spec.py describes the tensors. The tensors
+are on the host: an engine copies them to its device.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ..data.columns import Array, ColumnData, offsets_from_lengths
 
 
 class MicroBatches(Sequence[TensorDict]):
-    """The micro-batches of a batch, by the positions of their rows.
+    """The micro-batches of a batch.
 
-    Each is made when it is read, so only one exists at a time.
+    `rows` has the positions of the rows of each micro-batch. `make` makes a micro-batch when it is read, so only one
+    exists at a time.
     """
 
     def __init__(self, rows: list[Array], make: Callable[[Array], TensorDict]) -> None:
@@ -44,16 +45,20 @@ def pack(
 ) -> TensorDict:
     """Pack the rows at positions `rows` into one micro-batch.
 
-    - A sequence is a row's context and then one of the scored columns. The sequences of a column follow each other,
-      then those of the next column. Without scored columns a sequence is the context alone, scored as a whole.
-    - `begins`: a column may have several conversations; each begins where this is true, and is a sequence of its own
-      after the context.
-    - `masks`: only the tokens where the mask is true are requested.
-    - `after`: a token is requested at the position before it, which predicts it; with `after` at its own position, so
-      that the last one's result is that of the whole sequence.
+    A token is *requested* if the engine must compute its log-probability or value.
+
+    - `contexts`, `scored`: a sequence is a row's context and then one of the scored columns. All sequences of the first
+      scored column come first, then all sequences of the next one. Without scored columns, a sequence is the context
+      alone, and its last position is requested.
+    - `begins`: for a scored column with several conversations in a row, true at the first token of each conversation.
+      Each conversation is then a sequence of its own, after the context.
+    - `masks`: only tokens whose mask is true are requested.
+    - `after`: if false, the result of a token comes from the position before the token, which predicts the token. If
+      true, the result comes from the token's own position, so that the result of the last token depends on the whole
+      sequence.
     - `extra`: values for each requested token.
 
-    Without rows the result is one sequence of one token with nothing requested, so that a rank without work can still
+    Without rows, the result is one sequence of one token, and no token is requested. So a rank without work can still
     take part in collectives.
     """
     prefixes = [
@@ -68,11 +73,11 @@ def pack(
         row, first, sequence = _sequences(column, rows, starts)
         position = prefix_lengths[row] - (not after) + np.arange(len(row)) - first
         selected = slice(None) if mask is None else mask.take(rows).values
-        # The first token of a sequence has none before it. In an agent's conversation it is not sampled, so not used.
+        # No token precedes the first one of a sequence. In an agent's conversation, that token is not sampled or used.
         position = position.clip(min=0)
         token = column.take(rows).values[selected].astype(np.int64)
         requested.append((len(pieces) + sequence[selected], position[selected], token))
-        # The last token of a sequence predicts nothing that is requested, so it is fed only if it is scored itself.
+        # The last token of a sequence predicts no requested token, so the model reads it only if `after` is true.
         fed = slice(None if after else -1)
         for context, index in zip(prefixes, rows, strict=True):
             parts = (
@@ -93,10 +98,10 @@ def pack(
 
 
 def _sequences(column: ColumnData, rows: Array, begins: ColumnData | None) -> tuple[Array, Array, Array]:
-    """Return for each token of some rows its row, sequence start and sequence.
+    """Return for each token its row, the index of its sequence's start, its sequence.
 
-    The row is its place in `rows`; the start is the sequence's first token. Sequences are numbered, one for each row or
-    for each of its conversations.
+    The row is a position in `rows`. The start is the index of the sequence's first token among all tokens. Sequences
+    are numbered from 0: there is one for each row, or one for each conversation of a row.
     """
     lengths = column.lengths[rows]
     row = np.repeat(np.arange(len(rows)), lengths)

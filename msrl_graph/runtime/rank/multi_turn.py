@@ -1,8 +1,7 @@
 """Responses of several turns while they grow: tokens of policy and environment.
 
-Invariant: a response ends with what the policy wrote, and has at most `bound` tokens. A token that the environment
-wrote has the log-probability NaN, since it was not sampled. If the policy's own log-probability is not a number, it is
--inf.
+Invariant: a response ends with tokens of the policy, and has at most `bound` tokens. A token of the environment has the
+log-probability NaN, because it was not sampled. A log-probability of the policy that is not finite is stored as -inf.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Responses:
         self._written = np.zeros((rows, bound), bool)  # by the policy
 
     def __getitem__(self, row: int) -> Array:
-        """Return the tokens of a row so far."""
+        """Return the tokens that the response of a row has up to this point."""
         return self._ids[row, : self.lengths[row]]
 
     def append_sampled(self, rows: Array, tokens: list[Array], logps: list[Array]) -> None:
-        """Append what the policy wrote in these rows."""
+        """Append the tokens that the policy sampled for these rows."""
         for row, ids, logp in zip(rows, tokens, logps, strict=True):
             new = slice(self.lengths[row], self.lengths[row] + len(ids))
             self._ids[row, new] = ids
@@ -36,9 +35,10 @@ class Responses:
             self.lengths[row] += len(ids)
 
     def append_replies(self, rows: Array, tokens: list[Array]) -> Array:
-        """Append what the environment replied in these rows.
+        """Append the tokens that the environment replied for these rows.
 
-        A row without room for the policy's answer to it is left as it is. Returns the rows that had room.
+        If there is no room for the reply and at least one more token of the policy, the response is not changed.
+        Returns the rows that had room.
         """
         fits = self.lengths[rows] + [len(ids) for ids in tokens] < self.bound
         for row, ids, fit in zip(rows, tokens, fits, strict=True):

@@ -1,7 +1,8 @@
 """Collectives for Python objects.
 
-Invariant: only what a rank of this run has pickled is unpickled. Collectives do not authenticate (neither gloo nor NCCL
-checks who connects), so each message has a digest that only the run's token can make, and that is compared first.
+Invariant: a rank unpickles only bytes that a rank of this run has pickled. Collectives do not authenticate (neither
+gloo nor NCCL checks who connects). Therefore each message begins with a digest that only a process with the run's token
+can compute, and the receiver checks the digest before it unpickles.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ def seal_with(token: bytes) -> None:
 
 
 def seal(value: Any) -> torch.Tensor:
-    """Return the bytes of a value, after their digest."""
+    """Return the pickled value as bytes that begin with a digest."""
     data = pickle.dumps(value, protocol=5)
     sealed = bytearray(hmac.digest(_token, data, "sha256") + data)
     return torch.from_numpy(np.frombuffer(sealed, np.uint8))
 
 
 def unseal(sealed: torch.Tensor) -> Any:
-    """Return the value. Raises RunError if no rank of this run made these bytes."""
+    """Return the value that `seal` has pickled.
+
+    Raises RunError if no rank of this run made these bytes.
+    """
     data = sealed.numpy().data
     if not hmac.compare_digest(data[:_DIGEST], hmac.digest(_token, data[_DIGEST:], "sha256")):
         raise RunError("a collective delivered data that no rank of this run sent: another program is connected to it")
@@ -43,7 +47,7 @@ def unseal(sealed: torch.Tensor) -> Any:
 
 
 def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
-    """Return on each rank of a group the value that its rank `source` has."""
+    """Return on each rank of a group the value of the group's rank `source`."""
     mine = dist.get_rank(group) == source
     sealed = seal(value) if mine else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(sealed)])
@@ -58,7 +62,7 @@ def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return on each rank the values of all ranks of a group, in their order."""
+    """Return on each rank the values of all ranks of a group, in the order of ranks."""
     sealed = seal(value)
     size_tensors = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(size_tensors, torch.tensor([len(sealed)]), group=group)
@@ -70,9 +74,9 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather(value: T) -> list[T] | None:
-    """Return on rank 0 the values of all ranks, in their order; None on the others.
+    """Return on rank 0 the values of all ranks, in the order of ranks; elsewhere None.
 
-    Values go to rank 0 alone, one after another: they may be all the weights of a model.
+    Rank 0 receives one value at a time, because a value may be all the weights of a model.
     """
     if dist.get_rank() > 0:
         sealed = seal(value)

@@ -1,6 +1,6 @@
 """Rows of the dock prepared as a model's input and as tensors for loss terms.
 
-Invariant: token ids go through unchanged, and columns of numbers keep their values.
+Invariant: token ids and the values of columns are not changed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from ..dock.messages import Batch
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """The rows of a batch as a model sees them.
+    """The rows of a batch as a model reads them.
 
-    - `contexts` and `scored`: the token columns that come first, and those whose tokens are scored; `columns`: the
-      other columns that are read, by name.
-    - `masks`: by scored column, the mask that is read with it. Tokens that it leaves out are context only: `lengths`
-      does not count them, and columns with one value per token have the values of the other tokens.
-    - `strange`: the rows with tokens that the model does not know.
-    - `begins`: by scored column with several conversations, the tokens at which these begin.
+    - `contexts`: the token columns that come first in a sequence. `scored`: by name, the columns whose tokens are
+      scored. `columns`: by name, the other columns that the node reads.
+    - `masks`: for each scored column, the mask that is read with it. Masked-out tokens are context only: `lengths` does
+      not count them, and columns with one value per token contain only the values of the remaining tokens.
+    - `lengths`: for each scored column, the number of tokens of each row.
+    - `has_unknown_tokens`: for each row, whether it has a token that the model does not know.
+    - `begins`: for each scored column with several conversations, true at the first token of each conversation.
     """
 
     contexts: list[ColumnData]
@@ -59,7 +60,7 @@ class PreparedBatch:
 def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
     """Prepare a batch for a node's model.
 
-    `like`: for undeclared columns, the column that has the same length.
+    `like` names, for each undeclared column, the column that has the same lengths.
     """
     roles = sequences(graph, node)
     declared = {column.name: column for column in graph.columns}
@@ -74,7 +75,7 @@ def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like:
     conversation_starts = {
         scored_name: columns.pop(name, None) for scored_name, name in begins_columns(graph, node).items()
     }
-    # A group without rows has none.
+    # A group without rows has no such columns.
     begins = {scored_name: column for scored_name, column in conversation_starts.items() if column is not None}
     masks: dict[str, ColumnData] = {}
     for name in [
@@ -100,7 +101,7 @@ def _empty(column: ir.Column) -> ColumnData:
 
 
 def apply_mask(column: ColumnData, mask: ColumnData | None) -> ColumnData:
-    """Return the part of a column that a mask keeps."""
+    """Return only the elements of a column whose mask is true."""
     if mask is None:
         return column
     row = np.repeat(np.arange(len(column)), column.lengths)
@@ -112,8 +113,8 @@ def apply_mask(column: ColumnData, mask: ColumnData | None) -> ColumnData:
 def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None) -> torch.Tensor:
     """Return a column of these rows as one tensor; floats in float32, ids in int64.
 
-    A ragged column has one value (or row of values) per token. A scalar column has one value per row, repeated for each
-    of its tokens if `lengths` gives their number.
+    A ragged column has one value (or one vector of values) per token. A scalar column has one value per row; if
+    `lengths` is given, each value is repeated `lengths[i]` times, once for each token of row i.
     """
     selected = column.take(rows)
     values = selected.values if selected.offsets is not None or lengths is None else np.repeat(selected.values, lengths)
@@ -121,10 +122,10 @@ def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None
 
 
 def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
-    """Count the different beginnings and the different rows, in each group.
+    """Return the number of distinct prefixes and of distinct rows, summed over groups.
 
-    The different beginnings are the tokens to compute if rows share them. `groups` has each row's group: the responses
-    to one prompt, or all prompts.
+    `groups` has the group of each row: rows are compared only within a group, such as the responses to one prompt. The
+    number of distinct prefixes is the number of tokens to compute if rows share the computation of common prefixes.
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)

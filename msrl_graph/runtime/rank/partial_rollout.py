@@ -1,11 +1,13 @@
 """Partial rollout: an iteration ends when enough prompts are complete.
 
-The responses of an iteration grow by equal stretches until as many prompts are complete as the iteration takes. The
-others continue in the next iteration, from their tokens.
+All responses of an iteration grow in stretches of equal length. After each stretch the data-parallel groups compare
+which prompts are complete. Once the iteration has enough complete prompts, it takes these prompts. The other prompts
+are cut: their responses continue in the next iteration, after the tokens that were already sampled.
 
-Invariant: which prompts an iteration takes is a function of what is sampled, whichever rank samples it: the responses
-of all groups have grown by the same number of tokens when all ranks compare, and all ranks know about all prompts. A
-token is sampled once, with the key of the row that its response began as, however often it was cut.
+Invariant: which prompts an iteration takes depends only on the sampled tokens, not on the ranks that sample them.
+Whenever ranks compare, the responses of all groups have grown by the same number of tokens, and every rank knows the
+state of every prompt. A token is sampled once. The noise key of a token has the iteration and the row in which the
+response began, however often the response was cut.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from ..data.row_files import REPLAY_HINT, Recording
 from ..process.task import CutPrompt, Task
 from ..process.task_report import RunError
 
-# The state of a prompt: in another group, incomplete, incomplete and waited for, complete.
+# The state of a prompt: computed by another group; incomplete; incomplete, and the iteration waits for it; complete.
 ELSEWHERE, GROWS, AWAITED, WHOLE = range(4)
 
 
 @dataclass
 class PartialResponse:
-    """A response so far."""
+    """The tokens of a response that are sampled already, and whether it ended."""
 
     tokens: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     logps: Array = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -46,10 +48,11 @@ class PartialResponse:
 
 
 class PartialRollout:
-    """The prompts `rows` of an iteration that this rank's group has.
+    """The prompts of an iteration that this rank's data-parallel group computes.
 
-    `takes`: how many of all groups' prompts the iteration takes. `version`: that of the weights. `sum_states` adds up
-    the states that all groups report for the iteration's prompts.
+    - `rows`: the numbers of the prompts. `version`: the version of the weights.
+    - `takes`: the number of prompts of all groups that the iteration takes.
+    - `sum_states`: a function that returns the sum, over all groups, of the states of the iteration's prompts.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class PartialRollout:
         while True:
             states = self.sum_states(self._prompt_states())
             complete = np.flatnonzero(states == WHOLE)
-            # Also enough if no more can become complete: prompts may have left before.
+            # Also stop if no further prompt can become complete: rows may have been dropped earlier.
             enough = len(complete) >= self.takes or not (states == GROWS).any()
             if enough and not (states == AWAITED).any():
                 taken_places = set(complete[: self.takes].tolist())
@@ -109,10 +112,10 @@ class PartialRollout:
                 next(drawn)
 
     def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
-        """Do as `run`, with what a recorded run sampled and took.
+        """Return the same as `run`, but use the responses and prompts of a recorded run.
 
-        `columns` name its tokens, their log-probabilities, and their versions if it recorded them. What it cut was not
-        recorded: those prompts continue without tokens.
+        `columns` names the recorded columns: tokens, log-probabilities and, if they were recorded, versions. The
+        recording does not have the responses that were cut: prompts that were not taken continue without tokens.
         """
         fan = self.sampling.samples
         arguments = (node, columns, self.task.number)
@@ -131,9 +134,10 @@ class PartialRollout:
         return taken_rows
 
     def cut_prompts(self, taken_rows: list[int]) -> list[CutPrompt]:
-        """Return the prompts that the next iteration continues: those that were not taken.
+        """Return the prompts that continue in the next iteration.
 
-        Overdue prompts are dropped, unless the program waits for them.
+        These are the prompts that were not taken. A prompt that has been cut too often is dropped, unless the program
+        waits for such prompts.
         """
         prompts = []
         for row in sorted({*self.rows} - {*taken_rows}):
@@ -158,19 +162,20 @@ class PartialRollout:
         return states
 
     def _find_origin(self, row: int) -> tuple[int, int]:
-        """Return the iteration that a prompt's responses began in, and its number there."""
+        """Return the iteration in which a prompt's responses began, and the row in it."""
         if row < len(self.task.cut):
             return self.task.cut[row].iteration, self.task.cut[row].row
         return self.task.number, row
 
     def _is_overdue(self, row: int) -> bool:
-        """Return whether a prompt was cut as often as it may be."""
+        """Return whether a prompt was cut as often as the program allows."""
         return row < len(self.task.cut) and self.task.cut[row].cuts >= self.attributes.cuts
 
     def _grow(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
-        """Sample the responses `live`, given by prompt and number, stretch by stretch.
+        """Sample tokens for unfinished responses, stretch by stretch.
 
-        Each part is added as it comes; a yield follows each.
+        `live` has a pair for each response: the position of its prompt and its number among the prompt's responses. The
+        function adds each stretch of a response when it arrives, and then yields.
         """
         fan = self.sampling.samples
         grown = [self.responses[self.rows[place]][i] for place, i in live]
@@ -180,7 +185,7 @@ class PartialRollout:
         ]
         keys = np.array([self.keys[self.rows[place]][i] for place, i in live], np.uint64)
         begun = np.array([len(response.tokens) for response in grown])
-        # A stop string may cross a cut.
+        # A stop string may begin before a cut and end after it.
         sampling = replace(self.sampling.select(np.array([place * fan + i for place, i in live])), joined=begun)
         for part in generator.generate(prompts, keys, sampling, begun, self.stretch):
             grown[part.place].append(part, self.version)

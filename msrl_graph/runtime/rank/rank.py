@@ -1,9 +1,9 @@
-"""A rank: one process on one device, hosting in turn the nodes of its pool.
+"""A rank: one process on one device, which runs the nodes of its pool in turn.
 
-Invariant: a rank executes its pool's instruction stream and nothing else. All ranks of a collective make the same calls
-in the same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and share
-every answer of the dock. Layouts number the ranks of a pool, torch.distributed those of all pools: `first` converts
-between them.
+Invariant: a rank executes the instruction stream of its pool and nothing else. All ranks of a collective make the same
+calls in the same order, because they execute the same stream and share every answer of the dock. (Pools that reshard
+between each other do so in one order, which the whole graph defines.) A layout numbers the ranks of one pool, and
+torch.distributed numbers the ranks of all pools: `first` converts between the two numbers.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .engine_errors import report_engine_errors
 from .generation import Generation
 from .training import Training
 
-# The instructions that take time. Only these are reported, since a report costs a message.
+# The instructions that take time. Only these instructions are reported, since a report costs a message.
 REPORTED = ("RESHARD", "RUN")
 
 
 @dataclass(frozen=True)
 class InstructionRunner(Walker):
-    """Executes the instructions of a task on a rank."""
+    """The methods that execute the instructions of a task on a rank."""
 
     rank: Rank
     task: Task
@@ -98,12 +98,12 @@ class InstructionRunner(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank = self.rank
         edge = self.rank.resharders[src, dst]
-        number = self.task.number  # the version, unless it is of an iteration still to come
+        number = self.task.number  # the version, unless the edge has a fetch
         if edge.name in self.task.fetches and not isinstance(edge, WeightPublication):
             number = self.task.fetches[edge.name].version
         proof = rank.proofs[src, dst]
         worker = rank.plan.graph.node(src).worker
-        generator = rank.generators.get(dst)  # None on a rank of the sending pool: it has nothing to fill
+        generator = rank.generators.get(dst)  # None on a rank of the sending pool, which fills no generator
         if isinstance(edge, WeightPublication) and not self._due(edge, generator is not None):
             return
         shards: list[Shard] = []
@@ -128,7 +128,7 @@ class InstructionRunner(Walker):
                     edge.run(allocate)
                 elif generator:
                     number = self.task.fetches[edge.name].version
-                    if (src, dst) in rank.sparse and edge.fetched:  # the version fetched before is still there
+                    if (src, dst) in rank.sparse and edge.fetched:  # the previous version is still in memory
                         generator.release()
                     edge.fetch(number, allocate)
                 else:
@@ -141,7 +141,7 @@ class InstructionRunner(Walker):
                     generator.filled()
                 with self.report.phase("proof"):
                     proof.check(number, shards)
-        # A publication also has the seconds of its sending thread since the last time.
+        # For a publication, the seconds of its sending thread since the previous task are included.
         step_seconds = edge.seconds
         edge.seconds = {}
         for step, seconds in step_seconds.items():
@@ -190,9 +190,9 @@ class Rank(Training, Generation):
         )
 
     def address(self) -> tuple[str, int]:
-        """Open the store by which all ranks find each other (called on rank 0).
+        """Open the store through which all ranks find each other (called on rank 0).
 
-        Returns its host and a port that the system chose.
+        Returns the host of the store and a port that the system chose.
         """
         host = set_collective_interface(self.plan.cluster)
         self.store = compute_setup.open_store(host)
@@ -207,7 +207,7 @@ class Rank(Training, Generation):
         self.device.claim()
         self.client = Client(f"rank {self.rank}", list_node_reads(plan), dock, host)
         object_collectives.seal_with(dock.token)
-        # Later than the dock's deadline: the dock reports which process waits for what, a collective only a timeout.
+        # Later than the dock's deadline: the dock reports what each process waits for, a collective just times out.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         world = plan.cluster.devices
         try:
@@ -223,7 +223,10 @@ class Rank(Training, Generation):
         self.build()
 
     def run(self, task: Task, measure: bool) -> Report:
-        """Walk the stream of this pool for one task, or the requested part of it."""
+        """Execute this pool's stream for one task, or the requested part of the stream.
+
+        With `measure`, the report has the memory before, during and after each instruction.
+        """
         report = Report(f"rank {self.rank}")
         self.client.wait_seconds = self.client.move_seconds = 0.0
         self.stepped = False
@@ -270,7 +273,7 @@ class Rank(Training, Generation):
         return report
 
     def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
-        """Yield what a node writes for a batch, in parts as they are ready."""
+        """Yield the columns that a node writes for a batch, in chunks as they are ready."""
         match node.verb:
             case "generate":
                 yield from self._generate(node, task, batch, report)
@@ -284,8 +287,9 @@ class Rank(Training, Generation):
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
         """Yield the batches that this rank's group gets until the iteration is closed.
 
-        The first rank asks the dock, and the group shares the answer. While a batch is computed, the next one is
-        requested; after the last one, the next node's first.
+        The leader of the data-parallel group requests each batch from the dock and shares it with the group. While the
+        group computes a batch, the leader already requests the next batch. While the group computes the last batch of
+        the node, the leader requests the first batch of the node that runs next.
         """
         last = False
         while not last:
@@ -303,14 +307,14 @@ class Rank(Training, Generation):
         return self.client.lines.wait(self.requests.pop(node.name))
 
     def _request_batch(self, node: Node, task: Task) -> None:
-        """Request the node's next share from the dock, unless that was done already."""
+        """Request the node's next share from the dock, unless it is already requested."""
         if node.name not in self.requests:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.requests[node.name] = self.request_executor.submit(self.client.take_share, node.name, task, group)
 
 
 def select_instructions(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
-    """Return the requested part of a pool's stream."""
+    """Return the part of a pool's instruction stream that the task requests."""
     first = count_opening(plan, stream) if task.part != "whole" else 0
     return stream.instructions[:first] if task.part == "opening" else stream.instructions[first:]
 

@@ -1,7 +1,7 @@
 """Training: what a rank does for the verbs `infer` and `update`.
 
-Invariant: neither the distribution of rows over ranks nor the micro-batch changes what is computed. All ranks of a
-group make the same calls on their engine, even ranks without rows.
+Invariant: neither the distribution of rows over ranks nor the micro-batch size changes the results. All ranks of a node
+make the same calls on their engine, even ranks without rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Sum = tuple[str, float, float]  # name, total, weight
 
 
 class Training(Engines):
-    """A rank's part in training: a batch in, the written columns out."""
+    """A rank's methods for `infer` and `update`: from a batch to columns or a step."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -72,7 +72,7 @@ class Training(Engines):
             if data.offsets is None:
                 self.means.count(report, node, task, column.name, rows, data.values)
         for data in columns.values():
-            if data.values.dtype.kind == "f":  # nodes that read a wrong row must see that it is wrong
+            if data.values.dtype.kind == "f":  # nodes that read a wrong row must notice that the row is wrong
                 data.values[np.repeat(wrong, data.lengths)] = math.nan
         return {name: ColumnRows(rows, data) for name, data in columns.items()}
 
@@ -96,7 +96,7 @@ class Training(Engines):
         packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.filled_parameters(node))
         join = partial(self._joint_mini_batch, node, task, batch, seen, micro, wrong, normalizer)
         together = loss.needs_mini_batch(node)
-        # A single micro-batch is the whole mini-batch: its loss follows its forward pass, and no second pass is needed.
+        # A single micro-batch is the whole mini-batch, so its loss needs no second forward pass.
         joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
         rounding = self._rounding(node)
         by_micro_batch: dict[int, _Told] = {}  # empty on ranks without the last layers
@@ -131,16 +131,14 @@ class Training(Engines):
             lengths = next(iter(seen.lengths.values()))[order]
             unit, offsets = ("row", None) if loss.is_per_row(node) else ("token", offsets_from_lengths(lengths))
             cost = ColumnData(torch.cat([summary.loss for summary in summaries]).numpy(), offsets)
-            wrong = wrong | (
-                joint is not None and joint.has_wrong_row
-            )  # a statistic of a wrong row is in the loss of all
+            wrong = wrong | (joint is not None and joint.has_wrong_row)  # a wrong row affects the loss of all rows
             wrong = self.watch.check_finite(
                 node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, wrong
             )
         sums = [entry for summary in summaries for entry in summary.sums]
         figures = [entry for summary in summaries for entry in summary.figures]
         self._step(node, task, batch, report, bool(wrong.any()), sums, figures)
-        if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # generations would have counted them
+        if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # a generation would count these tokens
             report.count("prompt_tokens", float(sum(column.lengths.sum() for column in seen.contexts)), 0)
             report.count("response_tokens", float(sum(column.lengths.sum() for column in seen.scored.values())), 0)
 
@@ -149,7 +147,8 @@ class Training(Engines):
     ) -> None:
         """Take an optimizer step, unless rows or gradients are wrong, and report it.
 
-        `sums` are of losses, all finite if nothing is wrong. `figures` are what terms report in addition.
+        `sums` are the sums of losses, all finite if nothing is wrong. `figures` are additional figures that terms
+        report.
         """
         step = self.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
@@ -164,11 +163,11 @@ class Training(Engines):
             self.steps[node.name] = step
             self.stepped = True
         if self._is_leader(node):
-            # The parts of all ranks and micro-batches add up to one loss per step.
+            # The losses of all ranks and micro-batches add up to one loss per step, of weight 1.
             metrics += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if stepped else []
             metrics += [("updates", stepped, 0), ("skipped", not stepped, 0)]
         report.count("rows", len(batch.rows), 0)
-        # With several updates, each has its own metrics in addition to those of all.
+        # With several updates, each update has its own metrics in addition to the common metrics.
         for metric_prefix in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
             for name, value, weight in metrics:
                 report.count(metric_prefix + name, value, weight)
@@ -194,8 +193,8 @@ class Training(Engines):
     def _micro_batches(self, node: Node, batch: Batch, seen: PreparedBatch) -> list[Array]:
         """Return the positions of the rows of each micro-batch.
 
-        Rows of similar length go together to save padding. All groups have as many micro-batches as the largest one,
-        some empty.
+        Rows of similar length are in the same micro-batch, to save padding. All data-parallel groups have the same
+        number of micro-batches, enough for the largest share; some micro-batches may be empty.
         """
         placement = self.plan.placement(node.name)
         size = int(placement.engine.options.get("micro_batch") or 0) or max(batch.share.largest_share_rows, 1)
@@ -210,14 +209,14 @@ class Training(Engines):
         entropy: bool = False,
         best: int = 0,
     ) -> tuple[MicroBatches, ForwardRequest]:
-        """Return micro-batches as an engine takes them, and the request for them.
+        """Return the micro-batches for an engine, and the request for its forward passes.
 
-        The micro-batches have the ids whose log-probabilities terms read.
+        The micro-batches contain the ids whose log-probabilities terms read.
         """
         id_columns = loss.id_columns(self.plan.graph, node).values() if node.verb == "update" else ()
         after = scores_texts(self.plan.graph, node)
         stated = [temperature(self.plan.graph, name) for name in seen.scored]
-        # One number for all tokens, or one per token.
+        # The temperature is one number for all tokens, or one number per token.
         differ = len({*stated}) > 1 or any(value.kind != "number" for value in stated)
 
         def make(rows: Array) -> TensorDict:
@@ -260,7 +259,7 @@ class Training(Engines):
         normalizer: loss.LossNormalizer,
         outputs: list[Outputs],
     ) -> joint_loss.JointMiniBatch:
-        """Compute the loss of the whole mini-batch from its forward passes."""
+        """Gather the outputs for the whole mini-batch of all ranks; compute its loss."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         columns = {column: seen.columns[column] for column in sorted(loss.columns_read(node)[0] & seen.columns.keys())}
@@ -281,9 +280,10 @@ class Training(Engines):
         return loss.ROUNDS[holdings.dtype(self.plan, node.name)]
 
     def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
-        """Return the generator for terms of the whole mini-batch.
+        """Return the random generator for terms of the whole mini-batch.
 
-        `first` is its first row. The rows of a mini-batch are the same in any layout, and so are the numbers drawn.
+        `first` is the first row of the mini-batch. The rows of a mini-batch, and so the random numbers, are the same in
+        any layout.
         """
         return noise.RandomStream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
 
@@ -318,9 +318,10 @@ class Training(Engines):
     def _sampled_log_probs(
         self, node: Node, seen: PreparedBatch, column: ir.Column, order: Array
     ) -> numerics.SampledLogProbs | None:
-        """Return the log-probabilities to compare a column's with.
+        """Return the recorded log-probabilities with which those of a column are compared.
 
-        The column is scored, or has log-probabilities of such a column. None once a step has changed the weights.
+        The column is either scored itself, or has the log-probabilities of a scored column. Returns None if the node
+        compares nothing, or if a step has changed the weights since the task began.
         """
         compared = self.watch.comparison
         if compared is None or compared.node != node.name or self.stepped:
@@ -342,16 +343,16 @@ class Training(Engines):
         as_drawn: numerics.SampledLogProbs | None,
         wrong: Array,
     ) -> Array:
-        """Return the rows that are `wrong` already or have wrong values."""
+        """Return the mask of the rows that are `wrong` already or have wrong values."""
         if self.plan.model(node.name).scores:
             return self.watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)
         return self.watch.check_logp(node, task, report, rows, data, as_drawn, wrong)
 
 
 class _Told(NamedTuple):
-    """What is reported and checked of a micro-batch, detached from its graph.
+    """The figures and outputs of a micro-batch to report and check, without gradients.
 
-    `loss` is that of each token or row.
+    `loss` is the loss of each token or row.
     """
 
     outputs: Outputs
@@ -375,17 +376,17 @@ def _summarize(output: Outputs, value: loss.Value, total: torch.Tensor) -> _Told
 
 
 def _scored_column(column: ir.Column, seen: PreparedBatch) -> str:
-    """Return the scored column that a column has token values for.
+    """Return the scored column to whose tokens the values of a column belong.
 
-    It may be the column itself; "" if the column has one value per row.
+    The result may be the column itself. It is "" if the column has one value per row.
     """
     return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
 
 
 def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
-    """Join the outputs of forward passes for a written or scored column.
+    """Join the outputs of forward passes into the data of a written or scored column.
 
-    They are in the order of the passes.
+    The rows of the result are in the order of the passes.
     """
     scored = _scored_column(column, seen)
     width = column.dims[1].size if len(column.dims) > 1 else 0
@@ -404,9 +405,9 @@ def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], ou
 
 
 def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
-    """Return the ids that a column has for each token, [tokens, k].
+    """Return the ids that a column has for each scored token, as [tokens, k].
 
-    Other columns' tokens get zeros.
+    The column belongs to one scored column; tokens of other scored columns get zeros.
     """
     ids = flatten_column(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
     counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}

@@ -1,14 +1,15 @@
 """The proof that weights arrived and that the generation computes with them.
 
-After each resharding, a generation rank must hold what the update sent, and must compute with it what the trainer
-computes.
+After each resharding, a generation rank must hold the weights that the update sent, and must compute with them what the
+trainer computes.
 
-Invariant: digests of all tensors are compared at every delivery, for what the engine holds after `filled`. A probe is a
-few fixed prompts; trainer and generator must give their next tokens the same log-probability. It is made at the first
-two deliveries after a start. After these it is made as often as the whole proof, with one more probe, takes at most
-SHARE of the time, but at least at one of OFTEN deliveries; one rank of the update decides for all whether the next
-delivery has it. A probe finds what a digest cannot: caches of old weights, copies in another form, an engine that
-computes differently. A difference ends the run, with tensor, rank, version and edge.
+Invariant: every delivery compares digests of all tensors that the engine holds after `filled`. Some deliveries also
+have a probe: trainer and generator compute log-probabilities of the next token after a few fixed prompts, and the
+results must agree. The first two deliveries after a start have a probe. Later deliveries have a probe as long as the
+whole proof, including one more probe, takes at most SHARE of the time, and at least one of PROBE_EVERY deliveries has a
+probe. One rank of the update decides for all ranks whether the next delivery has a probe. A probe finds errors that a
+digest cannot find: caches of old weights, copies in another form, or an engine that computes differently. A difference
+ends the run with an error that names tensor, rank, version and edge.
 """
 
 from __future__ import annotations
@@ -39,24 +40,25 @@ from ..weights.delivery_check import Delivery, boxes_by_name, describe_mismatch
 from ..weights.digest import WIDTH, Digest
 from .micro_batches import MicroBatches, pack
 
-SHARE = 0.01  # of the run's time: deliveries are probed as long as the proof takes less
-PROBE_EVERY = 100  # deliveries in a row of which at least one is probed, whatever it takes
+SHARE = 0.01  # the fraction of the run's time up to which deliveries are probed more often than PROBE_EVERY requires
+PROBE_EVERY = 100  # of so many deliveries in a row, at least one is probed, even if the proof then takes more time
 BEST = 8  # likeliest tokens that the trainer reports for each prompt
-# Elements that are summed at once: on a host what fits its caches, on a device enough for its kernels, and never more
-# than a bucket has, whose memory is free at that time.
+# The number of elements that are summed at a time: on a host as many as fit into the caches, on a device enough for
+# efficient kernels. It is never more than a bucket has, because the memory of a bucket is free at that time.
 AT_ONCE = {"host": 1 << 16, "device": 1 << 22}
 LEAST = 1 << 12
-UNIT = 2.0**32  # log-probabilities are sent as integer multiples of its inverse
-VERSION, NEXT, PROBED, FACTS = range(4)  # places in the word after the digests; FACTS is their number
+UNIT = 2.0**32  # log-probabilities are sent as integer multiples of 1 / UNIT
+VERSION, NEXT, PROBED, FACTS = range(4)  # positions in the word after the digests; FACTS is their count
 
 
 class WeightProof:
     """The proof for one resharding edge on one rank.
 
-    - `ends`: the rank's numbers in the two layouts (-1: not in it).
-    - `team`: the group of the update's ranks.
-    - `word`: what these ranks report: digests, the version, whether the next delivery has a probe, whether this one
-      does, and for each of its prompts the likeliest next tokens and their log-probabilities.
+    - `ends`: the numbers of this rank in the layouts of the update and of the generation (-1: not in the layout).
+    - `team`: the process group of the update's ranks.
+    - `word`: the tensor with the reports of the update's ranks. It contains the digests, the version, whether the next
+      delivery has a probe, and whether this delivery has one. For each prompt of the probe it contains the likeliest
+      next tokens and their log-probabilities.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class WeightProof:
         self.ends = ends
         self.team = team
         self.trainer = trainer
-        self.generator: Generator | None = None  # it may be built later
+        self.generator: Generator | None = None  # set once all engines are built
         self.model = plan.model(edge.src)
         self.source = plan.placement(edge.src)
         kinds = [holdings.dtype(plan, name) for name in (edge.src, edge.dst)]
@@ -85,15 +87,15 @@ class WeightProof:
         self.delivery = Delivery(self.model.tensors, sides, ends, digest)
         self.best = min(BEST, self.model.vocabulary)
         self.word = torch.zeros(self.delivery.size + FACTS + 2 * PROMPTS * self.best, dtype=torch.int64)
-        self.version = -1  # of the word
+        self.version = -1  # the version in the word
         self.due = True  # whether the word is to have a probe
         self.before: tuple[int, torch.Tensor] | None = None  # the last version that this rank held, and its digests
         self.digests: dict[str, int] = {}
         self.unprobed = False  # whether the word has a probe that the generator has not answered
         self.settled = True  # whether the word has the reports of all ranks
-        self.summed: dist.Work | None = None  # the all-reduce of their reports
+        self.summed: dist.Work | None = None  # the all-reduce of the ranks' reports
         self.since = 0  # deliveries since the last probe
-        # Start and cost of the time that counts: first passes, which take longer, are left out.
+        # When the measured time began, and the seconds that the proof took since. The slower first passes do not count.
         self.began = self.spent = 0.0
         self.probing = 0.0  # seconds of `spent` that the last probe took
         self.answered = False  # whether the generator has answered its first probe
@@ -101,9 +103,9 @@ class WeightProof:
     # The update's ranks.
 
     def send(self, version: int, again: bool = True) -> None:
-        """Report what this rank of the update knows of its weights.
+        """Report what this rank of the update knows of its weights of this version.
 
-        They are of this version. Without `again` it reports once per version. All ranks of the update call it.
+        All ranks of the update call this method. Without `again`, a second call for the same version does nothing.
         """
         if self.trainer is None or (version == self.version and not again):
             return
@@ -126,7 +128,7 @@ class WeightProof:
         self.settled = False
 
     def settle(self) -> None:
-        """Wait until the word has what all ranks of the update reported."""
+        """Wait until `word`, the report tensor, contains the reports of all update ranks."""
         if self.trainer is None or self.settled:
             return
         with self._timed():
@@ -142,24 +144,24 @@ class WeightProof:
         self.spent = 0.0
 
     def _affords(self) -> bool:
-        """Return whether the next delivery is to be probed."""
+        """Return whether the next delivery is to have a probe."""
         if not self.began:
-            return True  # the second delivery: a cache of the first one's weights shows there
+            return True  # the second delivery: a probe then finds a cache of the first delivery's weights
         return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= PROBE_EVERY
 
     def _is_reporter(self) -> bool:
-        """Return whether this rank reports what all of them know.
+        """Return whether this rank reports the values that are the same on all ranks.
 
-        It is the first rank with a model's last layers.
+        It is the first rank of the update that has the model's last layers.
         """
         coordinates = self.source.layout.coordinates(self.ends[0])
         layout = self.source.layout
         return (coordinates.tp, coordinates.cp, coordinates.dp, coordinates.pp) == (0, 0, 0, layout.pp - 1)
 
     def _request_probe(self, trainer: Trainer, reports: bool) -> None:
-        """Let the trainer compute the likeliest tokens after each prompt.
+        """Let the trainer compute the likeliest next tokens after each prompt.
 
-        All ranks make the same calls.
+        All ranks of the update make the same calls. The rank with `reports` writes the result into the word.
         """
         prompts = ragged(self._prompts(), np.int32)
         nothing = ragged([np.zeros(1, np.int32)] * PROMPTS, np.int32)  # a placeholder for the predicted token
@@ -172,7 +174,7 @@ class WeightProof:
             return
         ids = torch.cat([output.ids for output in outputs if output.ids is not None]).cpu()
         logps = torch.cat([output.best for output in outputs if output.best is not None]).cpu()
-        if not logps.isfinite().all():  # the nodes that compute rows with these weights report it
+        if not logps.isfinite().all():  # the nodes that compute rows with these weights report the error
             return
         facts = self._facts()
         facts[PROBED] = 1
@@ -185,19 +187,25 @@ class WeightProof:
         self.digests = {}
         declared = {name: part.box for name, part in self.delivery.declared.items()}
         if self.trainer is None:
-            self.word.fill_(-1)  # so that a missing word is noticed
+            self.word.fill_(-1)  # so that `check` notices if no word arrives
         if wrong := describe_mismatch(declared, shards):
             raise WeightsNotDelivered(f"{self._describe_place()}: its engine has {wrong}")
 
     def digest_experts(self, shards: Sequence[Shard]) -> None:
-        """Digest the tensors that the engine converts once all weights are there."""
+        """Compute digests of the expert tensors before the engine converts them.
+
+        Only an engine that packs experts converts these tensors, in place, once all weights have arrived.
+        """
         if self._spec().packs_experts:
             experts = {tensor.name for tensor in self.model.tensors if tensor.experts}
             with self._timed():
                 self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in experts])
 
     def check(self, version: int, shards: Sequence[Shard]) -> None:
-        """End the run if this rank does not hold what the update sent as this version."""
+        """End the run if this rank does not hold the weights that the update sent.
+
+        `version` is the version that this rank expects.
+        """
         self.settle()
         with self._timed():
             facts = self._facts()
@@ -225,7 +233,7 @@ class WeightProof:
     def probe(self) -> None:
         """End the run if the generator's log-probabilities differ from the trainer's.
 
-        All ranks of the generator's group call it, whenever they are `unprobed`.
+        All ranks of the generator's group call this method when `unprobed` is true.
         """
         assert self.generator is not None
         self.unprobed = False
@@ -247,7 +255,7 @@ class WeightProof:
                     alike = (
                         expected[0] - expected[-1] <= self.tolerance and abs(logp[0] - expected[0]) <= self.tolerance
                     )
-                    # The trainer may have reported others of several equally likely tokens.
+                    # Of several equally likely tokens, the trainer may have reported others than the generator drew.
                     if alike or not self._draws_likeliest():
                         continue
                     difference = f"it draws token {token[0]}, which is not one of the trainer's {self.best} likeliest"
@@ -278,9 +286,10 @@ class WeightProof:
     # Both.
 
     def _prompts(self) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
-        """Return the prompts, which are the same on all ranks at all times.
+        """Return the prompts of the probe, which are the same on all ranks at all times.
 
-        So an engine's cache of older weights would show. They are long enough to be cached, where bounds permit.
+        Because the prompts never change, an engine that uses its cache of older weights gives a wrong result. The
+        prompts are long enough to be cached, if the bounds of the program permit it.
         """
         length = holdings.probe_tokens(self.plan, ENGINES, self.edge.src, self.edge.dst)
         stream = noise.RandomStream(self.plan.deploy.run.seed, "probe", self.edge.name)
@@ -316,7 +325,7 @@ def _greedy_sampling() -> Sampling:
 
 
 def suggest_other_kernels(node: str, engine: str) -> str:
-    """Return how to generate without the kernels of an engine, for a message."""
+    """Return text for a message: how to generate without the kernels of an engine."""
     return "" if engine == "hf" else f"; `engine {node} = hf` uses torch's own kernels"
 
 

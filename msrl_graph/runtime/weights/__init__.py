@@ -1,1 +1,1 @@
-"""Weights in transit: resharded, sent, saved and restored."""
+"""Weights that are resharded, sent between pools, saved and restored."""

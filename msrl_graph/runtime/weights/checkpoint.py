@@ -1,12 +1,12 @@
 """Checkpoints: all that a run needs to resume exactly, in any layout.
 
-Invariant: a checkpoint is a folder, written under a temporary name and renamed when all of it is on disk. Its manifest
-lists every file with its size and SHA-256, a second file has the SHA-256 of the manifest itself, and every file says
-which checkpoint it is of: no byte changes unnoticed. (This finds accidents and edits by hand; it is not a signature
-against someone who makes all of them again.) A tensor is stored in the boxes in which ranks held it, each box once; a
-reader takes the boxes that it needs. What is not stored (the order of the data, mini-batches, noise) is a function of
-seed and iteration. Hosts that do not see the run's folder have their parts at the same path (checkpoint_parts.py); the
-manifest says which host has what.
+Invariant: a checkpoint is a folder, which is written under a temporary name and renamed when all of its files are on
+disk. Every changed byte is noticed: the manifest lists every file with its size and SHA-256, a second file has the
+SHA-256 of the manifest, and every file says to which checkpoint it belongs. (The hashes find accidents and edits by
+hand. The hashes are no signature: anyone can write all hashes again.) A tensor is stored in the boxes in which ranks
+held it, each box once, and a reader reads the boxes that it needs. The order of the data, mini-batches and noise are
+not stored, because they are functions of seed and iteration. A host that does not see the run's folder has its files at
+the same path on its own disk (checkpoint_parts.py); the manifest lists the files of each such host.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class CheckpointHost:
-    """A host that wrote files on its own disk: its address, Ray's id of it, the files."""
+    """A host that wrote files to its own disk: its address, Ray's id of it, its files."""
 
     address: str
     node: str
@@ -70,11 +70,11 @@ class Manifest:
     """The contents of a checkpoint.
 
     - `iteration`: the number of finished iterations.
-    - `lines`: the number of metrics lines that belong to them.
-    - `steps`: optimizer steps by update.
-    - `position`: the number of rows taken from the data's endless sequence (-1: the number of prompts in these
+    - `lines`: the number of lines in metrics.jsonl that belong to these iterations.
+    - `steps`: the number of optimizer steps of each update.
+    - `position`: the number of rows taken from the data's endless sequence (-1 means the number of prompts in these
       iterations).
-    - `hosts`: empty if all files are in one folder.
+    - `hosts`: the hosts with files on their own disks; empty if all files are in one folder.
     - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty for older versions,
       which did not record them.
     """
@@ -95,16 +95,16 @@ class CorruptCheckpoint(Exception):
 
 
 def checkpoint_metadata(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a checkpoint's files.
+    """Return the metadata that every file of a checkpoint has.
 
-    It tells files of one checkpoint from those of another. The values are as in `Manifest`.
+    The metadata says to which checkpoint a file belongs. The values are the fields of `Manifest`.
     """
     digest = hashlib.sha256(msgspec.json.encode(program, order="deterministic")).hexdigest()
     return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": digest}
 
 
 def step_metadata(steps: Mapping[str, int]) -> dict[str, str]:
-    """Return a file's metadata on the optimizer's steps."""
+    """Return the metadata of a file that says how many optimizer steps were made."""
     return {f"steps of {name}": str(count) for name, count in steps.items()}
 
 
@@ -114,7 +114,7 @@ def step_metadata(steps: Mapping[str, int]) -> dict[str, str]:
 def write_tensors(
     folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], metadata: Mapping[str, str]
 ) -> CheckpointFile:
-    """Write one file of a checkpoint; it is on disk when this returns. Raises OSError."""
+    """Write one file of tensors, and sync the file to disk. Raises OSError."""
     shards = {f"{prefix}/{shard.name}": shard for prefix, shard in pieces if elements(shard.box)}
     tensor_files.write_tensors(
         folder / name, {key: shard.tensor.detach().contiguous() for key, shard in shards.items()}, metadata
@@ -127,20 +127,20 @@ def write_arrays(
 ) -> CheckpointFile:
     """Write a file of arrays that every rank may read.
 
-    It is on disk when this returns. Raises OSError.
+    The file is synced to disk. Raises OSError.
     """
     tensor_files.write_arrays(folder / name, arrays, metadata)
     return file_entry(folder / name, ())
 
 
 def file_entry(path: Path, pieces: tuple[CheckpointPiece, ...]) -> CheckpointFile:
-    """Return the manifest's entry of a file, which is on disk when this returns."""
+    """Sync a file to disk, and return its entry in the manifest."""
     sync_to_disk(path)
     return CheckpointFile(path.name, path.stat().st_size, _sha256(path), pieces)
 
 
 def write_metrics(folder: Path, copy: bytes, metadata: Mapping[str, str]) -> CheckpointFile:
-    """Write the lines of metrics.jsonl that belong to a checkpoint, given as gzip."""
+    """Write the metrics lines of a checkpoint, which `copy` contains as gzip."""
     import numpy as np
 
     return write_arrays(folder, METRICS, {_COPY: np.frombuffer(copy, np.uint8)}, metadata)
@@ -149,7 +149,7 @@ def write_metrics(folder: Path, copy: bytes, metadata: Mapping[str, str]) -> Che
 def begin(run: Path, iteration: int) -> Path:
     """Make an empty folder to write a checkpoint in."""
     partial = run / FOLDER / f".{folder_name(iteration)}.partial"
-    for stale in (run / FOLDER).glob(".*.partial"):  # left by a run that ended while it wrote
+    for stale in (run / FOLDER).glob(".*.partial"):  # left by a run that ended while it wrote a checkpoint
         if is_folder_name(stale.stem.lstrip(".")):
             shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -157,9 +157,9 @@ def begin(run: Path, iteration: int) -> Path:
 
 
 def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] = ()) -> Path:
-    """Write the manifest and rename a complete checkpoint.
+    """Write the manifest, and rename the folder of a complete checkpoint.
 
-    Then remove the checkpoints older than the newest `keep` up to this one, except the `best`.
+    Of the checkpoints up to this one, only the newest `keep` and the iterations `best` remain; others are removed.
     """
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _digest_line(content))):
@@ -172,10 +172,10 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
 
 
 def finalize(partial: Path) -> Path:
-    """Rename a folder of `begin` to the checkpoint's name."""
+    """Rename a folder that `begin` has made to the checkpoint's name."""
     target = partial.parent / partial.stem.lstrip(".")
     sync_to_disk(partial)
-    if target.exists():  # the run was resumed from an older one: this one is written again with the same contents
+    if target.exists():  # the run was resumed from an older checkpoint and writes this one again with the same contents
         shutil.rmtree(target)
     partial.rename(target)
     sync_to_disk(target.parent)
@@ -215,7 +215,7 @@ def is_folder_name(name: str) -> bool:
 def list_checkpoints(run: Path) -> list[Path]:
     """List the checkpoints in a run's folder, oldest first, intact or not.
 
-    A folder without any file of a checkpoint is not one, whatever its name.
+    A folder without any file of a checkpoint is not a checkpoint, whatever its name.
     """
     candidates = (
         path
@@ -226,14 +226,14 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def list_up_to(path: Path) -> list[Path]:
-    """List a run's checkpoints from the oldest to this one."""
+    """List the checkpoints of a run, from the oldest to the checkpoint `path`."""
     return [checkpoint for checkpoint in list_checkpoints(path.parent.parent) if int(checkpoint.name) <= int(path.name)]
 
 
 def list_at_url(url: str, whole: bool = True) -> list[str]:
     """List the names of the checkpoints in a folder at a URL, oldest first.
 
-    With `whole` only complete checkpoints, which have a manifest; otherwise all. Raises the errors of `urls`.
+    With `whole`, only complete checkpoints are listed, which have a manifest. Raises the errors of files/urls.py.
     """
     files_by_name = {name: urls.names(urls.join(url, name)) for name in urls.names(url) if is_folder_name(name)}
     return sorted(
@@ -258,7 +258,7 @@ def _has_checkpoint_file(names: Iterable[str]) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest alone, as it was written. Raises CorruptCheckpoint."""
+    """Read and check the manifest, but no other file. Raises CorruptCheckpoint."""
     name = MANIFEST
     try:
         content = (path / name).read_bytes()
@@ -311,7 +311,7 @@ def verify(path: Path) -> Manifest:
 
 
 def find_corruption(path: Path, file: CheckpointFile) -> str:
-    """Return what is wrong with a file of a checkpoint, for a sentence; "" if intact."""
+    """Return what is wrong with a file, to continue a sentence; "" if it is intact."""
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != file.bytes:
@@ -320,7 +320,7 @@ def find_corruption(path: Path, file: CheckpointFile) -> str:
 
 
 def _read_metadata(path: Path) -> dict[str, str]:
-    """Return a file's metadata on its checkpoint. Raises CorruptCheckpoint."""
+    """Return the metadata of a checkpoint's file. Raises CorruptCheckpoint."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -340,7 +340,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 def read_metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
     """Return the lines of metrics.jsonl that belong to a checkpoint.
 
-    None if it has no copy of them. Raises CorruptCheckpoint.
+    Returns None if the checkpoint has no copy of these lines. Raises CorruptCheckpoint.
     """
     if not any(file.name == METRICS for file in manifest.files):
         return None
@@ -354,7 +354,7 @@ def read_metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
 
 
 def find_newest(run: Path) -> tuple[Path, Manifest] | None:
-    """Return the newest intact checkpoint of a run's folder."""
+    """Return the newest intact checkpoint of a run's folder; None if there is none."""
     for path in reversed(list_checkpoints(run)):
         try:
             return path, verify(path)
@@ -364,7 +364,7 @@ def find_newest(run: Path) -> tuple[Path, Manifest] | None:
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint, by box."""
+    """The tensors of a checkpoint, which can be read by box."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -374,9 +374,9 @@ class CheckpointSource:
                 self.pieces.setdefault(piece.name, []).append((file.name, piece.box))
 
     def kinds(self, worker: str) -> dict[str, set[str]]:
-        """Return the kinds of data stored for a worker, each with its tensors.
+        """Return the kinds of data stored for a worker, and the tensors of each kind.
 
-        An optimizer may use several rules, so not every tensor has each kind.
+        A kind is `weights` or data of the optimizer. An optimizer may not store each kind for every tensor.
         """
         kinds: dict[str, set[str]] = {}
         for name in self.pieces:
@@ -386,11 +386,11 @@ class CheckpointSource:
         return kinds
 
     def files(self, name: str, box: Box) -> set[str]:
-        """Return the files that have a part of a tensor's `box`."""
+        """Return the names of the files that contain a part of a tensor's `box`."""
         return {file for file, piece_box in self.pieces.get(name, ()) if overlap(piece_box, box) is not None}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type in which a tensor was saved. Raises CorruptCheckpoint."""
+        """Return the dtype in which a tensor was saved. Raises CorruptCheckpoint."""
         from safetensors import safe_open
 
         if name not in self.pieces:
@@ -400,7 +400,7 @@ class CheckpointSource:
         return saved_dtype
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Read the part of a tensor in `box`, from all files that have some of it."""
+        """Read one box of a tensor from all files that contain a part of the box."""
         import torch
         from safetensors import safe_open
 

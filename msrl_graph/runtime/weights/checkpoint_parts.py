@@ -1,7 +1,9 @@
-"""A host's part of a checkpoint, on a disk that the driver does not see.
+"""The files of a checkpoint on a host whose disk the driver does not see.
 
-The driver calls these functions by name. Invariant: none of them raises if a disk fails: the answer says what went
-wrong, or is "". A file from another host gets its name only when it is complete.
+The driver calls the functions in `ACTS` by name.
+
+Invariant: a function that writes does not raise if a disk fails. The function returns what went wrong, or "". A file
+from another host gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from . import checkpoint
 from .checkpoint import CheckpointFile
 
 P = ParamSpec("P")
-PIECE = 16 << 20  # bytes of a file that are sent from host to host at once
+PIECE = 16 << 20  # bytes of a file that are sent from host to host in one piece
 
 
 def _return_error(act: Callable[P, None]) -> Callable[P, str]:
@@ -35,9 +37,9 @@ def _return_error(act: Callable[P, None]) -> Callable[P, str]:
 
 @_return_error
 def begin(run: str, iteration: int) -> None:
-    """Make the folder to write in.
+    """Make the folder into which the ranks of this host write a checkpoint.
 
-    Nothing is written into a folder of another user, which may be at the run's path.
+    Returns an error if the run's path leads to a folder of another user, or to a folder to which other users can write.
     """
     Path(run).mkdir(parents=True, exist_ok=True)
     private.check_folder(Path(run).resolve(), private.OTHERS_WRITE)
@@ -46,9 +48,9 @@ def begin(run: str, iteration: int) -> None:
 
 @_return_error
 def name(partial: str) -> None:
-    """Rename what ranks of this host wrote to the checkpoint's name.
+    """Rename the folder with the files of this host's ranks to the checkpoint's name.
 
-    It has no manifest yet.
+    The checkpoint has no manifest yet. If the folder does not exist, nothing is done.
     """
     path = Path(partial)
     if path.exists():  # otherwise a host with the same disk was first
@@ -57,9 +59,10 @@ def name(partial: str) -> None:
 
 @_return_error
 def keep(run: str, names: Sequence[str], newest: Mapping[str, bytes]) -> None:
-    """Add the manifest to this host's part of the newest checkpoint; remove old ones.
+    """Add the manifest to this host's newest checkpoint, and remove old checkpoints.
 
-    All checkpoints whose names are not in `names` are removed.
+    `names` are the names of the checkpoints to keep, with the newest last. All other checkpoints are removed. `newest`
+    has the contents of the manifest's files.
     """
     target = Path(run) / checkpoint.FOLDER / names[-1]
     for file, content in newest.items():
@@ -83,7 +86,7 @@ def send(folder: str, url: str, names: Sequence[str]) -> None:
 
 
 def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
-    """Return what is wrong with each of the files on this host."""
+    """Return what is wrong with each of the files on this host; "" if intact."""
     problems = {}
     for file in files:
         try:
@@ -107,7 +110,7 @@ def piece(folder: str, name: str, offset: int) -> bytes:
 
 @_return_error
 def take(folder: str, name: str, offset: int, content: bytes) -> None:
-    """Write a piece of a file under a temporary name."""
+    """Write a piece of a file under a temporary name, at `offset` bytes."""
     path = _partial(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if offset else "wb") as file:
@@ -117,7 +120,10 @@ def take(folder: str, name: str, offset: int, content: bytes) -> None:
 
 @_return_error
 def whole(folder: str, file: CheckpointFile) -> None:
-    """Give a file its name when it is complete."""
+    """Rename a file from its temporary name to its final name.
+
+    Returns an error if the file is not complete.
+    """
     path = _partial(folder, file.name)
     if wrong := checkpoint.find_corruption(path, file):
         raise OSError(f"{file.name} came from another host and {wrong}")

@@ -1,10 +1,10 @@
-"""A check that a generation holds what its update sent, tensor by tensor.
+"""A check that a generation holds the weights that its update sent.
 
-It is made at each end of a resharding edge.
+The ranks at both ends of a resharding edge sum digests, and the digests are compared tensor by tensor.
 
-Invariant: what an end sums follows from the two layouts alone (sharding/layout.py), not from the routes on which
-weights are sent: so a route that was cut wrongly, or left out, shows. If several ranks hold copies of a part, one of
-them sums it, such that all have about the same work.
+Invariant: the two layouts alone decide what a rank sums (sharding/layout.py), not the routes on which weights are sent.
+So the check finds a route that is wrong or missing. If several ranks hold copies of a box, one of these ranks sums the
+box. The boxes are assigned so that all ranks have about the same work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from .digest import Digest, Odd
 
 
 class TensorSlice(NamedTuple):
-    """What this rank sums of a tensor.
+    """A part of a tensor whose digest this rank computes.
 
-    - `box`: the part.
-    - `inside`: its place in what the rank holds (None: it is all of that).
-    - `at`: the numbers of its positions.
-    - `place`: its place in the list of digests.
+    - `name`: the name of the tensor.
+    - `box`: the part, as a box of the whole tensor.
+    - `inside`: the indices of the part in the rank's shard. None means the whole shard.
+    - `weights`: the weights of the positions in the box (digest.py).
+    - `place`: the index of the part's digest in the list of digests.
     """
 
     name: str
@@ -39,11 +40,14 @@ class TensorSlice(NamedTuple):
 
 
 class Delivery:
-    """The weights of an edge on one rank: what it sums, and what it must hold.
+    """The digests of a resharding edge that one rank computes and compares.
 
-    `ends` are the rank's numbers in the layouts of update and generation (-1: not in it). `size` is the number of
-    different boxes that the generation's ranks hold, of all tensors. What the update sent is a list with the digest of
-    each box: the sum over its ranks.
+    - `sides`: the layouts of update and generation.
+    - `ends`: the numbers of the rank in these two layouts; -1 if the rank is not in a layout.
+    - `size`: the number of different boxes, of all tensors, that the ranks of the generation hold.
+
+    The digests of the update are a list with one number for each of these boxes. Each number is a sum over the ranks of
+    the update.
     """
 
     def __init__(
@@ -52,11 +56,11 @@ class Delivery:
         source, target = sides
         self.digest = digest
         self.size = 0
-        self.parts: list[TensorSlice] = []  # to sum of the update
+        self.parts: list[TensorSlice] = []  # the slices of the update that this rank sums
         self.declared: dict[str, TensorSlice] = {}  # by tensor, what this rank generates with
         # By kind of tensor: the ranks that hold each box of the update, and the different boxes of the generation.
         known: dict[Hashable, tuple[dict[Box, tuple[int, ...]], list[Box]]] = {}
-        # By holders: a heap of the elements that each of them sums.
+        # By the ranks that hold a box: a heap with the number of elements that each of these ranks sums.
         busy: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for tensor in tensors:
             kind = strip_name(tensor), stages(tensor, source.layout), stages(tensor, target.layout)
@@ -87,12 +91,18 @@ class Delivery:
         return TensorSlice(tensor.name, box, inside, self.digest.position_weights(box), place)
 
     def sent_digests(self, shards: Iterable[Shard]) -> torch.Tensor:
-        """Return this rank's summands of the update's digests, by place."""
+        """Return the numbers that this rank adds to the digests of the update.
+
+        The result has one number for each box of the generation. `shards` are the weights of the update on this rank.
+        """
         digests = self._digests(shards, self.parts)
         return torch.zeros(self.size, dtype=torch.int64).index_add_(0, self._places, digests)
 
     def held_digests(self, shards: Sequence[Shard]) -> dict[str, int]:
-        """Return the digests of some tensors that this rank generates with."""
+        """Return the digests of tensors with which this rank generates, by name.
+
+        Only the tensors of `shards` are included.
+        """
         names = {shard.name for shard in shards}
         parts = [part for part in self.own_parts if part.name in names]
         return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
@@ -114,13 +124,16 @@ class Delivery:
             return torch.cat(digests).cpu()
 
     def find_differences(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
-        """Return this rank's tensors whose digests differ from what was sent."""
+        """Return the names of this rank's tensors whose digests differ from the update's.
+
+        `digests` are from `held_digests`. `sent` are the digests of the update.
+        """
         sent_digests = sent.tolist()
         return [name for name, part in self.declared.items() if digests.get(name) != sent_digests[part.place]]
 
 
 def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
-    """Return the ranks that hold each box of a tensor."""
+    """Return the ranks of a layout that hold each box of a tensor."""
     ranks_by_box: dict[Box, list[int]] = {}
     for rank in range(side.devices):
         if elements(box := shard(tensor, side, rank)):
@@ -148,5 +161,8 @@ def describe_mismatch(declared: Mapping[str, Box], shards: Iterable[Shard]) -> s
 
 
 def boxes_by_name(tensors: Iterable[Tensor], side: Side, rank: int) -> dict[str, Box]:
-    """Return what a rank of a layout holds, by tensor, without empty boxes."""
+    """Return the box of each tensor that a rank of a layout holds.
+
+    Tensors of which the rank holds nothing are left out.
+    """
     return {tensor.name: box for tensor in tensors if elements(box := shard(tensor, side, rank))}

@@ -1,10 +1,11 @@
-"""A digest of tensors that is additive: digests of parts sum to that of the whole.
+"""An additive digest of tensors: the digests of parts sum to the whole's digest.
 
-Invariant: it is the sum of bits(e) * weight(position of e in the whole tensor) modulo 2^64, where a position's weight
-is the product of one odd pseudo-random number for its index in each dim. An odd number times a change of at most 32
-bits is never 0, so a change of one element always shows. Any other change (rows or elements that swap places, values of
-another version) is missed by chance alone: where nothing but signs changes, less than once in 10^8, otherwise far less
-often. It does not depend on layout, device or order: these are integers.
+Invariant: the digest is the sum of bits(e) * weight(position of e in the whole tensor) over all elements e, modulo
+2^64. The weight of a position is the product of one odd pseudo-random number for its index in each dimension. An odd
+number times a change of at most 32 bits is never 0, so a change of one element always changes the digest. Any other
+change is missed by chance alone, for example if rows or elements swap places, or if the values are of another version.
+If only signs change, the chance is less than 1 in 10^8. In all other cases it is far smaller. The digest does not
+depend on layout, device or order, because it is a sum of integers.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from ..process.memory import unmeasured
 _STREAM = noise.RandomStream(0, "digest")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 WIDTH = 8  # bytes of an element while it is summed
-Odd = list[torch.Tensor]  # the numbers of a range of indices, by dim
+Odd = list[torch.Tensor]  # by dim, the odd numbers of a range of indices
 
 
 class Digest:
-    """Digests of tensors of at most these `shapes`, whose elements count as `dtype`.
+    """The computation of digests for tensors on one device.
 
-    The elements are on the device `place`. `at_once` of them are summed at a time, in a buffer of WIDTH bytes each.
+    - `shapes`: the shapes of the whole tensors. The largest size of each dimension is used.
+    - `dtype`: the type to which elements are converted first.
+    - `place`: the device.
+    - `at_once`: the number of elements that are summed at a time, in a buffer of WIDTH bytes for each element.
     """
 
     def __init__(
@@ -46,22 +50,26 @@ class Digest:
         ]
 
     def position_weights(self, box: Box) -> Odd:
-        """Return the numbers of a box's positions."""
+        """Return the odd numbers whose products are the weights of a box's positions.
+
+        The result has one tensor for each dimension.
+        """
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
     def make_buffer(self, device: torch.device) -> torch.Tensor:
         """Return a buffer for the sums.
 
-        It is allocated once for many digests, since a host's system provides pages one by one.
+        One buffer is allocated for many digests, because the system of a host provides fresh memory page by page.
         """
         return torch.empty(self.at_once, dtype=torch.int64, device=device)
 
     def digests(
         self, values: Sequence[torch.Tensor], axis_weights: Odd, room: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the digests of tensors at the same positions.
+        """Return the digests of tensors that have the same box.
 
-        There is one number for each, on their device.
+        The result has one number for each tensor, on the device of the tensors. `axis_weights` are the
+        `position_weights` of this box. `room` is a buffer from `make_buffer`.
         """
         first = values[0]
         room = self.make_buffer(first.device) if room is None else room

@@ -1,7 +1,7 @@
 """Weights of a trained worker as a Hugging Face folder.
 
-Invariant: a folder gets its name when all of it is written. A run and `--export` write through this module, so the same
-weights give the same bytes.
+Invariant: a folder gets its final name when all of its files are written. A run and `--export` both write through this
+module, so the same weights give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write whole tensors, by the names of `model.tensors`, in place of `folder`.
+    """Write the weights of a model as a Hugging Face folder.
 
-    Raises OSError.
+    `weights` has whole tensors, by the names in `model.tensors`. An existing `folder` is replaced. Raises OSError.
     """
     named = {
         name: weights[tensor.name][index] if index else weights[tensor.name]

@@ -1,10 +1,11 @@
-"""The allgather-swap: update weights become generation weights.
+"""The allgather-swap, which turns update weights into generation weights.
 
 Source: arXiv:2507.19017, figure 5.
 
-Invariant: after `run`, each rank holds exactly its boxes of the generation layout, bit for bit the values of the
-update's. In mode swap, the update's storages on the device are empty and their bytes are in host buffers; `swap_in`
-brings them back bit for bit. This module knows an engine only by its shards.
+Invariant: after `Resharder.run`, each rank holds exactly its boxes of the generation layout. Their values are bit for
+bit the values of the update's weights. In mode swap, the update's storages on the device are empty after the run, and
+their bytes are in host buffers. `HostSwap` copies these bytes back to the device bit for bit. The only part of an
+engine that this module uses is the engine's shards.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ class HostSwap:
 
     @property
     def host(self) -> list[torch.Tensor]:
-        """The buffers of the shards; none while the weights are on the device."""
+        """The host buffers of the shards; empty while the weights are on the device."""
         return self.offload.buffers
 
     def swap_out(self) -> None:
-        """Copy from device to host and release the device's storages."""
+        """Copy the weights to host buffers, and release their storages on the device."""
         self.offload.store()
         self.offload.leave()
         self.offload.device.finish()
 
     def start_in(self) -> None:
-        """Begin the copy from host to device, in parallel with other work."""
+        """Begin to copy the weights from host to device, in parallel with other work."""
         if self.host and self._thread is None:
             self.offload.take()  # here, so that the memory plan is right from now on
             self._thread = threading.Thread(target=self._copy_in)
@@ -78,9 +79,10 @@ class HostSwap:
 
 
 class Resharder:
-    """One resharding edge on one rank.
+    """The allgather-swap of one resharding edge on one rank.
 
-    `blocks`: by way, the neighbours that gather or exchange among themselves.
+    `sides` are the layouts of update and generation. `blocks` has, for each way (transfer_routes.py), the ranks that
+    gather or exchange tensors with each other. `swap` has the update weights of this rank.
     """
 
     def __init__(
@@ -106,13 +108,18 @@ class Resharder:
                 self.loads[-1].append(route.load(bucket, self.loads[-1][-1].stretch.stop if self.loads[-1] else 0))
         self.buffer_elements = max(loads[-1].stretch.stop for loads in self.loads)  # elements of the temporary buffer
         item = swap.shards[0].tensor.element_size()
-        # By way, bytes that a run receives from neighbours.
+        # By way, bytes that a run receives from other ranks.
         self.received = {way.of: item * sum(loads[i].moved for loads in self.loads) for i, way in enumerate(plan.ways)}
         self.moved = sum(self.received.values())
         self.seconds: dict[str, float] = {}
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
-        """Run the five steps."""
+        """Run the five steps of the allgather-swap.
+
+        The steps allocate a buffer, gather the weights, select what the generation needs, release the buffer, and swap
+        the update weights out (only in mode swap). With the order `staged`, the swap comes first. `allocate` returns
+        the shards to fill. Afterwards, `seconds` has the time of each step.
+        """
         self.seconds = {}
         staged = self.plan.mode == "swap" and self.plan.order == "staged"
 

@@ -1,8 +1,9 @@
 """Files of tensors, and the other files of a model's folder.
 
-Invariant: what is written has the mode that the umask gives, and a failure is an OSError, whichever library writes.
-Nothing outside a model's folder is copied: before a run, links that lead out of it are an error; later they are left
-out. Links of weights are also an error: weights are not copied, but what is trained from them is saved.
+Invariant: a written file has the mode that the umask gives, and a failure raises OSError, whichever library writes. No
+file outside a model's folder is copied. Before a run, a link out of the folder is an error. When a folder is copied
+later, such links are left out. Links of weight files are errors, too: weight files are not copied, but the weights that
+are trained from them are saved.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ FOLDERS = ("additional_chat_templates",)  # folders that transformers reads for 
 def write_tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
-    (With {} as metadata the library would write a file that it cannot read if there are no tensors.)
+    Empty metadata is passed to the library as None. If there are no tensors, the library would write a file with {} as
+    metadata, and could not read this file.
     """
     from safetensors.torch import save_file
 
@@ -55,7 +57,7 @@ def write_tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mappi
 
 
 def write_arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, without torch."""
+    """Write a safetensors file, without importing torch."""
     from safetensors.numpy import save_file
 
     with _file_conventions(path):
@@ -64,9 +66,9 @@ def write_arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mappin
 
 @contextmanager
 def _file_conventions(path: Path) -> Iterator[None]:
-    """Make safetensors behave like other files.
+    """Give a safetensors file the usual errors and mode of a file.
 
-    Without this a full disk is not an OSError, and only the owner may read the file.
+    Without this context, a full disk does not raise OSError, and only the owner may read the file.
     """
     from safetensors import SafetensorError
 
@@ -80,9 +82,9 @@ def _file_conventions(path: Path) -> Iterator[None]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a model's folder without its weights.
+    """Copy the files of a model's folder, except its weights.
 
-    The copy has what config, tokenizer and generation are read from.
+    The copy has the files that config, tokenizer and generation settings are read from.
     """
     for file in companion_files(source):
         copy = target / file.relative_to(source)
@@ -93,14 +95,14 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def companion_files(source: Path) -> Iterator[Path]:
-    """Yield the files of a model's folder, except weights and links out of it."""
+    """Yield the files of a model's folder, except weights and links out of the folder."""
     yield from (file for file in _list_companions(source) if escape(file, source) is None)
 
 
 def find_outside_links(source: Path) -> dict[Path, Path]:
-    """Return where links in a model's folder lead outside it.
+    """Return the links that lead out of a model's folder, with the links' targets.
 
-    These are its weights and the files that would be copied with them.
+    Only weight files, and the files that are copied with a model, are examined.
     """
     files = {*_list_companions(source), *candidate_weight_files(source)}
     return {file: target for file in sorted(files) if (target := escape(file, source))}

@@ -1,11 +1,13 @@
-"""The route of weights to a generating rank, for one way of a resharding edge.
+"""The transfer of weights to a generating rank, for one way of a resharding edge.
 
-A way has some of the tensors: experts, embeddings, or all others.
+A *way* has the tensors of one kind: experts, embeddings, or all other tensors. A *block* is a set of ranks that gather
+or exchange these tensors with each other. The other ranks of a rank's block are its *neighbors*.
 
-Invariant: all ranks of a block make the same calls in the same order. If several ranks hold the same box, one gives it,
-such that all give about the same amount. If an all-gather would bring a rank more than twice what it wants, the plan
-says all-to-all, and only what is wanted is sent; what each rank of a block has already is not sent. The routes are
-computed once: a run only copies and calls collectives.
+Invariant: all ranks of a block make the same calls in the same order. If several ranks hold the same box, one of them
+sends the box. The senders are chosen so that all ranks send about the same amount. If an all-gather would bring a rank
+more than twice the amount that the rank wants, the plan says all-to-all, and only boxes that are wanted are sent. If
+each rank of a block already has what it wants of a tensor, the tensor is not sent. The transfers are computed once. A
+run only copies and calls collectives.
 """
 
 from __future__ import annotations
@@ -22,23 +24,25 @@ from ...ir.plan import ReshardRoute
 from ...sharding.layout import Box, Side, Tensor, elements, overlap, relative_box, shard, slices
 from ...sharding.redistribute import list_gather_groups
 
-# If neighbours give different amounts, an all-gather pads them to the largest, up to this factor: it is one call then.
+# If the ranks send different amounts, an all-gather pads all amounts to the largest amount, if this makes the total at
+# most this many times larger. The all-gather is then a single call.
 PADDING = 1.02
 Tensors = Mapping[str, torch.Tensor]  # by name
 Index = tuple[slice, ...]
 
 
 class Block(NamedTuple):
-    """The `ranks` of a layout that gather or exchange together, and their group."""
+    """The ranks of a layout that gather or exchange tensors, and their process group."""
 
     ranks: tuple[int, ...]
     group: Any = None
 
 
 def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
-    """Return the blocks that a global rank is in, by way.
+    """Return the block of a global rank for each way.
 
-    A collective of all ranks, since it makes process groups.
+    All ranks must call this function together, because it makes process groups. `per_host` is the number of devices of
+    a host.
     """
     own_blocks: dict[str, Block] = {}
     groups: dict[tuple[int, ...], Any] = {}
@@ -53,7 +57,11 @@ def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank:
 
 
 class Transfer(NamedTuple):
-    """A box of a tensor on its way between neighbours, by their numbers in the block."""
+    """A box of a tensor that one rank of a block sends to another rank of the block.
+
+    `giver` is the index of the sending rank in the block, and `taker` is the index of the receiving rank. The two
+    indices are equal if the rank already has the box.
+    """
 
     giver: int
     taker: int
@@ -62,7 +70,10 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """What this rank gives: its place in the rank's tensor, and in the buffer."""
+    """A box of a tensor that this rank sends.
+
+    `inside` are the indices of the box in the rank's update shard. `place` is the range of the box in the buffer.
+    """
 
     name: str
     inside: Index
@@ -70,11 +81,12 @@ class Pack(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A box of a given `shape` from a neighbour.
+    """A box of a tensor that this rank receives.
 
-    - `place`: its place in the buffer.
-    - `part`: the part that this rank wants.
-    - `inside`: where that is in the rank's generation box.
+    - `place`: the range of the box in the buffer.
+    - `shape`: the shape of the box.
+    - `part`: the indices, in the box, of the part that this rank wants.
+    - `inside`: the indices of this part in the rank's generation shard.
     """
 
     name: str
@@ -85,7 +97,10 @@ class Receive(NamedTuple):
 
 
 class LocalCopy(NamedTuple):
-    """What this rank has itself: its place in its update box and generation box."""
+    """A part of a tensor that this rank copies from its own update shard.
+
+    `inside` are the indices of the part in the update shard, and `target` are its indices in the generation shard.
+    """
 
     name: str
     inside: Index
@@ -94,11 +109,14 @@ class LocalCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class RouteLoad:
-    """What a way brings this rank in one bucket, through a `stretch` of the buffer.
+    """The transfers of one way on this rank for one bucket.
 
-    - `index`: the rank's number in the group. `stretch`: elements of the temporary buffer.
-    - `gathered`: in an all-gather, the number of elements from each neighbour.
-    - `sent` and `received`: in an all-to-all, the numbers of elements to and from each neighbour.
+    - `group`: the process group of the block.
+    - `index`: the number of this rank in the group.
+    - `stretch`: the range of elements in the temporary buffer that these transfers use.
+    - `gathered`: in an all-gather, the number of elements from each rank of the block.
+    - `sent`, `received`: in an all-to-all, the numbers of elements to and from each rank of the block.
+    - `packs`, `receives`, `local_copies`: the boxes that this rank sends, receives, and copies locally.
     """
 
     group: Any
@@ -113,18 +131,22 @@ class RouteLoad:
 
     @property
     def moved(self) -> int:
-        """The number of elements that come from neighbours."""
+        """The number of elements that this rank receives from its neighbors."""
         return sum(self.received) + sum(count for i, count in enumerate(self.gathered) if i != self.index)
 
     def fetch(self, source: Tensors, buffer: torch.Tensor) -> None:
-        """Fill the stretch with what this rank and its neighbours give."""
+        """Copy this rank's boxes into the buffer, and run the collective.
+
+        `source` has the tensors of the update. The range `stretch` of the buffer then has the boxes that this rank
+        gets.
+        """
         for name, inside, place in self.packs:
             piece = source[name][inside]
             buffer[place].view(piece.shape).copy_(piece)
         self.exchange(buffer)
 
     def exchange(self, buffer: torch.Tensor) -> None:
-        """Run the collective alone."""
+        """Run the collective on the buffer, without copying boxes into the buffer."""
         room = buffer[self.stretch]
         if self.sent:
             sent, received = torch.split(room, [sum(self.sent), sum(self.received)])
@@ -139,7 +161,10 @@ class RouteLoad:
                     dist.broadcast(row, group=self.group, group_src=index)
 
     def unpack(self, source: Tensors, buffer: torch.Tensor, goal: Tensors) -> None:
-        """Copy what arrived, and what this rank had itself, to its generation boxes."""
+        """Copy the received boxes, and this rank's own boxes, to the generation's tensors.
+
+        `source` has the tensors of the update, and `goal` has the tensors of the generation.
+        """
         for name, place, shape, part, inside in self.receives:
             goal[name][inside].copy_(buffer[place].view(shape)[part])
         for name, inside, target in self.local_copies:
@@ -147,9 +172,9 @@ class RouteLoad:
 
 
 class TransferRoute:
-    """One way on one rank.
+    """The transfers of one way on one rank.
 
-    `boxes` are those that the rank holds of the update's weights, and `target` those that it generates with, by name.
+    `boxes` has the rank's box of each tensor in the update layout, and `target` has its box in the generation layout.
     """
 
     def __init__(
@@ -166,10 +191,10 @@ class TransferRoute:
         source, target = sides
         self.boxes = {tensor.name: shard(tensor, source, rank) for tensor in tensors}
         self.target = {tensor.name: shard(tensor, target, rank) for tensor in tensors}
-        # By tensor, the neighbour that gives each box; nothing if each neighbour already has all that it wants.
+        # By tensor, the rank that sends each box; nothing if each rank of the block already has all that it wants.
         self.gathered: dict[str, list[tuple[int, Box]]] = {}
         self.moves: dict[str, list[Transfer]] = {}
-        amounts = [0] * len(self.ranks)  # elements that each neighbour gives
+        amounts = [0] * len(self.ranks)  # the number of elements that each rank sends
         for turn, tensor in enumerate(tensors):
             holders: dict[Box, list[int]] = {}
             for index, neighbour in enumerate(self.ranks):
@@ -190,15 +215,15 @@ class TransferRoute:
             ]
 
     def load(self, bucket: Iterable[str], start: int) -> RouteLoad:
-        """Return what the way brings for some tensors.
+        """Return the transfers for the tensors of one bucket.
 
-        Its elements begin at `start` in the buffer.
+        `start` is the first element of the temporary buffer that these transfers use.
         """
         names = list(bucket)
         gathered = [(tensor_name, *pair) for tensor_name in names for pair in self.gathered.get(tensor_name, ())]
         moves = [move for tensor_name in names for move in self.moves.get(tensor_name, ())]
         across = [move for move in moves if move.giver != move.taker]
-        # A way with an all-gather exchanges nothing: each rank has what is not part of it.
+        # A way with an all-gather exchanges nothing: each rank already has the tensors that are not gathered.
         load = self._make_gather(gathered, start) if gathered else self._make_exchange(across, start)
         for _, _, name, box in (move for move in moves if move.giver == move.taker == self.index):
             load.local_copies.append(
@@ -221,7 +246,7 @@ class TransferRoute:
             place = slice(offsets[index], offsets[index] + elements(box))
             wanted = self.target[name]
             offsets[index] = place.stop
-            # In place: a rank's own part is copied to where the gather puts it, to save memory.
+            # In place, to save memory: a rank copies its own box to the range where the all-gather would put it.
             if index == self.index:
                 load.packs.append(Pack(name, slices(relative_box(box, box)), place))
             if (common := overlap(box, wanted)) is not None:
@@ -260,6 +285,6 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _have_all(holders: Mapping[Box, Sequence[int]], wants: Sequence[Box]) -> bool:
-    """Return whether each neighbour already has all that it wants."""
+    """Return whether each rank of a block already has all that it wants of a tensor."""
     own = {index: box for box, owners in holders.items() for index in owners}
     return all(not elements(want) or (i in own and overlap(want, own[i]) == want) for i, want in enumerate(wants))

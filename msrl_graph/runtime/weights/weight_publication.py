@@ -1,10 +1,10 @@
-"""Resharding between two pools of which one may be ahead (`staleness`).
+"""Resharding between two pools, one of which may run ahead (`staleness`).
 
-The update's ranks publish each version of their weights as a copy and continue; the generation's ranks fetch it when
-they need it.
+The update's ranks publish each version of their weights as a copy and continue. The generation's ranks fetch the copy
+when they need it.
 
-Invariant: a generation gets exactly the version that it was told to fetch, whatever the update does meanwhile: a copy
-is overwritten only after all ranks that were told to fetch it have it.
+Invariant: a generation gets exactly the version that it was ordered to fetch, whatever the update does meanwhile. A
+copy is overwritten only after all ranks that were ordered to fetch the copy have received it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LOOK = timedelta(seconds=1)  # timeout of one wait for a request
 
 
 class WeightPublication(Sender):
-    """One edge on one rank.
+    """A resharding edge with `staleness`, on one rank.
 
-    `arguments` are those of Sender. Requests go through the ranks' `store`; nothing waits longer than `deadline`
-    seconds.
+    `arguments` are the arguments of Sender. Requests for weights are exchanged through `store`, the store of all ranks.
+    A wait longer than `deadline` seconds is an error.
     """
 
     def __init__(self, *arguments: Any, store: TCPStore, deadline: float) -> None:
@@ -55,8 +55,8 @@ class WeightPublication(Sender):
     def publish(self, version: int, fetch_count: int) -> None:
         """Copy the weights, which are of `version`, and the word.
 
-        `fetch_count`: how many fetches were ordered so far, perhaps including one of this version. All ranks of the
-        earlier ones must have been served before the copy is overwritten.
+        If the copy already has this version, nothing is done. `fetch_count` is the number of fetches that were ordered
+        so far. All of these fetches must be served before the copy is overwritten.
         """
         if not self.messages_given or version == self.version:
             return
@@ -86,9 +86,10 @@ class WeightPublication(Sender):
         return f"{self.name}, {giver}, {count}"
 
     def _serve_requests(self) -> None:
-        """Send the copy whenever it is requested.
+        """Send the copy whenever ranks of the generation request it.
 
-        This is a thread with a connection of its own, since a wait blocks one.
+        This function runs in a thread of its own. The thread has its own connection to the store, because a wait blocks
+        a connection.
         """
         count = 0
         try:

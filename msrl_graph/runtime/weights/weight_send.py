@@ -1,10 +1,11 @@
 """Resharding between two pools: the update's weights are sent to generating ranks.
 
-They stay on the update's ranks.
+The weights also remain on the update's ranks.
 
-Invariant: after `run`, each generation rank holds exactly its boxes, bit for bit the values of the update's, and what
-the update reported about them (`word`). Every rank walks the same list of messages and takes part in its own; all ends
-finish a message before their next one: so no two ranks wait for each other.
+Invariant: after `run`, each generation rank holds exactly its boxes, and their values are bit for bit the values of the
+update's weights. The rank also has the numbers that the update reported about the weights (`word`). All ranks go
+through the same list of messages, and each rank takes part in the messages that it sends or receives. A rank finishes a
+message before its next message, so no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from ...sharding.redistribute import list_transfers
 
 @dataclass(frozen=True)
 class Message:
-    """Boxes of tensors, from a rank to several ranks on one host that want the same.
+    """Boxes of tensors that one rank sends to several ranks on one host.
 
-    The first taker receives them and broadcasts them in `group`. The word goes with the `first` message for these
-    takers.
+    - `giver`: the sending rank.
+    - `takers`: the receiving ranks, which all want the same boxes. The first taker receives the boxes from `giver` and
+      broadcasts them to the other takers.
+    - `group`: the process group of `takers`, in which the boxes are broadcast.
+    - `boxes`: the names of the tensors, with their boxes.
+    - `first`: true for the first message to these takers, with which `Sender.word` is sent.
     """
 
     giver: int
@@ -41,13 +46,15 @@ class Message:
 
 
 class Sender:
-    """One resharding edge on one rank; `rank` counts through all pools.
+    """One resharding edge between two pools, on one rank.
 
-    - `model`: with the update's type. `sides`: the update's and the generation's.
+    - `model`: the model with the type of the update's weights.
+    - `rank`: the number of the rank among the ranks of all pools.
+    - `sides`: the layouts of update and generation.
     - `shards`: the update's weights; none on a rank that generates.
-    - `word`: numbers in host memory that the ranks of the update have and those of the generation get.
+    - `word`: numbers in host memory that the ranks of the update have, and that the ranks of the generation receive.
 
-    All ranks of all pools make one: it makes process groups.
+    All ranks of all pools must make a Sender for the edge, because the constructor makes process groups.
     """
 
     group: dist.ProcessGroup | None = None  # for messages between pools; None: the group of all ranks
@@ -99,14 +106,14 @@ class Sender:
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
         """Send or receive all buckets.
 
-        `allocate` returns the shards to fill, none on a rank that sends.
+        `allocate` returns the shards to fill. On a rank that sends, `allocate` returns no shards.
         """
         self.seconds = {}
         self.moved = 0
         self.pass_on(self.messages, (*self.shards, *allocate()))
 
     def pass_on(self, messages: Sequence[Message], shards: Sequence[Shard]) -> None:
-        """Take part in messages, from these shards or into them."""
+        """Take part in messages: send from `shards`, or receive into `shards`."""
         since = time.perf_counter()
 
         def timed(name: str) -> None:
@@ -123,7 +130,7 @@ class Sender:
                 self._take_part(message, shards_by_name, timed)
 
     def _pass(self, message: Message, numbers: torch.Tensor) -> None:
-        """Send from the giver of a message to all of its takers."""
+        """Send numbers from the giver of a message to all takers of the message."""
         if self.rank == message.giver:
             dist.send(numbers, message.takers[0], group=self.group)
             return
