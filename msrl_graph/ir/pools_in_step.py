@@ -1,11 +1,12 @@
 """Pools that must be in step with the updates, and openings of pipelined pools.
 
-A pool in step computes the same iteration as the updates. Other pools may run ahead of the updates (async_schedule.py).
-A pipelined pool has both nodes of a resharding edge with `staleness`, and runs some of its nodes for the next iteration
-before it ends the current iteration. These nodes are the opening of the pool.
+A pool is a set of devices that its nodes use in turns. A pool in step computes the same iteration as the updates. Other
+pools may run ahead of the updates (async_schedule.py). A pipelined pool has both nodes of a resharding edge with
+`staleness`, and runs some of its nodes for the next iteration before it ends the current iteration. These nodes are the
+opening of the pool.
 
 Invariant: a pool is in step if it runs a generation with the newest weights, runs an update, or waits for rows of a
-node that is in step.
+node that is in step. For a pipelined pool, only the nodes of its opening decide.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ T = TypeVar("T")
 def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
     """Cache the results of a function of a plan by the placement of the nodes.
 
-    All plans of a graph with the same nodes in each pool (and the same `deterministic`) share one result, since a
-    planner asks for thousands of plans. Callers must not change the results.
+    If plans of a graph have the same nodes in each pool and the same `deterministic`, the function is called only for
+    the first of them, since a planner asks about thousands of plans. Callers must not change the results.
     """
 
     @wraps(function)
@@ -42,7 +43,7 @@ def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
 
 
 def functions_with_states(plan: Plan) -> dict[str, str]:
-    """Return the function nodes that read states, each with its first state."""
+    """Return the function nodes that read states, each with the first of its states."""
     graph = plan.graph
     readers = (node for node in graph.nodes if previous_states(graph, node))
     return {node.name: node.states[0] for node in readers if graph.worker(node.worker).kind == "function"}
@@ -107,7 +108,8 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
     - the generations, and the nodes that the generations need,
     - nodes whose weights never change in the run, if they need rows only from nodes of the opening and from the source.
 
-    So no node of the opening waits for nodes outside of it, and functions get their rows as early as possible.
+    So no node of the opening waits for a node that is not in the opening, and functions get their rows as early as
+    possible.
     """
     graph = plan.graph
     pool_of = pools_of_nodes(plan)
@@ -118,7 +120,8 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
     updated = {*graph.changing_workers} if shared else set()
     for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
         edges = [(src, dst) for src, dst in shared if pool_of[dst] == pool]
-        needed = {dst for _, dst in edges}.union(*(graph.flow.before(dst) for _, dst in edges))
+        # A generation outside of the rounds of a refill waits for all rounds.
+        needed = {dst for _, dst in edges}.union(*(graph.flow.before(dst) for _, dst in edges), find_refill(graph)[1])
         if because := _why_waiting(plan, edges, needed, pool):
             reasons[pool] = because
             continue
@@ -131,7 +134,7 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
 
 
 def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str) -> str:
-    """Return why a pool cannot begin its generations early; "" if it can.
+    """Return why a pool cannot run its generations before the updates; "" if it can.
 
     `edges` are the resharding edges to the generations. `needed` are the generations and all nodes before them.
     """
@@ -163,7 +166,7 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
 
 
 def describe_state_wait(plan: Plan, generations: Sequence[str]) -> str:
-    """Describe the wait of generations for a function that reads a state.
+    """Describe why generations wait for a function that reads a state.
 
     The text is the end of a sentence whose subject is the generation. It is "" if no generation waits for such a
     function.
@@ -177,7 +180,7 @@ def describe_state_wait(plan: Plan, generations: Sequence[str]) -> str:
 def pools_of_nodes(plan: Plan) -> dict[str, str]:
     """Return the pool of each node that is placed on devices.
 
-    A node may have no placement yet, since the planner places only some nodes at a time.
+    While the planner searches, some nodes may have no placement yet. Such nodes are left out.
     """
     return {placement.node: placement.pool for placement in plan.placements if placement.pool != FUNCTIONS}
 

@@ -1,14 +1,15 @@
 """The schedule: the instructions of each pool's processes, in order.
 
-A stream is the list of a pool's instructions for one task (training or an evaluation). Invariants:
+A stream is the list of a pool's instructions for one task. A task is the training or one of the evaluations. The
+instructions are RUN (a node), RESHARD, RELEASE, SWAP_IN, WAIT and AGAIN. Invariants:
 - Every node of a task runs exactly once in each pass through its stream.
 - All streams of all tasks follow one order of the whole graph, so that two pools never wait for each other in a
   deadlock. A RESHARD between two pools is in the streams of both pools, before the generation.
-- An update's weights are on the device whenever a node uses them: RESHARD removes the weights, WAIT waits until they
-  have returned.
-- A generation's weights are released after the generation, unless the next iteration may use them again (`every`).
-- The nodes up to a refilling filter come first. AGAIN after these nodes repeats them while the filter asks for more
-  prompts.
+- An update's weights are on the device whenever a node uses them. RESHARD moves them to the host, SWAP_IN starts to
+  copy them back, and WAIT waits until they are back.
+- RELEASE frees a generation's weights after the generation, unless the next iteration may use them again (`every`).
+- The nodes up to a refilling filter come first. The instruction AGAIN after these nodes repeats them while the filter
+  requests more prompts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from .spec import Pass
 class BuildSchedule(Pass):
     """The pass that schedules the nodes of each pool.
 
-    Nodes that share devices run in turn: first generations, then frozen nodes (the swap-in overlaps with them), then
-    the other nodes. Functions need no device: each function runs as early as the graph allows.
+    Nodes that share devices run in this order: first generations, then frozen nodes, then the other nodes. The weights
+    of updates are copied back to the device while frozen nodes run. Functions need no device: each function runs as
+    early as the graph allows.
     """
 
     name = "schedule"
@@ -69,11 +71,12 @@ def _build_streams(
 def _add_again(
     streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, repeated: Collection[str]
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
-    """Add an AGAIN to each stream, after the instructions that a round repeats.
+    """Add an AGAIN to each stream, after the instructions that each round repeats.
 
-    If a round ends with a generation, the generation's weights remain for the next round. If it does not, the weights
-    are resharded again in each round, possibly from another pool. The sending pool then repeats that RESHARD. A stream
-    repeats all instructions from the first to the last instruction that a round needs.
+    A round draws prompts and runs the nodes up to the refilling filter `filter`. If a round ends with a generation, the
+    generation's weights remain for the next round. Otherwise the weights are resharded in each round, perhaps from
+    another pool, which then repeats its RESHARD. A stream repeats all instructions from the first to the last that a
+    round needs.
     """
     resharded = set[str]()  # generations
     known = -1
@@ -95,9 +98,10 @@ def _add_again(
 
 
 def _find_round(stream: tuple[Instruction, ...], repeated: Collection[str], resharded: Collection[str]) -> slice | None:
-    """Return the part of a stream that a round repeats; None if there is none.
+    """Return the range of a stream's instructions that each round repeats, or None.
 
-    `resharded` are the generations whose weights are resharded again in each round.
+    `repeated` are the nodes that each round runs. `resharded` are the generations whose weights are resharded in each
+    round.
     """
     runs = [i for i, instruction in enumerate(stream) if instruction.op == "RUN" and instruction.node in repeated]
     weights = [
@@ -150,28 +154,30 @@ def _device_instructions(plan: Plan, order: Sequence[Node], pool: str) -> tuple[
 
 
 def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
-    """Return the pools at the two ends of the edge that reshards into a node."""
+    """Return the pools at both ends of the resharding edge into a generation."""
     return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 
 def _order_nodes(plan: Plan, repeated: Collection[str]) -> list[Node]:
     """Return all nodes in an order that respects the graph.
 
-    Of the nodes that could run next, the nodes that a refill repeats or that a pool begins early come first. Then the
-    order is: functions, generations, frozen nodes, infers of trained workers (whose weights are returning), updates. If
-    pools may be ahead, functions that wait for the previous iteration come last. Equal nodes are in the graph's order.
+    If several nodes could run next, nodes that a refill repeats come first, then nodes that a pool runs early for a
+    later iteration. Next in the order are: functions, generations, frozen nodes, infer nodes of trained workers (whose
+    weights are being copied back), updates. If generations may use old weights, functions that wait for the previous
+    iteration come last. Nodes that are equal in this order are in the graph's order.
     """
     graph = plan.graph
-    first = {*repeated, *chain.from_iterable(pipelined_openings(plan).values())}
+    early = {*chain.from_iterable(pipelined_openings(plan).values())}
     late = functions_with_states(plan) if lead_of_pools(plan) else {}
 
-    def rank(node: Node) -> tuple[bool, int]:
-        once = node.name not in first
+    def rank(node: Node) -> tuple[int, int]:
+        # A node outside of the rounds waits for all rounds, so it would block a node of the rounds after it.
+        part = 0 if node.name in repeated else 1 if node.name in early else 2
         if plan.placement(node.name).pool == FUNCTIONS:
-            return once, 4 if node.name in late else -1
+            return part, 4 if node.name in late else -1
         if node.verb == "generate":
-            return once, 0
-        return once, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
+            return part, 0
+        return part, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
     waits = {member.name: len(graph.into(member.name)) for member in graph.nodes}
     place = {member.name: i for i, member in enumerate(graph.nodes)}

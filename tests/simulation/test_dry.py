@@ -21,7 +21,7 @@ from sample import examples
 
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unsupported import find_unsupported
-from msrl_graph.ir.async_schedule import count_lanes, pipelined_openings
+from msrl_graph.ir.async_schedule import count_lanes, lead_of_pools, pipelined_openings
 from msrl_graph.runtime.process.task_report import RunError
 
 
@@ -303,3 +303,44 @@ def test_who_waits_for_another_that_is_ahead_begins_no_earlier(folder: Path, see
   evaluate test { every = 1, samples = 2, at = [1, 2], report = [score] }"""
     ended = run(folder, program, deploy, iterations=4, devices=3, seed=seed)
     assert ended == "to its end, 1 versions behind"
+
+
+ROUNDS = """
+algorithm a {
+  columns { prompt : i32[<= 8], answer : text, drawn : i32[<= 4], verdict : i32[<= 4], score : f32[verdict] }
+  worker actor : policy
+  worker judge : policy frozen { model = judge }
+  worker host : function
+  source(4) -> prompt, answer
+  node actor.generate(prompt) -> drawn { samples = 1 }
+  node judge.generate(answer) -> verdict { samples = 1 }
+  node actor.infer(answer, verdict) -> score
+  node host.picked(verdict, score) { keep = "f.py:keep", refill = 1 }
+  node actor.update(prompt, drawn) { loss = "f.py:term", optimizer = adamw(lr = 1e-6) }
+  source -> actor.generate, judge.generate
+  judge.generate -> actor.infer -> host.picked
+  actor.generate, host.picked -> actor.update
+  actor.update => actor.generate { staleness = 1 }
+}
+cluster c { device = "cpu", devices_per_node = 2 }
+deploy a on c {
+  model policy = "tiny"
+  model judge = "tiny"
+  data source = "tiny.jsonl"
+  run { iterations = 3 }
+  place actor.generate, judge.generate, actor.update together
+}
+"""
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_generation_ahead_waits_for_all_rounds_of_a_refill_that_needs_other_rows(scored: bool, folder: Path) -> None:
+    """The rounds, whose prompts it reads too, come before it on the devices that they share."""
+    text = ROUNDS
+    if not scored:
+        text = text.replace("  node actor.infer(answer, verdict) -> score\n", "").replace(", score : f32[verdict]", "")
+        text = text.replace("verdict, score", "verdict").replace("-> actor.infer ", "")
+    made, _ = compiled(text, "a.rlg", folder)
+    assert made is not None and made.plan is not None and lead_of_pools(made.plan)
+    for seed in range(5):
+        assert holds(text, folder, seed, 0.5).how.startswith("to its end")
