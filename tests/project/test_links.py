@@ -116,3 +116,15 @@ def test_a_broken_link_is_reported_with_the_nearest_name(tmp_path):
         "page.md:3: othr.md: no such file; the nearest is other.md",
         "page.md:3: #page: no such anchor",
     ]
+
+
+def test_the_files_that_the_guide_for_contributors_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/.-]+)`", text) if re.search(r"\.(py|md|toml|txt)$|/$", name)}
+    assert len(named) > 20
+    known = [path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in ROOT.glob("*")]
+    for folder in ("msrl_graph", "tests", "docs", "examples", "bench", "constraints"):
+        for path in (ROOT / folder).rglob("*"):
+            known.append(path.relative_to(ROOT).as_posix() + "/" * path.is_dir())
+    ends = {path[i:] for path in known for i in range(len(path)) if not i or path[i - 1] == "/"}
+    assert [name for name in sorted(named) if name not in ends and not re.search("[A-Z]{4}", name)] == []
