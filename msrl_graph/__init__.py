@@ -7,8 +7,8 @@ A program is an .rlg file, or an object that you build in Python with `Algorithm
 - `parse` returns the syntax tree of a program's text. `to_rlg` returns the text of a syntax tree, or of a program that
   was built in Python.
 - `simulate` predicts how long the iterations of a plan take when the lengths of rows differ.
-- `run` trains with a plan and needs the package's extra `run`. `export` writes the trained weights as Hugging Face
-  folders.
+- `run` trains as a plan says; it needs the optional dependencies `msrl_graph[run]`. `export` writes the trained weights
+  as Hugging Face folders.
 - An error is raised as a `Fault`. A likely mistake is reported as a `ProgramWarning`.
 - `function` and `loss_term` are decorators for functions and loss terms in your own files (docs/guides/functions.md,
   docs/guides/own_loss.md).

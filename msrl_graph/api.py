@@ -1,7 +1,7 @@
 """`run` and `export` for Python callers, with msrl-run's flags as arguments.
 
 Invariant: a mistake that can be known before a process starts is raised as a Fault. Examples are an argument of the
-wrong type, and a script that the run's own processes would start again.
+wrong type, and a script that the processes of the run would execute again.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _check_main_guard(plan: Plan, frame: FrameType | None) -> None:
 
 
 def _only_as_main(source: str, line: int) -> bool:
-    """Return whether a line of a source is under an `if` that tests `__name__`."""
+    """Return whether a line of a script is under an `if` that tests `__name__`."""
     guards = [item for item in ast.parse(source).body if isinstance(item, ast.If)]
     main_guards = [
         guard

@@ -1,11 +1,12 @@
 """Random numbers that depend only on a stream and a key, not on the layout.
 
 Invariant: each use of random numbers in a run has a stream of its own, `RandomStream(seed, purpose, *names)`. A random
-number depends only on its stream and on the parts of its key. The number does not depend on the batch of a row, the
-position of the row in the batch, the rank or the order of calls. This module is the only place that makes keys.
+number depends only on its stream and on its key, which is a tuple of integers. It does not depend on the batch of a
+row, the position of the row in the batch, the rank or the order of calls. This module is the only place that makes
+keys.
 
-The table shows each purpose, the names of its streams and the parts of its keys. In the table, `task` is "train" or the
-name of an evaluation:
+The table shows each purpose, the names of its streams and the integers of its keys. In the table, `task` is "train" or
+the name of an evaluation, and `step` is the position of the drawn token in its row:
 
     purpose     stream        key                                 used for
     token       node, task    iteration, row; then step           the tokens that a generation or a judge draws
@@ -46,26 +47,26 @@ class RandomStream:
         self.key = _keys(seed, int.from_bytes(digest, "little"))
 
     def keys(self, *parts: Any) -> NDArray[np.uint64]:
-        """Return 64 random bits for each element of the integer arrays `parts`.
+        """Return 64 random bits for each key, given the keys as integer arrays `parts`.
 
-        The arrays are broadcast against each other. The elements at one position are the parts of one key.
+        The arrays are broadcast against each other. The elements at one position of all arrays form one key.
         """
         return _keys(self.key, *parts)
 
     def uniform(self, *parts: Any) -> NDArray[np.float64]:
-        """Return a float in [0, 1) for each element of the integer arrays `parts`.
+        """Return a float in [0, 1) for each key, given the keys as integer arrays.
 
-        The arrays are broadcast against each other, as in `keys`.
+        The arrays `parts` are broadcast against each other, as in `keys`.
         """
         return _floats(self.keys(*parts))
 
     def generator(self, *parts: int) -> np.random.Generator:
-        """Return a numpy generator whose seed is the key of this stream and `parts`."""
+        """Return a numpy generator that is seeded with this stream and the key `parts`."""
         return np.random.Generator(np.random.Philox(key=int(self.keys(*parts))))
 
 
 def uniform(keys: NDArray[np.uint64], steps: Any) -> NDArray[np.float64]:
-    """Return a float in [0, 1) for each pair of a key and a step.
+    """Return a float in [0, 1) for each pair of a stream's key and a step.
 
     `keys` are results of `RandomStream.keys`. The arrays `keys` and `steps` are broadcast against each other.
     """
@@ -77,7 +78,7 @@ def _floats(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _keys(*parts: Any) -> NDArray[np.uint64]:
-    """Hash integers, in the given order, into a 64-bit key."""
+    """Hash integers, in the given order, into 64 bits."""
     with np.errstate(over="ignore"):
         state = np.zeros((), np.uint64)
         for part in parts:

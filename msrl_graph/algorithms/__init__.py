@@ -1,8 +1,8 @@
-"""The algorithms of the package (`*.rlg`) and the functions that programs call.
+"""The algorithms (`*.rlg`) and the functions that msrl_graph itself provides.
 
-Invariant: a function is a name of the language if a module of MODULES defines it, a decorator of registry.py marks it,
-and its name does not begin with `_`. The names and signatures are parsed from the source files, without an import. A
-module is imported only when one of its functions is called.
+Invariant: programs can call a function by its name if the function is defined in a module that MODULES lists, is
+decorated with a decorator of registry.py, and has a name that does not begin with `_`. The names and signatures are
+parsed from the source files, without an import. A module is imported only when one of its functions is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states",
 
 @cache
 def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
-    """Return the signature and module of each built-in function, by kind and name."""
+    """Return the signature and module of each built-in function.
+
+    A key is a pair: the kind of the function, for example a loss term, and the name of the function.
+    """
     signatures_by_name = {}
     for module in MODULES:
         for name, signature in read_signatures((FOLDER / f"{module}.py").read_text(encoding="utf-8")).items():
@@ -42,7 +45,7 @@ def load(kind: CallKind, name: str) -> Callable[..., Any]:
 
 
 def check_schedule(call: Expr) -> None:
-    """Check the options of a learning-rate schedule by calling it for the first step.
+    """Check a learning-rate schedule's options by calling the schedule for step 1.
 
     Raises ValueError if the options contradict each other.
     """

@@ -1,8 +1,8 @@
 """Extraction of the final answer from a text, and comparison of two answers.
 
 Invariant: a comparison in this file is either exact or returns None. For None, the caller asks computer algebra
-(judge.py). Every pattern takes time linear in the length of the text. Otherwise a long response would be slow to
-check, and a model that is trained with these verdicts could learn to write text that makes a pattern slow.
+(judge.py). Every pattern takes time linear in the length of the text. Otherwise a long response would be slow to check,
+and a model that is rewarded by these comparisons could learn to write text that makes a pattern slow.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class ParsedNumber:
 class Answer:
     """The final answer that was found in a text.
 
-    - `text`: LaTeX or plain text. If the answer is `marked`, `text` is exactly the answer. Otherwise the answer is
-      somewhere in `text`.
+    - `text`: LaTeX or plain text. If `marked` is true, `text` is exactly the answer. Otherwise the answer is somewhere
+      in `text`.
+    - `marked`: whether it is known where the answer begins and ends, for example from `<answer>` tags.
     - `number`: the answer as a number, if the answer is a number.
     - `words`: the answer in lower case if the answer consists of words, or the letter of a multiple-choice answer.
     """
@@ -131,7 +132,8 @@ class Answer:
 def parse_gold(text: str) -> Answer:
     """Return the expected answer from a field of the data.
 
-    The answer is the marked part of the field, or the whole field if no part is marked.
+    The answer is the last part of the field that is marked, for example with `<answer>` tags. If no part is marked, the
+    answer is the whole field.
     """
     return _find_marked_answer(text) or _parse_answer(text)
 
@@ -139,11 +141,12 @@ def parse_gold(text: str) -> Answer:
 def parse_response(text: str) -> Answer:
     """Return the final answer of a response.
 
-    The answer is the last marked answer. If no answer is marked, it is the text after the last "answer is". If "answer
-    is" does not occur, it is the whole text.
+    The answer is the last answer that the response marks, for example with `<answer>` tags. If no answer is marked, the
+    answer is the text after the last "answer is". If "answer is" does not occur, the answer is somewhere in the whole
+    text.
 
     If there is text after the last `</think>`, the answer is taken from that text. The text before `</think>` is used
-    only if that part has a marked answer and the text after `</think>` states none.
+    only if it has a marked answer and the text after `</think>` states no answer.
     """
     final_text = text.rpartition(_THOUGHT)[2]
     final_text = final_text if final_text.strip() else text
@@ -229,7 +232,8 @@ def _find_marked_answer(text: str) -> Answer | None:
     r"""Return the answer in the last mark of a text, or None if the text has no mark.
 
     A mark is a complete `\boxed{}` or `\fbox{}`, a pair of `<answer>` and `</answer>`, or the text after four hashes.
-    Marks may be nested. A pair of tags may contain whole sentences.
+    Marks may be nested: then the innermost mark has the answer. If the text between two tags is a whole sentence, the
+    answer is searched for in the sentence.
     """
     inner = None
     tags = False
@@ -254,10 +258,11 @@ def _find_marked_answer(text: str) -> Answer | None:
 
 
 def _last_mark(tokens: Iterable[re.Match[str]]) -> tuple[int, int] | None:
-    """Return the start and end of the content of the last mark that is closed.
+    """Return the start and end of the text inside the last closed mark.
 
-    `tokens` are the brackets of a text, in order. An opening bracket begins a mark or something else; a closing
-    bracket ends what the last open bracket began.
+    `tokens` are the matches of opening and closing brackets in a text, in order. A mark begins with an opening bracket
+    of more than one character, such as `<answer>`. A plain `{` begins no mark, but is matched with its closing `}`, so
+    that this `}` does not end a mark.
     """
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
@@ -295,10 +300,10 @@ def _find_stated_answer(text: str) -> Answer | None:
 
 
 def _answer_without_mark(text: str) -> Answer:
-    """Return the answer of a text that has no marks.
+    """Return the answer of a text that has no marks such as `<answer>`.
 
-    The answer is the whole text if the text consists of several numbers. Otherwise the answer is somewhere in the
-    text.
+    If the text consists of several numbers, the whole text is the answer. Otherwise the result has the end of the text,
+    and `marked` is false, because the answer may be anywhere in it.
     """
     if len(text) <= LONGEST and _SEVERAL.fullmatch(tidy(text)):
         return _parse_answer(text)
@@ -311,9 +316,9 @@ def _parse_answer(text: str) -> Answer:
 
 
 def _parse_words(text: str) -> str:
-    """Return a text that consists of words, in lower case, or the letter of a choice.
+    """Return the words of a text in lower case, or a multiple-choice answer's letter.
 
-    Returns "" if the text may be mathematics.
+    Returns "" if the text does not consist of words only, because it may be mathematics.
     """
     plain = " ".join(_TEXT.sub(r" \1 ", tidy(text)).split()) if len(text) <= LONGEST else ""
     if letter := _LETTER.fullmatch(plain):
@@ -342,6 +347,6 @@ def _equal_numbers(a: ParsedNumber, b: ParsedNumber) -> bool:
 def _close_numbers(x: Fraction, y: Fraction) -> bool:
     """Return whether two numbers agree to six decimals, as in math-verify.
 
-    Small numbers must agree to five significant digits.
+    Numbers below 0.05 must agree to five significant digits, which is stricter.
     """
     return abs(x - y) <= min(Fraction(1, 2_000_000), max(abs(x), abs(y)) / 100_000)

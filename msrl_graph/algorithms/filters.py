@@ -1,8 +1,9 @@
-"""Filters: functions that choose the rows that continue.
+"""Filters: functions that choose which rows the nodes after a filter get.
 
-A `keep` function returns one truth value per row. A `select` function returns the positions of the rows that continue,
-counted from 0, in the order in which the rows continue. A position may occur several times. Each function raises
-ValueError if a score is not a finite number, because such scores have no order.
+A row that the nodes after the filter get is said to continue. A `keep` function returns one truth value per row. A
+`select` function returns the positions of the rows that continue, counted from 0, in the order in which the rows
+continue. A position may occur several times. Each function raises ValueError if a score is not a finite number, because
+such scores have no order.
 
 Two scores count as equal if they differ by at most 1e-5 of the larger of the two. This tolerance exists because a
 reward model rounds differently on another layout, while identical responses must lead to the same choice. Two scores

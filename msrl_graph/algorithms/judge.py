@@ -1,7 +1,7 @@
 """The program of a judge: a process that compares answers with math-verify.
 
 A judge reads one question per line from its input and writes one verdict per line. This file runs as a program, so it
-imports nothing from the package.
+imports nothing from msrl_graph.
 
 Invariant: whatever the answers are, a question takes at most its limit of CPU time, ten times its `timeout` of
 wall-clock time, and MEMORY bytes of address space.
@@ -11,8 +11,8 @@ wall-clock time, and MEMORY bytes of address space.
   next child in milliseconds.
 - Expressions that would create integers of more than BITS bits are refused before they are computed. The refused
   expressions are the same on every machine.
-- A judge ends when its caller ends, even if the caller is killed: the judge then reads the end of its input. If the
-  judge is computing, it does so at the latest when the time limit of the current question is over.
+- A judge ends when its caller ends, even if the caller is killed: the judge then reads the end of its input. A judge
+  that is computing ends at the latest when the time limit of its current question is over.
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ def is_too_large(text: str) -> bool:
 def serve(memory: int) -> None:
     """Read questions from standard input and write verdicts, until the input ends.
 
-    A question is one line with the JSON list `[response, marked, answer, limit, timeout]`. `memory` is the limit of
-    this process's address space, in bytes.
+    A question is one line with the JSON list `[response, marked, answer, limit, timeout]`. JudgeRequest in judges.py
+    describes the first three elements. `limit` is in seconds of CPU time, and ten times `timeout` is the limit in
+    seconds of wall-clock time. A verdict is one line: `1` (equal), `0` (different), or the reason why the comparison
+    was not finished, such as `time`. `memory` is the limit of this process's address space, in bytes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the caller
     for timer in TIMERS:
@@ -170,13 +172,14 @@ def _equal(response: str, marked: bool, answer: str) -> bool:
 
 
 def _same_number(gold: list[Any], candidate: list[Any]) -> bool | None:
-    """Return whether two constants are equal, or None if this check cannot decide.
+    """Return whether two constants are equal, or None if math-verify must decide.
 
-    The check decides only for constants. For constants that differ, it needs a tenth of the time of math-verify. It
-    returns None for exact constants that may be equal, because they are too close to tell apart.
+    `gold` and `candidate` are what math-verify parsed from two answers. If one of them is not a constant, the result is
+    None. For exact constants that differ, the result is False, in a tenth of the time that math-verify would need. For
+    exact constants that are too close to tell apart, the result is None.
 
     If one of the constants contains a decimal, the result is always True or False. The constants are then compared to
-    six decimal places, as in math-verify. Six places would make all numbers below 1e-6 equal, so small numbers are
+    six decimal places, as in math-verify. Six places would make all numbers below 1e-6 equal, so numbers below 0.05 are
     compared to five significant digits.
     """
     from sympy import Float, UnevaluatedExpr  # percent is the unevaluated hundredth

@@ -1,9 +1,9 @@
 """A pool of judge processes that compare answers (judge.py), with a time budget.
 
 Invariant: the verdict on an answer does not depend on the other answers of the batch, unless the other answers use up
-the time budget. An answer that takes longer than its time limit is cut off. All answers that were cut off then share
-the rest of the budget equally. So cheap answers are judged first, in whatever order the answers are asked. Any thread
-may call `equal`.
+the time budget. All answers first get the same time limit. The answers that reach this limit are cut off. They are then
+compared again with a higher limit, for which the rest of the budget is divided equally among them. So cheap answers are
+judged first, whatever the order of the answers. Any thread may call `equal`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JudgeRequest(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of comparing two answers.
+    """The result of comparing two answers with math-verify.
 
     - `equal`: whether the two answers are equal.
     - `cut_off`: the reason why the comparison was not finished, or "" if it was.
@@ -119,9 +119,9 @@ _idle: list[Judge] = []
 def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -> list[Verdict]:
     """Compare each pair of answers with math-verify; return one verdict per pair.
 
-    A pair takes at most `timeout` seconds of CPU time. `budget` is the total number of seconds of CPU time for the
-    pairs that get no verdict, but each pair may always take LEAST seconds. Raises RuntimeError if no judge process
-    starts.
+    A pair takes at most `timeout` seconds of CPU time. `budget` limits the total CPU time, in seconds, that is spent on
+    pairs whose comparison does not finish. Each pair may take LEAST seconds even if the budget is spent. Raises
+    RuntimeError if no judge process starts.
     """
     verdicts = {
         question: Verdict(False, judge.REFUSED[b"size"])
@@ -141,7 +141,10 @@ def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -
 
 
 def _asked(questions: Sequence[JudgeRequest], limit: float, timeout: float) -> list[Verdict]:
-    """Ask judges in parallel; return the verdicts in the order of the questions."""
+    """Send questions to several judges in parallel; return one verdict per question.
+
+    `Judge.ask` describes `limit` and `timeout`.
+    """
 
     def ask(question: JudgeRequest) -> Verdict:
         return _ask(question, limit, timeout)

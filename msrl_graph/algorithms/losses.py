@@ -1,12 +1,12 @@
 """Terms of a loss.
 
 A term is a function of flat float tensors with one value per response token, with the rows of a micro-batch one after
-another. A term returns a tensor of the same shape, or one value per row if its return type is `Rows`. The update's
-`reduce` decides how the values are reduced to one number.
+another. A term returns a tensor of the same shape, or one value per row if its return type is `Rows`. The attribute
+`reduce` of the update node decides how the values are reduced to one number.
 
-A term may also return figures, as (loss, {name: values}). The mean of each figure is a metric of the run.
-signatures.py describes the arguments that the update fills. Gradients flow through `logp`, `entropy`, `values`,
-`LogProbs` and `Scores`. `lengths` are integers.
+A term may also return figures for the metrics, as (loss, {name: values}). The mean of each figure is a metric of the
+run. ir/signatures.py describes the arguments that the update node fills. Gradients flow through `logp`, `entropy`,
+`values`, `LogProbs` and `Scores`. `lengths` are integers.
 
 Invariant: the values of a row depend on that row alone, unless the term is marked `scope="mini_batch"`. A term with
 this mark is called once with all rows of the mini-batch, and may draw random numbers from `rng`.
@@ -56,8 +56,9 @@ def clip(
     are no `lengths`.
 
     Reports three figures per token: `ratio` is r; `clipped` is whether the loss is clipped, so that the token has no
-    gradient; `kl` is r - 1 - log r with the token's own r, in nats. The mean of `kl` estimates KL(old, new), the
-    divergence of the policy from the policy that drew the tokens (k3, http://joschu.net/blog/kl-approx.html).
+    gradient; `kl` is r - 1 - log r in nats, where r is always the ratio of the token alone. The mean of `kl` estimates
+    KL(old, new), the divergence of the policy from the policy that drew the tokens (k3,
+    http://joschu.net/blog/kl-approx.html).
     """
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
     kl = _kl(log_ratio)
@@ -79,9 +80,9 @@ def cispo(
     """CISPO, a bounded ratio without gradient (arXiv:2506.13585, eq. 4 and 5).
 
     The loss of a token is -clip(r, 1 - low, 1 + high) A logp. The ratio r = exp(logp - old_logp) has no gradient. So
-    every token has a gradient, and the clipped ratio limits its size. Without `low` there is no lower bound, as in the
-    paper. The default upper bound of the ratio, 1 + high = 5, is from arXiv:2510.13786. Reports the same figures as
-    `clip`.
+    every token has a gradient, and the clipped ratio limits the gradient's size. Without `low` there is no lower bound,
+    as in the paper. The default upper bound of the ratio, 1 + high = 5, is from arXiv:2510.13786. Reports the same
+    figures as `clip`.
     """
     log_ratio = logp.detach() - old_logp
     r = log_ratio.clamp(max=60).exp()  # finite: otherwise a large ratio times an advantage of 0 is nan
@@ -209,10 +210,10 @@ def truncated(
     term by this weight to correct for tokens that older weights or another engine drew, with the log-probabilities
     `gen_logp`.
 
-    `ratio` sets r: `token` is the ratio of each token; `sequence` is the product of the ratios of a row's tokens,
-    which is exact, but varies with the length of the row; `mean` is the geometric mean of these ratios. Raises
-    ValueError if `sequence` or `mean` has no `lengths`. Reports the `ratio` of each token, and whether it is
-    `clipped`.
+    `ratio` sets r: `token` is the ratio of each token; `sequence` is the product of the ratios of a row's tokens, which
+    is the exact weight of the row, but whose size depends on the row's length; `mean` is the geometric mean of the
+    ratios of a row's tokens. Raises ValueError if `sequence` or `mean` has no `lengths`. Reports the `ratio` r of each
+    token, and whether r was over `most` (`clipped`).
     """
     r = _ratio(old_logp, gen_logp, lengths, ratio)
     return r.clamp(max=most), {"ratio": r, "clipped": (r > most).float()}
@@ -231,10 +232,10 @@ def masked(
     """A masked importance weight, without gradient.
 
     Multiply another term by this weight, as with `truncated`. The weight of a token is r if low <= r <= high, and 0
-    otherwise; `truncated` defines r and `ratio`. So a token whose two probabilities differ too much is left out;
-    `truncated` would only limit the weight of this token. With `ratio = token` the weight is IcePop
-    (arXiv:2510.18855). Tokens that are left out still count in the mean of the loss. Reports the `ratio` of each
-    token, and whether the token is `left_out`.
+    otherwise; `truncated` defines r and `ratio`. So a token is left out if its probabilities under `old_logp` and
+    `gen_logp` differ too much; `truncated` would only limit the weight of this token. With `ratio = token` the weight
+    is IcePop (arXiv:2510.18855). Tokens that are left out still count in the mean of the loss. Reports the `ratio` of
+    each token, and whether the token is `left_out`.
     """
     r, outside = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
     return r.masked_fill(outside, 0.0), {"ratio": r, "left_out": outside.float()}
@@ -269,8 +270,9 @@ def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positiv
     weights being updated (`values`), V is the prediction that the advantages were computed from (`value`), and R is
     the return (`returns`). The formula is from the first implementations of arXiv:1707.06347, not from the paper.
 
-    Reports the `error` v - R of each token, and whether the token is `clipped`, so that it has no gradient. The run
-    computes the explained variance from the moments of errors and returns, which are also reported.
+    Reports the `error` v - R of each token, and whether the token is `clipped`, so that it has no gradient. The squared
+    error, the return and the squared return are also reported; the run computes the explained variance from their
+    means.
     """
     clipped = values.clamp(value - range, value + range)  # inside the range it is `values` to the last bit
     error = values - returns
@@ -373,7 +375,7 @@ def _sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
 
 
 def _over_rows(log_ratio: Tokens, lengths: Rows | None, mean: bool) -> Tokens:
-    """Return, for each token, the sum or the mean over the token's row."""
+    """Return, for each token, the sum or mean of `log_ratio` over the token's row."""
     if lengths is None:
         raise ValueError("the ratio of a sequence needs the rows' lengths")
     sums = _sum_rows(log_ratio, lengths)

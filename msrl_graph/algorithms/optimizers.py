@@ -2,10 +2,10 @@
 
 An optimizer function returns an OptimizerSpec: the update rule for each kind of weight, and the bytes of optimizer
 state per weight (optimizer_spec.py). The options of the rule are those of a class of torch.optim. This file only names
-that class and does not import torch. Each optimizer has the options `lr` and `warmup`, which the update applies.
+that class and does not import torch. Each optimizer has the options `lr` and `warmup`, which the update node applies.
 
-A schedule returns the learning rate of an optimizer step. ir/signatures.py describes the arguments that the update
-fills.
+A schedule returns the learning rate of an optimizer step. ir/signatures.py describes the arguments that the update node
+fills, such as `step`.
 
 Invariant: an optimizer or a schedule raises ValueError if its options contradict each other.
 """
@@ -31,7 +31,7 @@ def adamw(
     """AdamW, as torch.optim.AdamW (arXiv:1711.05101).
 
     - `betas`: the decay rates of the two moments.
-    - `eps`: the lower bound of the divisor.
+    - `eps`: the number that is added to the divisor.
     - `weight_decay`: each step reduces a weight by the fraction `weight_decay` times the learning rate.
 
     The optimizer state is two float32 moments per weight.
@@ -143,7 +143,7 @@ def cosine(
 
 
 def _progress(step: int, warmup: int, last: int, steps: int | None) -> float:
-    """Return the progress from the end of the warm-up to the last step, from 0 to 1.
+    """Return how far `step` is from the end of warm-up (0) to the last step (1).
 
     The last step is `steps` if `steps` is given, and `last` otherwise. Raises ValueError if the warm-up does not end
     before `steps`.

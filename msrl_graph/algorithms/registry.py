@@ -5,7 +5,7 @@
 - `@optimizer` and `@schedule`: an optimizer, and a schedule of its learning rate.
 - `@option`: a function whose result is the value of an option.
 
-Invariant: a mark does not change what the function computes.
+Invariant: a decorator does not change what the function computes.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def loss_term(*, scope: Literal["row", "mini_batch"]) -> Callable[[F], F]: ...
 def loss_term(target: Any = None, *, scope: Literal["row", "mini_batch"] = "row") -> Any:
     """Mark a term of a loss: a function of tensors that returns a tensor.
 
-    losses.py describes the arguments, which are columns and values of the update. `scope` is "row" if the term can be
-    called with any subset of the rows, such as a micro-batch. `scope` is "mini_batch" if the term needs all rows of
-    the mini-batch in one call.
+    losses.py describes the arguments, which are columns and values that the update node fills in. `scope` is "row" if
+    the term can be called with any subset of the rows, such as a micro-batch. `scope` is "mini_batch" if the term needs
+    all rows of the mini-batch in one call.
     """
 
     def mark(target: F) -> F:
@@ -95,7 +95,7 @@ def optimizer(target: F) -> F:
 def schedule(target: F) -> F:
     """Mark a learning-rate schedule (optimizers.py).
 
-    The function takes values that the update fills, such as `step`, and options. It returns the learning rate.
+    The function takes options and values that the update node fills in, such as `step`. It returns the learning rate.
     """
     return target
 

@@ -2,7 +2,8 @@
 
 A parameter with the annotation `str` receives decoded text, without the end token.
 
-Invariant: an answer that cannot be checked within its limits counts 0, and the metric `verify/cut_off` counts it.
+Invariant: an answer that cannot be checked within the limits of time, memory and size counts 0, and the metric
+`verify/cut_off` counts the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOLD = 5  # answers of a batch that were cut off and are shown in the log
 
 
 def _match_rows(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = ()) -> list[float]:
-    """Return `exact_match` for many rows."""
+    """Return the result of `exact_match` for each row."""
     return [float(text.strip() == expected.strip()) for text, expected in zip(response, answer, strict=True)]
 
 
@@ -38,7 +39,7 @@ def exact_match(response: str, answer: str, prompt: str = "") -> float:
 def _verify_rows(
     response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float
 ) -> list[float]:
-    """Return `math_verify` for many rows."""
+    """Return the result of `math_verify` for each row."""
     from . import answers, judges
 
     rows = [

@@ -69,12 +69,12 @@ def moving_mean(reward: NDArray[np.float32], mean: float, *, decay: Share = 0.9)
 
 @function()
 def around(state: NDArray[np.float32], *, target: Share = 0.5, floor: Share = 0.05) -> NDArray[np.float64]:
-    """Weights for the source's `weights`: highest where a state is near a target.
+    """Prompt weights for the source's attribute `weights`, from a state per prompt.
 
-    `state` has one number from 0 to 1 per prompt. The weight of a prompt is 1 where its state is `target`. The weight
-    falls linearly with the distance of the state from `target`, and reaches 0 at the farther end of the range from 0
-    to 1. `floor` is the smallest weight, so that every prompt can be drawn again. With advantages relative to a group,
-    prompts that are always or never solved teach nothing. Returns one weight per prompt.
+    `state` has one number from 0 to 1 per prompt. The weight of a prompt is 1 if its state equals `target`. The weight
+    falls linearly with the distance of the state from `target`, and is 0 for the number from 0 to 1 that is farthest
+    from `target`. `floor` is the smallest weight, so that every prompt can be drawn again. With advantages relative to
+    a group, prompts that are always or never solved teach nothing. Returns one weight per prompt.
     """
     import numpy as np
 

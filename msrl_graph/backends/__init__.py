@@ -1,9 +1,10 @@
 """Table of engines, and the device kinds that are untested.
 
-Each engine has two halves: a spec, which the compiler reads, and the code that runs the engine. The spec is in a file
-of its own, so that the compiler does not import the code that runs.
+Each engine has two halves: a spec, which the compiler reads, and the engine class, which computes. The spec is in a
+file of its own, so that the compiler does not import the engine class.
 
-Invariant: only this file and an engine's own files name the engine. All other code looks engines up in this table.
+Invariant: only this file and an engine's own files contain the engine's name. All other code looks engines up in this
+table.
 """
 
 from __future__ import annotations
@@ -23,5 +24,5 @@ SINGLE_DEVICE_KINDS = (CUDA.name,)
 
 
 def can_build(engine: str) -> bool:
-    """Return whether a run can build an engine, and not only plan for it."""
+    """Return whether an engine can compute, and not only be planned for."""
     return bool(ENGINES[engine].build)

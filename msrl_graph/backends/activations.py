@@ -3,12 +3,13 @@
 The offloaded tensors are the tensors that layers save for their backward pass. Where layers are recomputed, only the
 layers' inputs are offloaded.
 
-Invariant: the backward pass sees the saved tensors bit for bit, and tensors that shared a storage share one storage
-again.
+Invariant: the backward pass reads the same bits that the forward pass saved. Saved tensors that shared a storage before
+the offload also share a storage afterwards.
 
-- Forward: a storage is copied to the host when a layer saves it. The storage's device memory is released one layer
-  later.
-- Backward: while one layer computes, the storages of the next layer are fetched.
+- Forward: when a layer saves a tensor, the tensor's storage is copied to the host. The storage's device memory is
+  released after the following layer has run.
+- Backward: while the backward pass of one layer computes, the storages that the preceding layer saved are copied back
+  to the device.
 - Weights stay on the device. Tensors that are not floating-point also stay on the device, because all layers share
   them.
 """
@@ -30,7 +31,7 @@ LEAST = 1 << 10  # bytes; copying smaller storages gains nothing
 
 
 class Activations:
-    """The offloaded activations of a model's `layers` on a device."""
+    """Hooks on a model's `layers` that offload the tensors saved by the layers."""
 
     def __init__(self, device: TorchDevice, layers: Sequence[torch.nn.Module]) -> None:
         self.device = device
@@ -67,7 +68,10 @@ class Activations:
 
 
 class _Kept:
-    """A storage of which `uses` tensors are saved for the backward pass."""
+    """A storage that was copied to the host.
+
+    `uses` is the number of saved tensors that are views of this storage and that the backward pass has not yet read.
+    """
 
     def __init__(self, storage: torch.UntypedStorage, buffer: torch.Tensor, group: int) -> None:
         self.device_storage: torch.UntypedStorage | None = storage  # None while it is offloaded
@@ -79,7 +83,10 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A saved tensor: a view into the storage `entry`; `spec` is set for a DTensor."""
+    """A tensor that a layer saved: a view of the storage `entry`.
+
+    `spec` is the DTensor spec of the tensor, or None if the tensor is not a DTensor.
+    """
 
     entry: _Kept
     dtype: torch.dtype
@@ -90,7 +97,10 @@ class _Saved:
 
 
 class _Pass:
-    """The storages that one forward pass saves, in one group per layer."""
+    """The storages that one forward pass saves, in one group per layer.
+
+    Group 0 has the storages that are saved before the first layer.
+    """
 
     def __init__(self, device: TorchDevice, out_lane: Lane, back_lane: Lane) -> None:
         self.device = device
@@ -106,7 +116,10 @@ class _Pass:
     # Forward.
 
     def begin(self, weights: set[int]) -> None:
-        """Start a layer; release the storages that the layer two before it saved."""
+        """Start a layer; release the storages that the layer two before it saved.
+
+        `weights` identifies the storages of the started layer's weights, which are not offloaded.
+        """
         self.weights = weights
         self.marks.append(self.out_lane.mark())
         self.groups.append([])
@@ -114,7 +127,7 @@ class _Pass:
             self._release_group(len(self.groups) - 3)
 
     def end(self) -> None:
-        """Finish the last layer; release all saved storages."""
+        """Finish the last layer; release the device memory of all saved storages."""
         self.finished = True
         self.marks.append(self.out_lane.mark())
         for group in range(len(self.groups)):
@@ -179,9 +192,9 @@ class _Pass:
         return DTensor(restored, saved.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _find_next_group(self, group: int) -> int:
-        """Return the index of the next non-empty group before `group`, or -1.
+        """Return the largest index below `group` of a group with storages, or -1.
 
-        The backward pass uses the groups in descending order.
+        A group has the storages that one layer saved. The backward pass uses the groups in descending order.
         """
         return next((i for i in range(group - 1, -1, -1) if self.groups[i]), -1)
 

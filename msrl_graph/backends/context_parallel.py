@@ -1,20 +1,24 @@
 """Context parallelism: the nodes of a micro-batch's tree, sharded over ranks.
 
-The tree is in prefix_tree.py: each distinct prefix of a row is one node. All ranks of the context-parallel group see
-the same rows. A node belongs to the rank whose index is the node's depth modulo `cp` (striped attention,
-arXiv:2311.09431). So all ranks have about the same number of nodes and an equally long part of each row, wherever
-prompts end and whatever prefixes rows share. Contiguous ranges of depths would not balance the ranks. With striped
-nodes, the attention scores between any two ranks of a ring form the same triangle of work.
+The tree is defined in prefix_tree.py: each distinct prefix of a row is one node. All ranks of the context-parallel
+group get the same rows. A node belongs to the rank whose index is the node's depth modulo `cp` (striped attention,
+arXiv:2311.09431). So all ranks have about the same number of nodes and an equally long part of each row, regardless of
+where prompts end and which prefixes the rows share. Contiguous ranges of depths would not balance the ranks. With ring
+attention, each rank computes attention scores of its own queries with the keys of every rank. Striped nodes make each
+of these score matrices a triangle, so all pairs of ranks have about the same amount of work.
 
 All layers except attention work on a rank's own nodes. Attention is one of two kinds:
 
-- Ulysses (arXiv:2309.14509): an all-to-all sends each rank all nodes for its share of the heads.
-- Ring (arXiv:2310.01889): keys and values pass from rank to rank. The results for each rank's keys are merged by their
-  log-sum-exp.
+- Ulysses (arXiv:2309.14509): an all-to-all sends each rank the queries, keys and values of all nodes, for the rank's
+  share of the heads.
+- Ring (arXiv:2310.01889): keys and values pass from rank to rank. A rank merges the results for the keys of each rank
+  by their log-sum-exp.
 
-Invariant: results equal the results of one rank, up to rounding, and are the same on all ranks, because the outputs of
-all tokens are gathered before the loss is computed. Each rank computes a part of a weight's gradient; the sum of the
-parts is the gradient.
+A requested token is a token whose outputs (for example its log-probability) the micro-batch asks for.
+
+Invariant: results equal the results of a computation on one rank, up to rounding. All ranks have the same results,
+because the outputs of all requested tokens are gathered before the loss is computed. Each rank computes a part of a
+weight's gradient; the sum of the parts is the gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The group of `size` ranks that shard a tree; this rank is the `rank`-th."""
+    """The `size` ranks that shard a micro-batch's tree; this rank is the `rank`-th.
+
+    With `ulysses`, attention is Ulysses attention; without it, ring attention.
+    """
 
     size: int = 1
     rank: int = 0
@@ -55,8 +62,10 @@ class ContextGroup:
     def share(self, tree: Tree, micro_batch: MicroBatch, multiple: int = 1) -> tuple[Tree, MicroBatch]:
         """Return this rank's part of a tree and of the tree's micro-batch.
 
-        The rank's nodes are padded to a multiple of `multiple`, and to the same number on each rank. The returned
-        micro-batch has the requested tokens whose preceding node (`Tree.before`) is on this rank.
+        All ranks get the same number of nodes: the nodes are padded to a multiple of `multiple`. The returned
+        micro-batch has only this rank's requested tokens, which are tokens whose outputs the micro-batch asks for. A
+        requested token belongs to the rank that has the token's node in `Tree.before`: the node from whose hidden state
+        the outputs are computed.
         """
         import torch
         from tensordict import TensorDict
@@ -100,13 +109,17 @@ class ContextGroup:
         return part, known
 
     def gather_outputs(self, outputs: Outputs, tree: Tree) -> Outputs:
-        """Gather the outputs of all ranks, in the order of the requested tokens."""
+        """Gather the outputs of all ranks, in the order of the requested tokens.
+
+        Requested tokens are the tokens for which the micro-batch asks for outputs. `tree` is this rank's part of the
+        tree.
+        """
         if not isinstance(tree, ContextShard):
             return outputs
         return Outputs(*(None if tensor is None else _gather()(tensor, tree) for tensor in outputs))
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send a tensor to the next rank and start to receive from the previous rank.
+        """Send a tensor to the ring's next rank, and start to receive a tensor.
 
         Return a function that waits for the previous rank's tensor and returns that tensor.
         """
@@ -134,8 +147,9 @@ class ContextGroup:
 class ContextShard(Tree):
     """A rank's part of a tree.
 
-    `tokens` are the indices of this rank's requested tokens among all `asked` requested tokens. `before` has one node
-    for each of this rank's tokens.
+    - `asked`: the number of tokens whose outputs the whole micro-batch asks for.
+    - `tokens`: the indices, among the `asked` tokens, of the tokens whose outputs this rank computes.
+    - `before`: for each token of `tokens`, the node from whose hidden state the outputs are computed.
     """
 
     tokens: torch.Tensor
@@ -145,9 +159,9 @@ class ContextShard(Tree):
 
 @dataclass(frozen=True)
 class _Exchanged(ContextShard):
-    """A shard for Ulysses attention.
+    """A rank's part of a tree, for Ulysses attention.
 
-    `rows` and `place` index the nodes of all ranks, rank by rank.
+    `rows` and `place` (see `Tree`) refer to the nodes of all ranks, concatenated in the order of the ranks.
     """
 
     def attend(
@@ -174,9 +188,10 @@ class _Exchanged(ContextShard):
 
 @dataclass(frozen=True)
 class _Ring(ContextShard):
-    """A shard for ring attention.
+    """A rank's part of a tree, for ring attention.
 
-    `rows` and `place` index this rank's own nodes. A row contains every `size`-th depth.
+    `rows` and `place` (see `Tree`) refer only to this rank's own nodes. So `rows` has only every `size`-th node of each
+    row.
     """
 
     def product(
@@ -191,7 +206,7 @@ def _gather() -> Any:
     from torch import distributed as dist
 
     class Gather(torch.autograd.Function):
-        """An all-reduce that assembles the outputs of all tokens from each rank's outputs.
+        """An all-reduce that assembles the outputs of all tokens from the ranks' outputs.
 
         The backward pass needs no communication: each rank already has the gradient for all tokens, because each rank
         computes the same loss.

@@ -1,12 +1,14 @@
 """A device as torch sees it: its memory, its streams and its host buffers.
 
+A host buffer is a tensor in host memory to which a tensor of the device can be copied.
+
 Invariant: importing this module does not import torch. All code that depends on the kind of a device
-(hardware/device_kinds.py) goes through a TorchDevice; nothing else calls torch's module of a device kind. On host cores
-streams and events do nothing.
+(hardware/device_kinds.py) goes through a TorchDevice: no other code calls the torch module of a device kind, such as
+torch.cuda. On host cores, operations on streams and events do nothing.
 
 The kind `npu` has never been run, because no NPU was available. The code for NPUs follows the documentation of
-torch_npu, which uses the names of torch.cuda. Torch knows NPUs once torch_npu is imported. The kind `cuda` was run on
-one H100 (docs/results.md).
+torch_npu, which has the same function names as torch.cuda. Torch supports NPUs after torch_npu has been imported. The
+kind `cuda` was run on one H100 (docs/results.md).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _watchers: list[Callable[[torch.UntypedStorage], object]] = []
 
 
 class MemoryUsage(NamedTuple):
-    """Free and total memory, in bytes."""
+    """Free and total memory of a device, in bytes."""
 
     free: int
     total: int
@@ -53,7 +55,7 @@ class MemoryUsage(NamedTuple):
 class TorchDevice:
     """The `index`-th device of a kind, among the devices that this process sees.
 
-    Visibility masks are in hardware/visibility_masks.py.
+    A visibility mask can hide devices of the host from the process (hardware/visibility_masks.py).
     """
 
     kind: DeviceKind = HOST
@@ -75,22 +77,23 @@ class TorchDevice:
         return torch.get_device_module(self.kind.torch)
 
     def claim(self) -> None:
-        """Make this device the current one of the process.
+        """Make this device the process's current device.
 
         Torch then uses this device for a device name without an index, such as "cuda".
         """
         self._module.set_device(self.index)
 
     def finish(self) -> None:
-        """Wait until all work that was started on the device is done."""
+        """Wait until all work that was started on the device has finished."""
         self._module.synchronize()
 
     # Memory.
 
     def memory(self) -> MemoryUsage:
-        """Return free and total memory of the device.
+        """Return the free and total memory of the device.
 
-        Memory that other processes hold does not count as free. For host cores the figures are the host's memory.
+        Memory that other processes hold does not count as free. For host cores, the result is the host's free and total
+        memory.
         """
         if self.kind.shares_host_memory:
             import psutil
@@ -102,7 +105,8 @@ class TorchDevice:
     def peak(self) -> int:
         """Return this process's peak memory since `reset_peak`, in bytes.
 
-        On a device the figure counts tensors. On host cores the figure counts all memory of the process.
+        On a GPU or NPU, the peak counts the memory of tensors. On host cores, the peak counts all memory of the
+        process.
         """
         if not self.kind.shares_host_memory:
             return int(self._module.max_memory_allocated(self.index))
@@ -118,8 +122,8 @@ class TorchDevice:
     def host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Allocate host memory for a copy of a tensor of this device.
 
-        If the device has its own memory, the host memory is pinned: copies between host and device then do not need the
-        host's CPU.
+        If the device has its own memory, the host memory is pinned. Copies between pinned host memory and the device do
+        not need the host's CPU.
         """
         global _making_buffer
         import torch
@@ -138,7 +142,7 @@ class TorchDevice:
 
 
 class Lane:
-    """A stream of a device, next to the stream on which the process computes."""
+    """A stream of a device, in addition to the stream on which the process computes."""
 
     def __init__(self, device: TorchDevice) -> None:
         self.module = device._module
@@ -146,17 +150,20 @@ class Lane:
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Run the body's operations on this stream.
+        """Run the operations in the body of the `with` statement on this stream.
 
-        The operations start after everything that the caller's stream has already started, because that work may still
-        use the memory. The operations run concurrently with the work that the caller's stream starts later.
+        The operations start after all work that the caller's stream has already started, because that work may still
+        use the same memory. The operations run concurrently with the work that the caller's stream starts later.
         """
         self.stream.wait_stream(self.module.current_stream())
         with self.module.stream(self.stream):
             yield
 
     def mark(self) -> Any:
-        """Record an event for `join`, after all work that this stream has started."""
+        """Return an event that completes after all work that this stream has started.
+
+        The event can be passed to `join`.
+        """
         event = self.module.Event()
         event.record(self.stream)
         return event
@@ -164,7 +171,8 @@ class Lane:
     def join(self, mark: Any = None) -> None:
         """Make the caller's stream wait for this stream.
 
-        The caller's stream waits for the work before `mark`, or for all work of this stream if `mark` is None.
+        The caller's stream waits for the work before the event `mark`, or for all work of this stream if `mark` is
+        None.
         """
         if mark is None:
             mark = self.mark()
@@ -178,11 +186,11 @@ class Devices:
     - `device`: this rank's device.
     - `rank`: this rank's number in the layout.
     - `mesh`: the mesh of all ranks of the layout. It has the axes dp and tp, and each other axis that is larger than 1.
-      None for a single rank.
+      None if the layout has a single rank.
     - `per_host`: the number of the mesh's ranks on each host; consecutive ranks share a host. 0 if one host has all
       ranks.
 
-    An engine that needs more process groups makes them among its own ranks (`make_group`).
+    An engine that needs more process groups creates them from its own ranks (`make_group`).
     """
 
     device: TorchDevice = TorchDevice()
@@ -203,10 +211,12 @@ class Devices:
         return not self.per_host or len({rank // self.per_host for rank in ranks}) == 1
 
     def make_group(self, layout: Layout, *shared_axes: str) -> Any:
-        """Return the group of ranks with this rank's coordinates on `shared_axes`.
+        """Return the process group of the ranks that share coordinates with this rank.
 
-        The ranks of the group are in the order of the layout. The experts of a layer are in the same order, because
-        `Layout.inner` is 1 for every node that trains. The first call for a group is a collective of the group's ranks.
+        The group has all ranks of `layout` whose coordinates on the axes `shared_axes` equal this rank's coordinates.
+        The ranks of the group are ordered by their number in the layout. The ranks' experts have the same order as the
+        ranks, because the only field of a layout that would change the order, `Layout.inner`, is 1 for every node that
+        trains. The first call for a group is a collective of the group's ranks.
         """
         from torch import distributed as dist
 
@@ -231,7 +241,7 @@ class Devices:
 
 
 def device_of(tensor: torch.Tensor) -> TorchDevice:
-    """Return the device of a tensor."""
+    """Return the TorchDevice on which a tensor is."""
     kind = next(candidate for candidate in DEVICE_KINDS.values() if candidate.torch == tensor.device.type)
     return TorchDevice(kind, tensor.device.index or 0)
 
@@ -241,7 +251,10 @@ def is_host_buffer(storage: torch.UntypedStorage) -> bool:
 
 
 def sleep(tensors: Iterable[torch.Tensor]) -> None:
-    """Mark tensors as asleep: until `wake`, their allocator may reuse their memory."""
+    """Mark tensors as asleep: they have no memory until `wake`.
+
+    The allocator of a sleeping tensor may use the tensor's memory for other purposes, without torch's knowledge.
+    """
     for storage in [tensor.untyped_storage() for tensor in tensors]:
         _sleeping_storages[storage.data_ptr()] = weakref.ref(storage)
         _report(storage)
@@ -255,15 +268,15 @@ def wake(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def watch_storages(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Call `watcher` with each storage whose memory changes, in any thread.
+    """Within the context, call `watcher` with each storage whose memory changes.
 
-    The watcher is called for a storage that:
+    The watcher is called, for changes in any thread, with a storage that:
 
     - becomes a host buffer,
-    - falls asleep or wakes,
+    - falls asleep or wakes (`sleep`, `wake`),
     - gets another size from Python (FSDP resizes storages this way).
 
-    A torch dispatch mode does not see these changes, because they are not operators.
+    A torch dispatch mode does not see these changes, because no torch operator makes them.
     """
     import torch
 
@@ -293,14 +306,14 @@ def _report(storage: torch.UntypedStorage) -> None:
 
 
 def count_allocated_bytes(storage: torch.UntypedStorage) -> int:
-    """Return the bytes of memory that a storage has; 0 while the storage is asleep."""
+    """Return the bytes of memory that a storage has; 0 if the storage is asleep."""
     sleeper = _sleeping_storages.get(storage.data_ptr())
     # The address may have belonged to a freed storage, and belong to another one.
     return 0 if sleeper and sleeper() is not None else storage.nbytes()
 
 
 def is_making_buffer() -> bool:
-    """Return whether this process is allocating a host buffer at the moment."""
+    """Return whether this process is just allocating a host buffer (`host_buffer`)."""
     return _making_buffer
 
 
@@ -321,9 +334,10 @@ def view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def release(tensor: torch.Tensor) -> None:
     """Free the memory of a tensor; the tensor object stays valid.
 
-    `allocate` gives the tensor memory again. The host's allocator would keep the freed memory for this process, so the
-    pages are returned to the operating system first. malloc_trim is not used: it would also return the pages that all
-    other tensors have freed, and the next tensors would have to fault those pages in again.
+    `allocate` gives the tensor memory again. On the host, the allocator would keep freed memory for this process, so
+    this function first returns the tensor's memory pages to the operating system. malloc_trim is not used for this
+    purpose: it would also return the pages that all other tensors have freed, and the next tensors would have to fault
+    those pages in again.
     """
     storage = tensor.untyped_storage()
     if storage.device.type == HOST.torch:
@@ -343,8 +357,8 @@ def _system() -> ctypes.CDLL:
 
 
 def allocate(tensor: torch.Tensor, size: int | None = None) -> None:
-    """Allocate memory for a released tensor: for its elements, or `size` bytes.
+    """Allocate memory for a released tensor; the old contents are lost.
 
-    The old contents are lost.
+    The memory has `size` bytes, or just enough bytes for the tensor's elements if `size` is None.
     """
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if size is None else size)

@@ -1,7 +1,7 @@
 """Checks whether an engine can shard a model by a layout.
 
-Invariant: the compiler's checks reject exactly the layouts that `find_misfits` reports, and the planner leaves out the
-same layouts.
+Invariant: the compiler's checks reject exactly the layouts for which `find_misfits` yields a message, and the planner
+does not propose these layouts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .spec import EngineSpec
 
 
 def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
-    """Yield a message for each way in which a layout does not fit `model`.
+    """Yield a message for each reason why an engine cannot shard a model by a layout.
 
-    A size that the engine can pad or replicate is not reported.
+    If the engine pads or replicates a size of the model, the layout need not divide that size.
     """
     if uneven := _list_undivided(model, spec, layout.tp):
         yield f"tp = {layout.tp} does not divide {_join_with_and(uneven)} of `{model.name}`"
@@ -63,10 +63,10 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
 
 
 def rows_in_step(graph: Graph, node: Node) -> int | None:
-    """Return the number of rows of one optimizer step.
+    """Return the number of rows of one optimizer step of `node`.
 
-    Every rank needs an equal share of these rows. The result is None for a node that updates nothing. The result is
-    also None if the number is unknown, because the node has no `mini_batch` and a node of the graph filters rows.
+    Every rank needs an equal share of these rows. The result is None if `node` is not an update. The result is also
+    None if the number of rows is unknown: if `node` has no `mini_batch` and a node of the graph filters rows.
     """
     attributes = UpdateAttributes.of(node)
     if node.verb != "update" or (attributes.mini_batch is None and any(other.filters for other in graph.nodes)):

@@ -1,9 +1,11 @@
 """Rules by which engines place a layer's experts on the ranks of a pipeline stage.
 
-A stage has tp x cp x dp ranks.
+A stage has tp x cp x dp ranks. `ep` is the size of expert parallelism; `etp` is the size of tensor parallelism inside
+an expert.
 
-Invariant: only this file defines, for each engine, the default of etp and the supported ep and etp. The code that
-places tensors, the checks, the planner, the reference and the rejections of a run all read this file.
+Invariant: only this file defines, for each engine, the default of etp and the supported values of ep and etp. All other
+code reads these rules from this file: the code that places tensors, the compiler's checks, the planner and the
+generated reference pages.
 """
 
 from __future__ import annotations
@@ -21,13 +23,12 @@ class ExpertPlacement:
 
     Each function accepts a layout in which every axis except etp is final.
 
-    - `etp`: returns the default etp of a layout that does not state one.
+    - `etp`: returns the etp that the engine uses for a layout that does not state etp.
     - `has`: returns whether the engine supports the layout's ep and etp.
-    - `runs`: returns whether this version can also run the layout's ep and etp with the engine, and not only plan for
-      them.
-    - `sends`: returns whether tokens are sent to other ranks for their experts. Tokens need not be sent where a tp
-      group has all its tokens and all experts, or shards of all experts. There the all-reduce at the end of a layer
-      sums the results.
+    - `runs`: returns whether a run can use the layout's ep and etp. If not, this version can only plan for the layout.
+    - `sends`: returns whether tokens are sent to the ranks that have their experts. For some layouts no token is sent:
+      each rank of a tp group has the tokens of the whole group, and the group has all experts, whole or sharded. The
+      all-reduce at the end of the layer then sums the experts' results.
     - `words`: the rule in words.
     """
 
@@ -38,9 +39,9 @@ class ExpertPlacement:
     sends: Callable[[Layout], bool] = lambda layout: layout.ep * layout.etp > 1
 
     def format_layout(self, layout: Layout, model: Model) -> str:
-        """Format a layout as a program states it for this engine.
+        """Format a layout as the text that a program would contain for this engine.
 
-        An etp that equals the engine's default is left out; `settle_etp` adds it again.
+        An etp that equals the engine's default is left out, because `settle_etp` adds it when the program is compiled.
         """
         sizes = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1 or axis in ("tp", "dp")}
         if layout.etp == self.settle_etp(replace(layout, etp=0), model).etp:
@@ -53,7 +54,7 @@ class ExpertPlacement:
         return ", ".join([*parts, *[f"cp_kind = {layout.cp_kind}"] * (layout.cp_kind != Layout.cp_kind)])
 
     def can_run(self, layout: Layout, model: Model) -> bool:
-        """Return whether this engine can run a layout of a model.
+        """Return whether a run can use a layout of a model with this engine.
 
         A model without experts can run with any layout.
         """
@@ -62,12 +63,15 @@ class ExpertPlacement:
     def settle_etp(self, layout: Layout, model: Model) -> Layout:
         """Return the layout with its final etp.
 
-        An etp of 0 means that the program leaves etp to the engine: it is replaced by the engine's default.
+        An etp of 0 means that the program does not state etp. A 0 is replaced by the engine's default.
         """
         return layout if layout.etp else replace(layout, etp=1 if model.experts is None else self.etp(layout))
 
     def meshes(self, layout: Layout, model: Model) -> Iterator[Layout]:
-        """Yield the layout with each supported pair of ep and etp; etp is 1 or tp."""
+        """Yield a copy of `layout` for each pair of ep and etp that the engine supports.
+
+        Only pairs in which etp is 1 or tp are considered. For a model without experts, the only pair is ep = etp = 1.
+        """
         experts = model.experts
         if experts is None:
             yield replace(layout, ep=1, etp=1)
@@ -88,8 +92,9 @@ def _divides(layout: Layout) -> bool:
 def _fits_vllm(layout: Layout) -> bool:
     """Return whether vLLM supports a layout's ep and etp.
 
-    Without ep, each expert is sharded over tp. With --enable-expert-parallel, whole experts are distributed over the
-    ranks of vLLM's world, whose size is tp times vLLM's own data parallelism.
+    Without ep, each expert is sharded over tp. With vLLM's option --enable-expert-parallel, whole experts are
+    distributed over all ranks of one vLLM instance. An instance has tp ranks times the size of vLLM's own data
+    parallelism.
     """
     if layout.ep == 1:
         return layout.etp == layout.tp

@@ -1,9 +1,10 @@
-"""The experts of a layer on one rank: a module that replaces transformers' own.
+"""The experts of a layer on one rank: a module that replaces transformers' module.
 
-Invariant: a token's result is the sum over the experts that the router chose for the token, whichever ranks have these
-experts. With expert parallelism, an all-to-all sends tokens to the ranks of their experts, and a second all-to-all
-returns the results. Ranks that have the same tokens (tensor parallelism) each send a different share of the tokens, so
-that no token is computed twice. A rank whose tokens choose no remote expert still joins both collectives.
+Invariant: a token's result is the weighted sum over the experts that the router chose for the token, regardless of
+which ranks have these experts. With expert parallelism, an all-to-all sends tokens to the ranks of their experts, and a
+second all-to-all returns the results. With tensor parallelism, several ranks have the same tokens. Each of these ranks
+sends a different share of the tokens, so that no token is computed twice. A rank whose tokens choose no remote expert
+still joins both collectives.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels: Kernels) -> None:
-    """Replace a transformers model's experts by the experts of this rank.
+    """Replace the experts in a transformers model by modules with this rank's experts.
 
-    The model is on the meta device. A rank holds the experts of its `ep` coordinate, each of them whole. With a layout
-    that has neither tp nor ep, each rank computes all experts itself.
+    The model is on the meta device. With ep, a rank has the experts of its coordinate on the axis ep, and each of these
+    experts is whole (not sharded). If the layout has neither tp nor ep, each rank computes all experts for all its
+    tokens.
     """
     tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.make_group(layout, "pp", "etp", "edp") if layout.ep > 1 else None
@@ -35,11 +37,11 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
-    """Build the module of a layer's `number` experts.
+    """Build the module for the `number` experts that this rank has of a layer.
 
     - `theirs`: transformers' module of the experts, which determines the sizes and the activation.
-    - `tp`: the group of ranks that have the same tokens.
-    - `ep`: the group of ranks that have the layer's other experts.
+    - `tp`: the group of ranks that have the same tokens; None for a single rank.
+    - `ep`: the group of ranks that together have all experts of the layer; None if this rank has all experts.
     """
     import torch
     from torch.distributed import _functional_collectives as collectives
@@ -61,8 +63,9 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
         def forward(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             """Return each token's weighted sum over its experts, [tokens, hidden].
 
-            `states` are [tokens, hidden]. `chosen` and `weights`, both [tokens, k], are the token's experts and their
-            weights.
+            - `states` [tokens, hidden]: the tokens' hidden states.
+            - `chosen` [tokens, k]: for each token, the indices of its k experts.
+            - `weights` [tokens, k]: for each token, the weights of its k experts.
             """
             if tp is None:
                 return self._route_tokens(states, chosen, weights)
@@ -84,9 +87,10 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             return torch.zeros_like(states).index_add(0, order // active, results)
 
         def _exchange_tokens(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """Send rows to the ranks of their experts; return the experts' results.
+            """Send hidden states to the ranks of their experts; return the experts' results.
 
-            `rows` are sorted by expert. `counts` is the number of rows for each expert, over the experts of all ranks.
+            `rows` has one hidden state for each pair of a token and an expert, sorted by expert. `counts` is the number
+            of rows for each expert, over the experts of all ranks.
             """
             received_counts = torch.empty_like(counts)
             torch.distributed.all_to_all_single(received_counts, counts, group=ep)
@@ -104,9 +108,9 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             return result
 
         def _apply_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """Apply this rank's experts to `rows`, which are sorted by expert.
+            """Return the results of this rank's experts for the hidden states `rows`.
 
-            `counts` is the number of rows for each of this rank's experts.
+            `rows` is sorted by expert. `counts` is the number of rows for each of this rank's experts.
             """
             ends = counts.cumsum(0).to(torch.int32)
 
@@ -123,10 +127,11 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
 
 
 def _make_exchanges() -> tuple[Any, Any]:
-    """Return a split and an all-gather for ranks that have the same tokens.
+    """Return two functions, a split and an all-gather, for ranks with the same tokens.
 
-    Both are differentiable. The split's backward pass gathers the gradient from all ranks. The all-gather's backward
-    pass returns the rank's own part of the whole gradient, because each rank has the whole gradient.
+    Both functions are differentiable. The split returns the rank's own part of a tensor, and its backward pass gathers
+    the gradient from all ranks. The all-gather's backward pass returns the rank's own part of the gradient, because
+    each rank already has the whole gradient.
     """
     import torch
 

@@ -1,14 +1,15 @@
 """Training and inference by torch FSDP2, on any torch device.
 
-Tensor parallelism is by DTensor. Context parallelism is in context_parallel.py.
+Tensor parallelism is implemented with DTensor. Context parallelism is in context_parallel.py.
 
-Invariant: the weights at rest on a rank are the boxes of layout.shard (one index range per dimension). The optimizer
-works on these local tensors (optimizer/steps.py). The ZeRO stages are:
+Invariant: outside of forward and backward passes, a rank holds the boxes of layout.shard (one index range per
+dimension) of the weights. These weights are called the weights at rest, and the optimizer updates them
+(optimizer/steps.py). The ZeRO stages are:
 
 - 0: everything is replicated.
 - 1: the optimizer states are sharded.
-- 2: FSDP2, which keeps the gathered weights after the forward pass.
-- 3: FSDP2, which releases the gathered weights after the forward pass.
+- 2: FSDP2 shards the weights. It keeps the gathered weights after the forward pass.
+- 3: FSDP2 shards the weights. It releases the gathered weights after the forward pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ROWS = ("o_proj", "down_proj")
 
 
 class FsdpEngine:
-    """An engine that trains a model or computes its outputs, on this rank."""
+    """The engine `fsdp` on one rank: it trains a model or computes a model's outputs."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         model = weights.model
@@ -113,9 +114,10 @@ class FsdpEngine:
             )
 
     def _tie(self, module: Any) -> None:
-        """Make head and embedding one parameter again if the model ties them.
+        """Tie the head to the embedding, if the model has tied weights.
 
-        Sharding and allocation create a separate parameter for each of the two.
+        The tie must be restored after sharding and after allocation, because each of them creates a separate parameter
+        for the head.
         """
         if self.model.tied:
             module.lm_head.weight = module.model.embed_tokens.weight
@@ -188,9 +190,10 @@ class FsdpEngine:
 
 
 def _compile(layers: Any) -> None:
-    """Compile each layer in place, for dynamic lengths.
+    """Compile each layer in place, for inputs with a varying number of tokens.
 
-    The number of nodes in a tree differs from one micro-batch to the next.
+    A layer's input has one token per node of a micro-batch's prefix tree (prefix_tree.py). The number of nodes differs
+    from one micro-batch to the next.
     """
     from torch._inductor import config
 
@@ -202,10 +205,10 @@ def _compile(layers: Any) -> None:
 def _divide_weights(
     module: Any, model: Model, layout: Layout, devices: Devices, release_after_forward: bool
 ) -> list[Any]:
-    """Shard the weights at rest by FSDP2, layer by layer; return the sharded modules.
+    """Shard a model's weights by FSDP2, layer by layer; return the sharded modules.
 
-    Experts are sharded over the ranks that have the same experts. With `release_after_forward`, gathered weights are
-    released after the forward pass.
+    Dense weights are sharded over dp. Experts are sharded over the ranks that have the same experts. With
+    `release_after_forward`, FSDP2 releases gathered weights after the forward pass.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -248,9 +251,11 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed 
 
 
 def _distinguish_masks() -> None:
-    """Make torch distinguish the masks of sharded embeddings by their buffers.
+    """Patch torch to distinguish the masks of different sharded embeddings.
 
-    Torch 2.10 confuses the masks of two embeddings of the same size, for example of two models in different dtypes.
+    A mask (MaskPartial) is a DTensor placement. Torch 2.10 treats the masks of two embeddings of the same size as
+    equal, for example of two models in different dtypes. With the patch, masks are equal only if their mask buffers are
+    the same object.
     """
     from torch.distributed.tensor import placement_types
 
@@ -267,7 +272,8 @@ def _distinguish_masks() -> None:
 def _sum_rotary_key_gradients(attention: Any, mesh: DeviceMesh) -> None:
     """Sum the gradient of latent attention's rotary key over tp.
 
-    All heads share the rotary key, and each tp rank has only some of the heads.
+    All heads share the rotary key, but each tp rank has only some of the heads, so each rank computes only a part of
+    the gradient.
     """
     import torch
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -290,8 +296,9 @@ def _outputs(
 ) -> Outputs:
     """Compute a model's outputs for the requested tokens.
 
-    This function is called as the forward method of `module`, so that FSDP2 gathers the embedding and the head around
-    the call. Logits are computed only for requested tokens, in float32.
+    The requested tokens are the tokens for which the micro-batch asks for outputs; `token` has their ids. The engine
+    installs this function as the forward method of `module`. So FSDP2 gathers the weights of the embedding and the head
+    for the call. Logits are computed only for the requested tokens, in float32.
     """
     import torch
 
@@ -319,8 +326,8 @@ def _outputs(
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
     """Return the entropy of each token's distribution, without a gradient.
 
-    The entropy is computed for a few tokens at a time, so that the computation never needs as much memory as a
-    cross-entropy.
+    The entropy is computed for a few tokens at a time, so that the computation needs less memory than a cross-entropy
+    over all tokens.
     """
     import torch
 

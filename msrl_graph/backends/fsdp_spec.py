@@ -17,7 +17,10 @@ def _lints(situation: Situation) -> Iterator[Lint]:
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return operator counts, which torch's profiler counted on Qwen2 models."""
+    """Return how many operators Python calls for `act`, one call of the engine.
+
+    Torch's profiler counted the operators on Qwen2 models.
+    """
     if act == "step":
         return step_calls(layout)
     # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass the hooks cost

@@ -1,8 +1,8 @@
 """Generation by transformers, with tensor parallelism over torch.distributed.
 
-Invariant: the tokens drawn for a row depend only on the row's prompt, the weights, the row's noise key and the step.
-The weights have memory only between `allocate` and `release`. Each rank holds the boxes of layout.shard (one index
-range per dimension).
+Invariant: the tokens drawn for a row depend only on the row's prompt, the weights, the row's noise key and the step
+(the number of the token in its response). The weights have memory only between `allocate` and `release`. Each rank
+holds the boxes of layout.shard (one index range per dimension).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class HfEngine:
-    """An engine that generates responses, on this rank.
+    """The engine `hf` on one rank, which generates responses.
 
     The engine generates the responses to `micro_batch` prompts at a time, or to all prompts if `micro_batch` is 0.
     """
@@ -152,9 +152,10 @@ class HfEngine:
 
 
 def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
-    """Add the all-reduces of tensor parallelism to a module.
+    """Add the all-reduces of tensor parallelism to a transformers model.
 
-    The all-reduces come after the sharded embedding and after the row-parallel linear layers.
+    The all-reduces come after the sharded embedding and after the row-parallel linear layers. `group` is the group of
+    tp ranks, and `index` is this rank's index in the group.
     """
     import torch
     from torch import distributed as dist

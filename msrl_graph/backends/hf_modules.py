@@ -1,6 +1,6 @@
 """Functions that the engines based on transformers share.
 
-The functions build a model without weights, and fill the shards of a rank from a model's folder.
+The functions build a model without weights, and fill a rank's shards with weights from a model's folder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def build_empty_model(model: Model) -> Any:
-    """Build the transformers model of a folder on the meta device.
+    """Build the transformers model that a model's config.json describes.
 
-    Parameters are on the meta device; buffers have values. A model that scores has `score`, a linear layer without
-    bias, instead of `lm_head`.
+    Parameters are on the meta device (without memory); buffers have values. A scoring model (a value or reward model)
+    has `score`, a linear layer without bias, instead of `lm_head`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,7 +48,7 @@ def build_empty_model(model: Model) -> Any:
 
 
 def load_fixed_tensors(model: Model) -> dict[str, Any]:
-    """Load the tensors of a model that no run changes (Model.fixed), by name."""
+    """Load, by name, the tensors of a model that training never changes (Model.fixed)."""
     import torch
 
     shards = [Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape)) for tensor in model.fixed]
@@ -59,7 +59,7 @@ def load_fixed_tensors(model: Model) -> dict[str, Any]:
 def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a scoring model, made from a policy's config.json.
 
-    The sequence classification classes of transformers can load the result.
+    A scoring model is a value or reward model. The sequence classification classes of transformers can load the result.
     """
     names = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in config.get("architectures") or ()]
     return {
@@ -72,7 +72,10 @@ def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_weights(module: Any) -> dict[str, Any]:
-    """Return a module's parameters by this package's names, a tied parameter once."""
+    """Return a transformers module's parameters by the names that msrl_graph uses.
+
+    A tied parameter is returned once.
+    """
     parameters = dict(module.named_parameters(remove_duplicate=True))
     return {
         re.sub(r"\.experts\.(\w+)$", r".experts.*.\1.weight", name): parameter for name, parameter in parameters.items()
@@ -80,18 +83,20 @@ def named_weights(module: Any) -> dict[str, Any]:
 
 
 def parameter_path(name: str) -> str:
-    """Return the path of a weight's parameter in a module.
+    """Return the path of a weight's parameter in a transformers module.
 
-    All experts of one projection are one parameter (experts.py).
+    `name` is the weight's name in msrl_graph. The weights of all experts for one projection are one parameter
+    (experts.py).
     """
     return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> None:
-    """Copy weights from a folder of safetensors into shards, one tensor at a time.
+    """Copy a model's weights from its folder into shards, one tensor at a time.
 
-    Only the bytes of the shards' boxes are read. If the folder has no score head, the score head is set to zero: a
-    critic that starts from the weights of a policy has no score head.
+    The folder contains safetensors files. Only the bytes of the shards' boxes (index ranges) are read. If the folder
+    contains no score head, the shard of the score head is set to zero: a critic that starts from the weights of a
+    policy has no score head yet.
     """
     import torch
     from safetensors import safe_open

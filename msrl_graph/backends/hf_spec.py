@@ -8,7 +8,7 @@ from .spec import Act, EngineSpec, OperatorCalls
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return the operator counts of a forward pass and of the draw of a token.
+    """Return how many operators Python calls for a forward pass and a token's draw.
 
     Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
     """

@@ -1,8 +1,8 @@
-"""Offload of tensors to host memory; their device memory is released meanwhile.
+"""Offload of tensors to host memory, which frees the tensors' device memory.
 
-Invariant: contents return bit for bit, and references to a tensor stay valid. Where the device has streams, copies run
-on streams of their own. On host cores a host buffer is another tensor, and the storage of the offloaded tensor is
-released too.
+Invariant: a tensor that was offloaded and copied back has the same bits as before, and references to the tensor stay
+valid. If the device has streams, copies to the host and copies back have a stream each. On host cores a host buffer is
+a second tensor in host memory, and the storage of the offloaded tensor is released as on other devices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class HostOffload:
     """Tensors of a device that can be moved to host memory and back.
 
-    Several of the tensors may share a storage. Between `leave` and `come` the contents are in host buffers (`stored`).
-    The buffers stay allocated until `drop`.
+    Several of the tensors may share a storage. From `leave` to `come` the contents are only in host buffers, which
+    `stored` returns. The host buffers stay allocated until `drop`.
     """
 
     def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor]) -> None:
@@ -34,14 +34,14 @@ class HostOffload:
         self.back = Lane(device)
 
     def store(self) -> None:
-        """Start the copy from device to host."""
+        """Start the copy of the tensors to host buffers."""
         self.buffers = self.buffers or [self.device.host_buffer(original) for original in self.tensors]
         with self.out.begin():
             for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
                 buffer.copy_(tensor, non_blocking=True)
 
     def leave(self) -> None:
-        """Release the device's storages after the copies to the host have finished.
+        """Release the tensors' device memory after the copies to the host have finished.
 
         Contents that were not copied by `store` are lost.
         """
@@ -50,7 +50,7 @@ class HostOffload:
             release(tensor)
 
     def come(self) -> None:
-        """Allocate the storages, and start the copy from host to device."""
+        """Allocate the tensors' device memory, and start the copy from the host buffers."""
         self.take()
         self.fetch()
 
@@ -64,7 +64,7 @@ class HostOffload:
                 tensor.copy_(buffer, non_blocking=True)
 
     def arrive(self) -> None:
-        """Make later operations on the device wait for the copy from the host."""
+        """Make later operations on the device wait for the copy from the host buffers."""
         self.back.join()
 
     def drop(self) -> None:
@@ -74,6 +74,6 @@ class HostOffload:
         self.buffers = []
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's host buffer, with the contents of the last `store`."""
+        """Return the host buffer of `tensor`, with the contents of the last `store`."""
         self.device.finish()
         return next(buffer for candidate, buffer in zip(self.tensors, self.buffers, strict=True) if candidate is tensor)

@@ -29,11 +29,11 @@ def version(package: str) -> str:
 
 
 def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> str:
-    """Return a command or hint to install the packages that an engine is missing.
+    """Return a command or a hint to install an engine's missing packages.
 
-    The command installs the extra of the device kind, if this package has one, or else the engine's extra. Without an
-    extra, it installs the missing packages by name. For a device kind that needs adapted packages, no single command is
-    enough, so the result is a hint.
+    The command installs an extra (a set of optional dependencies of msrl-graph): the extra for the device kind, or else
+    the extra for the engine. If msrl-graph has neither extra, the command installs the missing packages by name. For a
+    device kind that needs adapted packages, no single command is enough, so the result is a hint.
     """
     if device in DEVICE_KINDS and DEVICE_KINDS[device].adaptors:
         return f"install {', '.join(missing)} as described at the top of constraints/{device}.txt, or run msrl-doctor"
@@ -43,9 +43,10 @@ def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> 
 
 
 def make_extra_command(extra: str) -> str:
-    """Return a command that installs an extra of msrl-graph from the folder or wheel that it was installed from.
+    """Return a command that installs an extra of msrl-graph.
 
-    pip records this place (PEP 610) unless it found the package on a package index.
+    The command uses the folder or wheel from which msrl-graph was installed. pip records this location (PEP 610),
+    except if it installed msrl-graph from a package index. In that case the command uses the package index.
     """
     place = json.loads(distribution("msrl-graph").read_text("direct_url.json") or "{}")
     url = place.get("url", "")

@@ -1,11 +1,12 @@
-"""Memory accounts of the engines `fsdp` and `hf`.
+"""The bytes of memory that the engines `fsdp` and `hf` need, moment by moment.
 
-An account covers one verb of an engine, such as an update. The account excludes weights and optimizer states.
+A moment is one instant of a call, such as "in the head". A call is the work of an `infer`, `update` or `generate` node.
+For each moment, this file counts the bytes of all tensors except weights and optimizer states.
 
-Invariant: each moment lists the tensors that exist at one instant. So a verb needs the memory of its fullest moment,
-never a sum over moments. The accounts count tensor storages, as autograd and the Llama, Qwen2 and Qwen3-MoE models of
-transformers create and keep them. A change to the tensors that an engine keeps needs a change in this file;
-bench/memory.py shows differences. Sizes are bytes on the busiest rank, with every column at its bound.
+Invariant: all tensors of a moment exist at the same time. So the memory that a call needs is the memory of its fullest
+moment, never a sum over moments. Tensor storages are counted as autograd and the Llama, Qwen2 and Qwen3-MoE models of
+transformers create and keep them. If an engine keeps other tensors, this file must change; bench/memory.py compares
+these bytes with measurements. Sizes are bytes on the busiest rank, with every column at its maximum length.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from .spec import Moments
 
 
 class _Layer(Sizes):
-    """Bytes that a transformers layer keeps for its backward pass."""
+    """Bytes that a layer of a transformers model keeps for its backward pass."""
 
     @cached_property
     def feed(self) -> int:
-        """Bytes that the feed-forward half keeps: four products of the inner width.
+        """Bytes that a layer's feed-forward half keeps for its backward pass.
 
-        With experts, the feed-forward half also keeps the tokens that are sent to experts: as sent, as returned, and as
-        scaled by the router. In addition, the half keeps the indices that sort these tokens, and the router's results.
+        Without experts, the half keeps four tensors of the intermediate size. With experts, it also keeps the hidden
+        states that are sent to experts: as sent, as returned, and as scaled by the router. In addition, it keeps the
+        indices that sort these hidden states by expert, and the router's results.
         """
         if (experts := self.work.model.experts) is None:
             return 4 * self.wide
@@ -35,7 +37,7 @@ class _Layer(Sizes):
 
     @cached_property
     def products(self) -> int:
-        """The most bytes that a feed-forward half holds without gradients."""
+        """The most bytes that a feed-forward half holds in a pass without gradients."""
         if (experts := self.work.model.experts) is None:
             return 3 * self.wide
         of_experts = max(3 * self.inner + self.routed, 3 * self.routed) + 2 * self.routed * (self.work.layout.ep > 1)
@@ -45,10 +47,12 @@ class _Layer(Sizes):
     def saved(self) -> int:
         """All bytes that a layer saves for its backward pass.
 
-        - The input, the normed input and the scaled input of both halves.
-        - The tensors that attention keeps.
-        - The input and the result of head norms.
-        - The tensors that the feed-forward half keeps.
+        The layer saves:
+
+        - the input, the normed input and the scaled input of both halves (attention and feed-forward),
+        - the tensors that attention keeps,
+        - the input and the result of the norms of query and key heads,
+        - the tensors that the feed-forward half keeps.
 
         In bf16, norms keep their input in float32 instead of bf16.
         """
@@ -66,21 +70,25 @@ class _Layer(Sizes):
 
 
 def trainer(verb: str, work: Workload) -> Moments:
-    """Return the bytes at each moment of an infer or an update by FSDP2 (fsdp.py)."""
+    """Return the bytes at each moment of an `infer` or `update` node by FSDP2.
+
+    A moment is one instant of the computation in fsdp.py. `verb` is "infer" or "update".
+    """
     s = _Layer(work)
     return _update(s) if verb == "update" else _infer(s)
 
 
 def stored(work: Workload) -> int:
-    """Return the bytes that all layers keep between forward and backward."""
+    """Return the bytes that all layers keep from the forward to the backward pass."""
     return work.model.layers * (_Layer(work).hidden if work.recompute else _Layer(work).saved)
 
 
 def _infer(s: _Layer) -> Moments:
     """Return the bytes at each moment of a forward pass without a backward pass.
 
-    Sharded weights are gathered layer by layer. A layer's weights are copied out of a flat buffer, which exists until
-    the next layer's copy is done. For a trained model, ZeRO 2 keeps the gathered weights until the end of the pass.
+    Sharded weights are gathered layer by layer: into a flat buffer, from which they are copied. The flat buffer exists
+    until the copy for the next layer is done. For a trained model, ZeRO 2 keeps the gathered weights until the end of
+    the pass.
     """
     work = s.work
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
@@ -116,8 +124,9 @@ def _infer(s: _Layer) -> Moments:
 def _head(s: _Layer) -> int:
     """Return the peak bytes of the logits in a pass without gradients.
 
-    At the peak there are the logits, divided by the temperature, and their log-softmax. With a vocabulary that is
-    sharded over tp, the peak may instead have the rank's own logits, the logits of all ranks, and their concatenation.
+    The peak is the larger of two moments. At one moment, the logits divided by the temperature and their log-softmax
+    exist. The other moment occurs only if the vocabulary is sharded over tp: the rank's own logits, the gathered logits
+    of all ranks, and the concatenation of the gathered logits exist.
     """
     tp = s.work.layout.tp
     stored = s.logit * s.item // 4
@@ -223,8 +232,8 @@ def _update(s: _Layer) -> Moments:
 def _backward(s: _Layer) -> dict[str, dict[str, int]]:
     """Return the bytes that the backward pass of each half of a layer adds.
 
-    The bytes are in addition to everything that the layer has kept. Bytes that are already freed are subtracted, so a
-    figure may be negative.
+    The bytes are added to all tensors that the layer has saved. Saved tensors that are already freed are subtracted, so
+    a figure may be negative.
     """
     feed = s.hidden + (max(3 * s.routed, 2 * s.inner - s.routed) if s.work.model.experts else 2 * s.wide)
     freed = s.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
@@ -242,8 +251,8 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
 def generator(verb: str, work: Workload) -> Moments:
     """Return the bytes at each moment of a generation by transformers (hf.py).
 
-    `work.rows` prompts run at once, with `work.samples` responses each. Each layer's cache is one tensor of keys and
-    one tensor of values. Both tensors are copied whenever the cache grows.
+    Responses to `work.rows` prompts are generated at the same time, `work.samples` responses to each. The KV cache of a
+    layer is one tensor of keys and one tensor of values. Both tensors are copied whenever the cache grows.
     """
     if verb != "generate":
         raise ValueError(f"no generator has the verb `{verb}`")

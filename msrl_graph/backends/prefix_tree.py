@@ -1,10 +1,11 @@
-"""Trees of shared prefixes, whose nodes a model computes instead of rows.
+"""Prefix trees: a model computes each distinct prefix of a micro-batch only once.
 
-The rows of a micro-batch form one tree. A token's hidden state is a function of the tokens up to that token, so each
-distinct prefix of a row is one node. A prompt is one path of the tree, however many responses the prompt has. Padding
-has no nodes. Only attention looks at whole rows; all other layers work node by node.
+A token's hidden state is a function of the tokens up to that token. So the rows of a micro-batch form one tree, in
+which each distinct prefix of a row is one node, and a model computes one hidden state per node. A prompt is one path of
+the tree, regardless of the number of its responses. Padding has no nodes. Only attention uses whole rows; all other
+layers compute node by node.
 
-Invariant: log-probabilities and gradients equal the values for padded rows, up to rounding.
+Invariant: log-probabilities and gradients equal the values that padded rows would give, up to rounding.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ ATTENTION = "msrl_prefixes"
 
 @dataclass(frozen=True)
 class Tree:
-    """The nodes of a micro-batch.
+    """The nodes of a micro-batch's prefix tree, one per distinct prefix of a row.
 
-    - `ids`, `depth`: each node's token id and depth.
+    - `ids`, `depth`: each node's token id, and its depth, which is the token's position in the row.
     - `rows` [distinct rows, width]: the nodes of each row, padded at the right.
-    - `place`: each node's index in the concatenated `rows`.
-    - `before`: for each requested token, the node at the token's requested position.
+    - `place`: for each node, the index of an entry of the flattened `rows` that is this node.
+    - `before`: for each token whose outputs the micro-batch asks for, the node from whose hidden state they are
+      computed.
     - `attention`: the function that computes attention.
 
-    With context parallelism, a rank's part of a tree is a Tree too (context_parallel.py).
+    With context parallelism, a rank's part of a tree is also a Tree (context_parallel.py).
     """
 
     ids: torch.Tensor
@@ -55,29 +57,29 @@ class Tree:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Attend causally over whole rows.
+        """Compute causal attention of every node to its row's nodes up to the node itself.
 
-        Inputs are [heads, nodes, size], the result is [nodes, heads, size]. Padding comes after all requested
-        positions, so causality alone masks the padding.
+        Inputs are [heads, nodes, size], the result is [nodes, heads, size]. Padding needs no mask: it is at the end of
+        the rows, where causal attention does not look.
         """
         q, k, v = map(self._lay_out_rows, (query, key, value))
         out = self.product(q, k, v, scaling, window)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
     def _lay_out_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """Copy the states of nodes to their rows: [rows, heads, width, size]."""
+        """Copy the nodes' states into all rows of the tree: [rows, heads, width, size]."""
         by_row = states.transpose(0, 1).index_select(0, self.rows.view(-1))
         return by_row.view(*self.rows.shape, *by_row.shape[1:]).transpose(1, 2)
 
     def product(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Compute attention on tensors that are laid out by row."""
+        """Compute attention on row-wise tensors [rows, heads, width, size]."""
         return self.attention(q, k, v, scaling, window)
 
 
 def build_tree(packed: TensorDict) -> Tree:
-    """Build the tree of a micro-batch (`MicroBatch` in spec.py)."""
+    """Build the prefix tree of a micro-batch (`MicroBatch` in spec.py)."""
     import numpy as np
     import torch
 
@@ -108,7 +110,7 @@ def build_tree(packed: TensorDict) -> Tree:
 
 
 def prepare(module: Any) -> None:
-    """Make a transformers model accept a tree instead of rows."""
+    """Make a transformers model accept a prefix tree instead of padded rows."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -116,7 +118,10 @@ def prepare(module: Any) -> None:
 
 
 def compute_states(module: Any, tree: Tree) -> torch.Tensor:
-    """Return each node's last hidden state, [nodes, hidden], from a prepared model."""
+    """Return each node's last hidden state, [nodes, hidden].
+
+    `module` is a transformers model that was changed by `prepare`.
+    """
     hidden: torch.Tensor = module(
         input_ids=tree.ids[None], position_ids=tree.depth[None], use_cache=False, prefixes=tree
     ).last_hidden_state
@@ -139,9 +144,9 @@ def attend(
 
     Inputs are [1, heads, nodes, size], the result is [1, nodes, heads, size].
 
-    In latent attention, values have another size than keys. The smaller tensors are padded with zeros, which add
-    nothing to a score. The padding is needed because kernels, and exchanges that send keys and values together, need
-    one size.
+    In latent attention, the size of a value differs from the size of a key. The smaller tensors are then padded with
+    zeros, which do not change a score. The padding is needed because attention kernels need one size, and so do
+    exchanges that send keys and values together.
     """
     import torch
 

@@ -1,10 +1,10 @@
 """Causal ring attention: each of n ranks has every n-th position of all rows.
 
-The positions are assigned in context_parallel.py. The keys and values of one rank are a block. Blocks pass from rank to
-rank.
+The positions are assigned in context_parallel.py. The keys and values of one rank are called a block. Blocks pass from
+rank to rank.
 
-Invariant: in addition to its own block, a rank holds two blocks: the current block and the block in flight. The results
-of blocks are merged in float32, or in float64 for float64 inputs.
+Invariant: a rank holds at most three blocks: its own block, the block that it currently uses, and the block that it is
+receiving. The results of blocks are merged in float32, or in float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SCORES = 1 << 24  # attention scores computed at once without a fused kernel
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ContextGroup, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Attend over the positions of all ranks.
+    """Compute causal attention over the positions of all ranks.
 
-    Inputs and output are [rows, heads, width, size] and have this rank's positions.
+    Inputs and output are [rows, heads, width, size] and have only this rank's positions.
     """
     output: torch.Tensor = _make_function()(q, k, v, context, scaling, window)
     return output
@@ -86,12 +86,13 @@ def _make_function() -> Any:
 def _find_visible_keys(
     q: torch.Tensor, step: int, context: ContextGroup, window: int | None
 ) -> tuple[int, torch.Tensor | None]:
-    """Return which keys of another rank's block each query sees.
+    """Return which keys of another rank each query of this rank sees.
 
     The other rank is `step` ranks before this rank in the ring. The result is a pair (first, mask):
 
     - Queries before index `first` see no key. Query i sees the keys up to index i - `first`. If the other rank has a
-      higher index than this rank, `first` is 1: its key i comes after this rank's query i. If not, `first` is 0.
+      higher index than this rank, `first` is 1, because the other rank's key i comes after this rank's query i. If not,
+      `first` is 0.
     - Without a window, the mask is None. With a window, the mask is True where a query sees a key.
     """
     import torch
@@ -114,10 +115,11 @@ def _merge_block(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> None:
-    """Merge a block's attention result into outputs and log-sum-exps, in place.
+    """Merge a block's attention result into `out` and `lse`, in place.
 
-    A block is the keys and values of one rank. A rank's own block must be merged first, because each query sees at
-    least its own key in that block.
+    A block is the keys and values of one rank. `lse` are the log-sum-exps of the scores. `first` and `mask` are results
+    of `_find_visible_keys`. A rank's own block must be merged first, because each query sees at least its own key in
+    that block.
     """
     import torch
 
@@ -145,7 +147,7 @@ def _add_gradients(
     """Add a block's gradients to the gradients of queries, keys and values, in place.
 
     A block is the keys and values of one rank. `dq` is the gradient of this rank's queries. `sums` are the gradients of
-    the block's keys and values.
+    the block's keys and values. `first` and `mask` are results of `_find_visible_keys`.
     """
     if first == dq.shape[2]:
         return
@@ -159,9 +161,9 @@ def _add_gradients(
 
 
 def _select_keys(q: torch.Tensor, keys_values: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the keys and values that queries from `first` on see.
+    """Return the keys and values that the queries from index `first` on see.
 
-    Each head of keys and values is repeated for the query heads that share it.
+    Each key-value head is repeated for the query heads that share it.
     """
     repeats = q.shape[1] // keys_values.shape[2]
     cut = keys_values[:, :, :, : keys_values.shape[3] - first]
@@ -171,9 +173,9 @@ def _select_keys(q: torch.Tensor, keys_values: torch.Tensor, first: int) -> torc
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and log-sum-exps of attention; causal if there is no mask.
+    """Return the outputs and the log-sum-exps of attention.
 
-    For a query that sees no key, the output is 0 and the log-sum-exp is -inf.
+    Attention is causal if `mask` is None. For a query that sees no key, the output is 0 and the log-sum-exp is -inf.
     """
     import torch
 
@@ -199,9 +201,10 @@ def _backward(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a block's gradients of queries, keys and values.
+    """Return the gradients of queries, keys and values from attention to one block.
 
-    `out` and `lse` are the output and the log-sum-exp of all blocks together.
+    A block is the keys and values of one rank. `out` and `lse` are the output and the log-sum-exp of attention to the
+    blocks of all ranks.
     """
     import torch
 
@@ -225,7 +228,7 @@ def _backward(
 
 
 def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert a boolean mask to the mask that the kernel adds to scores."""
+    """Convert a boolean mask to a mask that the attention kernel adds to scores."""
     import torch
 
     return None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
@@ -234,7 +237,7 @@ def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 def _iterate_scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of the queries, each with the attention scores of the slice."""
+    """Yield slices of the queries, each with the attention scores of these queries."""
     import torch
 
     rows, heads, width, _ = q.shape

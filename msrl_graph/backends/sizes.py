@@ -1,10 +1,11 @@
-"""Sizes of tensors for the memory accounts of engines and of the optimizer's step.
+"""Sizes of tensors, to count the memory of engines and of the optimizer's step.
 
-The accounts of engines are in peaks.py and megatron/peaks.py. The account of the optimizer's step is `optimizer_step`.
+The memory of engines is counted in peaks.py and megatron/peaks.py. The memory of the optimizer's step is counted by
+`optimizer_step`.
 
-Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its bound. Experts are counted
-as if the router distributed tokens evenly over them: only the router knows how many tokens go to one rank, and no
-program bounds that number.
+Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its maximum length. Experts are
+counted as if the router distributed tokens evenly over them: only the router knows how many tokens one rank receives,
+and no program bounds that number.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Sizes:
 
     Sizes are bytes, except `tokens`, `row_tokens`, `scored`, `sent`, `elements` and `largest`, which are counts.
 
-    - `item`: bytes of one element.
-    - `tokens`: the tokens that a layer sees.
+    - `item`: the bytes of one element.
+    - `tokens`: the tokens that a layer computes.
     - `row_tokens`: the tokens that are laid out row by row for attention.
     - `scored`: the tokens for which outputs are computed.
     """
@@ -53,19 +54,19 @@ class Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of distinct tokens that a layer sees.
+        """Number of distinct tokens that a layer computes.
 
-        Each prompt counts once. Each response counts with the tokens that are fed to the model.
+        Each prompt counts once. Each response counts with its tokens that are inputs of the model.
         """
         work = self.work
         return max(1, self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed)))
 
     @cached_property
     def row_tokens(self) -> int:
-        """Number of tokens that a rank lays out row by row.
+        """Number of tokens that a rank lays out row by row for attention.
 
-        With context parallelism, ring attention lays out a part of each row. Ulysses lays out whole rows, for a part of
-        the heads.
+        With context parallelism, ring attention lays out a part of each row. Ulysses attention lays out whole rows, but
+        only for a part of the heads.
         """
         work = self.work
         return work.rows * -(-work.fed // work.layout.cp)
@@ -76,10 +77,10 @@ class Sizes:
         return self._most((work.rows, work.fed - work.response, work.fed))
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
-        """Return the number of tokens on the context-parallel rank that has the most.
+        """Return the number of tokens on the context-parallel rank with the most tokens.
 
-        Each of `stretches` is (tokens per depth, first depth, last depth), without the last depth itself. A token's
-        rank is the token's depth modulo cp (context_parallel.py).
+        Each of `stretches` is a tuple (n, first, stop): there are n tokens at each depth from `first` to `stop` - 1. A
+        token's depth is its position in its row. A token's rank is the token's depth modulo cp (context_parallel.py).
         """
         cp = self.work.layout.cp
         return max(
@@ -101,29 +102,29 @@ class Sizes:
 
     @cached_property
     def keys(self) -> int:
-        """Bytes of one token's keys; the token's values need the same."""
+        """Bytes of one token's keys; the token's values need as many bytes."""
         return self.split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
 
     @cached_property
     def attended_keys(self) -> int:
-        """Bytes of one token's keys where tokens are laid out row by row.
+        """Bytes of one token's keys where tokens are laid out row by row for attention.
 
-        Ulysses repeats some key-value heads.
+        Ulysses attention repeats some key-value heads, so that each rank has whole heads.
         """
         cp = self.work.layout.cp if self.work.layout.cp_kind == "ulysses" else 1
         return self.keys * (cp // gcd(cp, self.split(self.work.model.kv_heads)))
 
     @cached_property
     def wide(self) -> int:
-        """Bytes of one product of a feed-forward network's first half, for all tokens."""
+        """Bytes of gate, or of up, in a dense feed-forward network, for all tokens."""
         return self.tokens * self.split(self.work.model.intermediate) * self.item
 
     @cached_property
     def sent(self) -> int:
         """Number of tokens that a rank sends to experts.
 
-        A token counts once for each of its experts. Each tp rank sends a part of the tokens. If the router distributes
-        tokens evenly, a rank with whole experts receives the same number of tokens.
+        A token counts once for each of its experts. Each tp rank sends only a part of the tokens. If the router
+        distributes tokens evenly, a rank with whole experts receives as many tokens as it sends.
         """
         experts = self.work.model.experts
         return self.split(self.tokens) * experts.active if experts else 0
@@ -135,9 +136,9 @@ class Sizes:
 
     @cached_property
     def inner(self) -> int:
-        """Bytes of one product of the first half of a rank's experts.
+        """Bytes of gate, or of up, in the experts on a rank.
 
-        The product is computed for all tokens that the experts receive. Each etp rank of an expert receives the tokens
+        Gate and up are computed for all tokens that the experts receive. Each etp rank of an expert receives the tokens
         of all etp ranks.
         """
         experts = self.work.model.experts
@@ -145,7 +146,7 @@ class Sizes:
 
     @cached_property
     def shared(self) -> int:
-        """Bytes of one product of the first half of the shared experts, for all tokens."""
+        """Bytes of gate, or of up, in the shared experts, for all tokens."""
         experts = self.work.model.experts
         return self.tokens * self.split(experts.shared) * self.item if experts else 0
 
@@ -159,7 +160,8 @@ class Sizes:
     def logit(self) -> int:
         """Bytes of the float32 logits of all scored tokens over the whole vocabulary.
 
-        For a scoring model: bytes of one float32 value for each scored token.
+        Scored tokens are the tokens for which outputs are computed. A scoring model has one float32 value per scored
+        token.
         """
         return 4 * self.scored * self.work.model.outputs
 
@@ -170,7 +172,7 @@ class Sizes:
 
     @cached_property
     def rows(self) -> int:
-        """Bytes of the rows: 64-bit token ids and indices, and float32 columns."""
+        """Bytes of a micro-batch's rows: 64-bit ids and indices, and float32 columns."""
         work = self.work
         row_tokens = work.rows * work.fed
         scored = work.rows * work.response
@@ -206,12 +208,15 @@ class Sizes:
 
     @cached_property
     def layer(self) -> int:
-        """Bytes of the weights of the last layer, which has experts if any layer has."""
+        """Bytes of the weights of the model's last layer.
+
+        If any layer has experts, the last layer has experts.
+        """
         return self._sum_bytes(tensor for tensor in self.work.model.tensors if tensor.layer == tensor.layers - 1)
 
     @cached_property
     def ends(self) -> int:
-        """Bytes of the weights of the embedding, the last norm and the head."""
+        """Bytes of the weights of the embedding, the last norm and the head together."""
         return self._sum_bytes(tensor for tensor in self.work.model.tensors if not 0 <= tensor.layer < tensor.layers)
 
     @cached_property
@@ -223,7 +228,7 @@ class Sizes:
     def matrix(self) -> int:
         """Bytes of one of the three matrices of a feed-forward network.
 
-        With experts: bytes of that matrix for all experts on the rank.
+        With experts: bytes of one of the three matrices for all experts on the rank.
         """
         work = self.work
         experts = self.work.model.experts
@@ -239,9 +244,9 @@ class Sizes:
         return Side(self.work.layout, self.work.divided)
 
     def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
-        """Return the numbers of a rank's elements of some kinds of tensors.
+        """Return the number of elements that a rank has of some kinds of tensors.
 
-        The result is a pair: the elements of dense tensors, and the elements of experts.
+        The result is a pair: the number of elements of dense tensors, and the number of elements of experts.
         """
         return max(stage_parts(tensor_kinds, self.side), key=sum)
 
@@ -251,7 +256,7 @@ class Sizes:
 
     @cached_property
     def largest(self) -> int:
-        """Number of elements of the largest shard."""
+        """Number of elements of the largest shard that a rank has."""
         return _largest(self.work.model.kinds, self.side)
 
 
@@ -261,11 +266,11 @@ def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
 
 
 def context_parallel_extra(s: Sizes, backward: bool) -> int:
-    """Return the bytes that context parallelism adds to attention.
+    """Return the bytes that context parallelism adds to the memory of attention.
 
-    - Ring (a block is the keys and values of one rank): the current block, the block in flight, a copy of a block's
-      keys and values for each query head, and a block's result in float32.
-    - Ulysses: the exchanged tensors, and the nodes of all ranks.
+    - Ring (a block is the keys and values of one rank): the current block, the block that is being received, a copy of
+      a block's keys and values for each query head, and a block's result in float32.
+    - Ulysses: the exchanged tensors, and the queries, keys and values of the nodes of all ranks.
     """
     if s.work.layout.cp == 1:
         return 0
@@ -281,11 +286,11 @@ def context_parallel_extra(s: Sizes, backward: bool) -> int:
 def optimizer_step(s: Sizes) -> Moments:
     """Return the bytes at each moment of the optimizer's step (optimizer/steps.py).
 
-    The step has three phases:
+    A moment is one instant. The optimizer's step has three phases:
 
     - Gradients are summed over the copies of a weight, bucket by bucket.
-    - The norm is computed in float64, chunk by chunk.
-    - Each optimizer slice steps on float32 gradients.
+    - The gradient's norm is computed in float64, chunk by chunk.
+    - Each optimizer slice (some tensors with one update rule) is updated from float32 gradients.
     """
     work = s.work
     layout = s.work.layout
@@ -339,10 +344,11 @@ def optimizer_step(s: Sizes) -> Moments:
 
 
 def count_orthogonalization_bytes(kind: TensorKind, side: Side) -> int:
-    """Return the bytes that orthogonalizing a matrix needs.
+    """Return the bytes that Muon needs to orthogonalize a matrix.
 
-    The bytes are for the matrix, its next value, and two squares of the matrix's shorter dimension. All experts of a
-    rank are assembled next to the rank's own part of them, and are then orthogonalized one by one.
+    The bytes are for the matrix, the result of the next iteration, and two squares of the matrix's shorter dimension.
+    For experts, all experts of a rank are assembled first, while the rank's own parts still exist. The experts are then
+    orthogonalized one by one.
     """
     tensor = kind.tensor
     whole_elements = tensor.elements // (side.layout.ep if tensor.experts else 1)

@@ -1,8 +1,7 @@
-"""An engine's spec, and the two protocols of engines that the runtime calls.
+"""The spec of an engine, and the protocols of trainers and generators.
 
-Invariant: torch-free. All that the rest of the package knows about an engine is in its EngineSpec. A spec only names
-the function that builds the engine. The function's module is imported when an engine is built, not when specs are read.
-"""
+Invariant: importing this module does not import torch. All that other code knows about an engine is in its EngineSpec.
+A spec only names the function that builds the engine. The function's module is imported when an engine is built."""
 
 from __future__ import annotations
 
@@ -39,10 +38,10 @@ Act = Literal["prefill", "decode", "infer", "update", "step"]
 
 @dataclass(frozen=True)
 class OperatorCalls:
-    """The number of operators that Python calls, without nested operators.
+    """The number of operators that Python calls in one call of an engine.
 
-    `layer` counts for each of the model's layers, `rest` for everything else, `sequence` for each sequence. Other work
-    of Python counts as the number of operators that need the same time."""
+    Nested operators do not count. `layer` is the number for each of the model's layers, `sequence` the number for each
+    sequence, `rest` all others. Other work of Python counts as the number of operators that need the same time."""
 
     layer: float
     rest: float
@@ -51,9 +50,9 @@ class OperatorCalls:
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts on which an engine's lints and settings may depend.
+    """The facts about a node on which an engine's lints and settings may depend.
 
-    The facts are the verb and layout of a node, the kind of its devices, the number of devices `per_host`, and the
+    The facts are the verb and layout of the node, the kind of its devices, the number of devices `per_host`, and the
     engines of other nodes on the same devices."""
 
     verb: str
@@ -78,7 +77,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Lint:
-    """A combination that runs but is known to be bad; `help` says what to do."""
+    """A warning about a combination of options; `help` says what to use instead."""
 
     message: str
     help: str
@@ -93,44 +92,44 @@ Moments = dict[str, dict[str, int]]
 class EngineSpec:
     """All that the compiler knows about an engine, without loading the engine.
 
-    - `build`: the function `module:name` that `build_engine` calls with (weights, placement, devices). The
-      function returns a Trainer, or a Generator for the verb `generate`. "": the engine can only be planned for.
+    - `build`: the function `module:name` that `build_engine` calls with (weights, placement, devices). The function
+      returns a Trainer, or a Generator for the verb `generate`. "": the engine can only be planned for.
 
     Support:
-    - `axes`: the mesh axes that may be larger than 1. `families`: the model architectures.
-    - `options`: the `EngineOptions` (ir/options.py) of this engine, in addition to `EVERY`.
+    - `axes`: the axes of a layout that may be larger than 1. `families`: the model architectures.
+    - `options`: the engine's options (`EngineOptions`, ir/options.py), in addition to `EVERY`.
     - `off_host`: axes and families that can be planned for on host cores, but not run there.
-    - `supported_attributes`: the supported node attributes (None: all). A run rejects the others.
+    - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
     - `needs`: the required packages. `settings`: environment variables for the engine's processes.
-    - `chosen`: where (host cores, devices) a plan may choose the engine if a program names no engine.
-    - `lints`: combinations that are known to fail or to be slow.
+    - `chosen`: the places ("host": host cores, "device") where a plan may choose the engine if a program names none.
+    - `lints`: returns warnings about combinations of options that are known to fail or to be slow.
 
     Weights:
-    - `divided_from`: the ZeRO stage from which weights at rest are sharded over dp (4: never).
+    - `divided_from`: the ZeRO stage from which weights are sharded over dp, also between passes (4: never).
     - `vocabulary_multiple`: each rank's part of the vocabulary is padded to a multiple of this number (1: no padding).
       With `pads_whole`, the whole vocabulary is padded instead.
-    - `spread`: which ranks have which experts, or shards of experts.
-    - `packs_experts`: whether `filled` converts the written experts to another format, in place.
+    - `spread`: the rule by which experts, or shards of experts, are placed on ranks.
+    - `packs_experts`: whether `Generator.filled` converts the new weights of experts in place to another format.
 
     Memory:
-    - `peaks`: returns, for a verb and a Workload (ir/workload.py), the moments: what is on a device in addition to
-      weights and optimizer states at rest. None: general formulas are used. In these formulas, tp also shards the
-      inputs of norms if `divides_sequence` is set (sequence parallelism, arXiv:2205.05198).
+    - `peaks`: returns, for a verb and a Workload (ir/workload.py), the bytes at each moment, without weights and
+      optimizer states. None: general formulas are used. In these formulas, tp also shards the inputs of norms if
+      `divides_sequence` is set (sequence parallelism, arXiv:2205.05198).
     - `stored`: returns, for a Workload, the bytes that all layers keep for the backward pass.
-    - `building`: returns, for a Workload, the memory that a new generator holds in addition to its weights. This
-      memory is later released with the weights.
+    - `building`: returns, for a Workload, the memory that a new generator holds in addition to its weights. This memory
+      is later released with the weights.
     - `groups`: the number of process groups that send device tensors, in addition to the groups of the mesh's axes.
       With `own_groups`, the engine does not use the groups of the mesh's axes.
 
     Speed:
-    - `calls`: operator counts of an eager torch engine; None if kernels are always fused.
-    - `fused`: where (host cores, devices) kernels are fused, so that `calls` does not apply.
+    - `calls`: returns the operator counts of an eager torch engine; None if kernels are fused everywhere.
+    - `fused`: the places ("host", "device") where kernels are fused, so that `calls` does not apply.
     - `continuous`: whether a sequence that ends is replaced by the next sequence immediately.
-    - `shares_beginnings`: where common prefixes of a batch's rows are computed once, and a row's last token, which
-      predicts nothing, is not computed.
-    - `block`: tokens per cache block. Rows that diverge share whole blocks and recompute the rest (0: they share all
-      common tokens). A cache of blocks is allocated as a whole.
-    - `cache_passes`: how often a decoding step reads or writes the cache.
+    - `shares_beginnings`: the places ("host", "device") where common prefixes of a batch's rows are computed once, and
+      a row's last token, which predicts nothing, is not computed.
+    - `block`: tokens per block of the KV cache. Rows with a common prefix share only whole blocks and recompute the
+      rest of the prefix (0: they share the whole prefix). A KV cache of blocks is allocated as a whole.
+    - `cache_passes`: how often a decoding step reads or writes the KV cache.
     - `sums`: all-reduces of tensor parallelism per layer, in a forward pass and in a backward pass."""
 
     name: str
@@ -167,15 +166,15 @@ class EngineSpec:
     divides_sequence: bool = False
 
     def eager(self, where: Where) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """Return the operator counts on `where`; None if kernels are fused there."""
+        """Return the function `calls`, or None if kernels are fused on `where`."""
         return None if where in self.fused else self.calls
 
     def list_plan_only(self, where: Where) -> tuple[str, ...]:
-        """Return the axes and families that can only be planned for on `where`."""
+        """Return the axes and model families that can be planned but not run on `where`."""
         return self.off_host if where == "host" else ()
 
     def divides_weights(self, layout: Layout) -> bool:
-        """Return whether the weights at rest are sharded over dp."""
+        """Return whether the weights are sharded over dp between passes."""
         return layout.dp > 1 and layout.zero >= self.divided_from
 
     def needs_equal_calls(self, layout: Layout) -> bool:
@@ -185,7 +184,7 @@ class EngineSpec:
         return self.divides_weights(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
-        """Return how weights are sharded under a layout whose first device is `first`."""
+        """Return how the engine shards weights under `layout`, from device `first` on."""
         return Side(layout, self.divides_weights(layout), self.multiple(layout), first, each)
 
     def multiple(self, layout: Layout) -> int:
@@ -193,7 +192,7 @@ class EngineSpec:
         return max(1, self.vocabulary_multiple // layout.tp) if self.pads_whole else self.vocabulary_multiple
 
     def build_engine(self, weights: Weights, placement: Placement, devices: Devices) -> Any:
-        """Build the engine on this rank."""
+        """Build the engine on this rank; return a Trainer or a Generator."""
         module, _, name = self.build.partition(":")
         return getattr(import_module(module), name)(weights, placement, devices)
 
@@ -201,7 +200,7 @@ class EngineSpec:
 def offloads(placement: Placement, item: str) -> bool:
     """Return whether `item` is in host memory while other nodes compute.
 
-    `item` is "optimizer" or "weights"."""
+    `item` is "optimizer" or "weights": the optimizer states or the weights of the placed node."""
     return placement.engine.options.get("offload") in (item, "all")
 
 
@@ -220,12 +219,12 @@ class Weights:
     """The weights that an engine is built to hold.
 
     - `model`: the model, with the dtype of the weights that the plan chose.
-    - `node`: the node that the weights are for; for an updated worker, its first update. The engine may read the node's
-      attributes: `GenerateAttributes.of(weights.node)`. A trainer may serve several nodes: each call has its own node
-      (`ForwardRequest.node`).
+    - `node`: the node that the engine is built for; for a trained worker, the worker's first update. The engine may
+      read the node's attributes: `GenerateAttributes.of(weights.node)`. A trainer may compute several nodes: each call
+      names its node (`ForwardRequest.node`).
     - `optimizer`: the update rules; None if nothing is updated.
-    - `work`: the node's workload on one rank, with every column at its bound. With the workload, an engine can count
-      memory as the plan does."""
+    - `work`: the node's workload on one rank, with every column at its maximum length. With the workload, an engine can
+      count memory as the plan does."""
 
     model: Model
     node: Node
@@ -258,10 +257,10 @@ MicroBatch: TypeAlias = "TensorDict"
 class ForwardRequest:
     """The outputs that a forward pass must return for each requested token.
 
-    A forward pass always returns the log-probability of the token, and of the `given` tokens in the micro-batch. On
-    request it also returns the `entropy` of the token's distribution and its `best` likeliest tokens. The `temperature`
-    applies to all tokens, unless the micro-batch has its own. `node` is the update that requests the pass. The engine
-    may read the node's attributes: `UpdateAttributes.of(request.node)`."""
+    A forward pass always returns the log-probabilities of the token and of its `given` tokens. On request it also
+    returns the `entropy` of the token's distribution and the `best` likeliest tokens (a number). The `temperature`
+    applies to all tokens, unless the micro-batch has temperatures. `node` is the update that requests the pass. The
+    engine may read the node's attributes: `UpdateAttributes.of(request.node)`."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -288,8 +287,8 @@ class Sampling:
     """The parameters by which a generator draws tokens.
 
     `max_tokens` and `temperature` are one value for all responses, or one value per response. Temperature 0 is greedy.
-    A response ends with a token of `ends`, or when its text contains a string of `stop`; the token or string is part of
-    the response. For `stop`, the text of a response begins with the last `joined` tokens of the prompt."""
+    A response ends with a token of `ends`, or when its text contains a string of `stop`. The token or string is part of
+    the response. The search for `stop` also covers the last `joined` tokens of the prompt."""
 
     samples: int
     max_tokens: int | NDArray[np.int64]
@@ -301,7 +300,7 @@ class Sampling:
     joined: int | NDArray[np.int64] = 0
 
     def select(self, responses: Any) -> Sampling:
-        """Return the sampling of some responses, given by their indices."""
+        """Return the parameters for some of the responses, given the indices `responses`."""
         values = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
         selected = {name: value[responses] for name, value in values.items() if not isinstance(value, float | int)}
         return replace(self, **selected) if selected else self
@@ -310,7 +309,7 @@ class Sampling:
 class Response(NamedTuple):
     """A response, or a part of a response.
 
-    - `place`: the index of the response among the requested responses.
+    - `place`: the index of the response among all responses of the call of `generate`.
     - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k and top_p.
     - `ended`: whether the response ends with these tokens."""
 
@@ -321,7 +320,7 @@ class Response(NamedTuple):
 
 
 def collect_responses(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-    """Return tokens and log-probabilities of all responses, ordered by `place`."""
+    """Return the tokens and the log-probabilities of responses, ordered by `place`."""
     ordered = sorted(responses, key=lambda response: response.place)
     return [response.tokens for response in ordered], [response.logps for response in ordered]
 
@@ -332,14 +331,14 @@ Loss = Callable[[Outputs, int], "Tensor"]
 class Trainer(Protocol):
     """The training protocol of an engine, for a policy or a scoring model.
 
-    Collectives span all ranks of a model's replica. If weights or experts are sharded over dp, the collectives also
+    Collectives span all ranks of one copy of the model. If weights or experts are sharded over dp, the collectives also
     span dp. The ranks of a collective make the same calls, with the same number of micro-batches.
 
     The engine decides when each micro-batch runs forward or backward: at one time, the stages of a pipeline run
     different micro-batches. If a model's layers are on several ranks, outputs are on the ranks with the last layers."""
 
     def shards(self) -> list[Shard]:
-        """Return the weights at rest on this rank."""
+        """Return the weights that this rank holds between passes."""
 
     def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
         """Run forward passes without autograd; return the outputs of each micro-batch.
@@ -347,7 +346,7 @@ class Trainer(Protocol):
         On ranks without the last layers, return an empty list."""
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
-        """Add the gradient of this rank's part of the loss.
+        """Add the gradient of this rank's part of the loss to the gradient sums.
 
         The sum of the parts, over all micro-batches and dp ranks, is the mini-batch's loss. `loss` is called once for
         each micro-batch, with its outputs and its number, on the ranks that have the last layers. These ranks make the
@@ -369,33 +368,34 @@ class Trainer(Protocol):
         options for the rules that the engine was built with. `node` is the update that makes the step."""
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer states by kind, each in the box of its weight's shard.
+        """Return the optimizer states by kind, each as a shard with its weight's box.
 
         The call is a collective. The result is empty before the first step."""
 
     def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
         """Load the optimizer states that `moments` returned after `steps` steps.
 
-        `moments` has tensors by kind of state and by weight, in this rank's boxes. The weights are already set."""
+        `moments` has tensors by kind of state and by weight's name, in this rank's boxes. The weights are already
+        set."""
 
 
 class Generator(Protocol):
     """The generation protocol of an engine.
 
-    A generator holds no weights after it is built, and none between `release` and `allocate`. Exception: on some
-    devices no process group can be created while an engine sleeps. There the generator holds weights after it is built,
-    and the caller calls `release` when all groups exist."""
+    Weights have memory only between `allocate` and `release`. Exception: on some devices no process group can be
+    created while an engine sleeps (has released its memory). On these devices the weights have memory after the
+    generator is built, and the caller calls `release` when all groups exist."""
 
     def allocate(self) -> list[Shard]:
         """Allocate memory for the weights, which resharding then fills."""
 
     def filled(self) -> None:
-        """Accept that the shards hold new weights.
+        """Prepare to generate with new weights, which the caller wrote to the shards.
 
         Everything that was computed from the old weights is dropped or recomputed."""
 
     def release(self) -> None:
-        """Release the memory of weights and cache."""
+        """Release the memory of the weights and of the KV cache."""
 
     def generate(
         self,
@@ -405,15 +405,15 @@ class Generator(Protocol):
         begun: NDArray[np.int64] | None = None,
         stretch: int = 0,
     ) -> Iterator[Response]:
-        """Generate `samples` responses to each prompt; yield each when it ends.
+        """Generate `sampling.samples` responses to each prompt; yield each when it ends.
 
-        All ranks of the replica yield the same responses in the same order. A response includes its end token. If the
-        caller stops iterating, no more tokens are drawn. `keys` has one noise key per response: the key and the step
-        decide what is drawn (noise.py).
+        All ranks of one copy of the model yield the same responses in the same order. A response includes its end
+        token. If the caller stops iterating, no more tokens are drawn. `keys` has one noise key per response: the key
+        and the step (the number of the token in the response) decide what is drawn (noise.py).
 
         `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
-        prompt per response, which ends with these tokens. These tokens count in the steps and in `max_tokens`,
-        which is larger than `begun`. Stop strings are also searched for in the tokens that `sampling.joined` counts.
+        prompt per response, which ends with these tokens. These tokens count in the steps and in `max_tokens`, which is
+        larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
 
         With a `stretch`, each response is yielded in parts of `stretch` tokens. When each unfinished response has
         yielded a part, the next parts are drawn only if the caller continues to iterate."""

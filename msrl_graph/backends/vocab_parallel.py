@@ -22,12 +22,13 @@ def outputs(
     request: ForwardRequest,
     group: Any,
 ) -> Outputs:
-    """Compute the outputs of a request from a rank's part of the logits.
+    """Compute a policy's outputs from one rank's part of the logits.
 
-    - `logits` [tokens, ids on this rank]: float32 logits, divided by the temperature, of consecutive ids. `first` is
-      the first of these ids.
-    - `token` [tokens] and `given` [tokens, k]: ids of the whole vocabulary.
-    - `group`: the ranks that have the parts of the vocabulary; None if this rank has the whole vocabulary.
+    - `logits` [tokens, ids on this rank]: float32 logits of consecutive token ids, divided by the temperature. `first`
+      is the first of these ids.
+    - `token` [tokens] and `given` [tokens, k]: ids of the whole vocabulary, whose log-probabilities are computed.
+    - `request`: the other outputs to compute.
+    - `group`: the ranks that together have the whole vocabulary; None if this rank has the whole vocabulary.
     """
     import torch
 
@@ -36,7 +37,7 @@ def outputs(
     total = _sum((logits - highest[:, None]).exp().sum(-1), group).log() + highest
 
     def log_probabilities(ids: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of ids [tokens, k]."""
+        """Return the log-probabilities of the token ids `ids` [tokens, k]."""
         local = ids - first
         outside = (local < 0) | (local >= logits.shape[-1])
         values = logits.gather(1, local.masked_fill(outside, 0)).masked_fill(outside, 0.0) if logits.shape[-1] else None
@@ -61,7 +62,7 @@ def outputs(
 
 
 def _best(logps: torch.Tensor, first: int, number: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities and ids of each token's `number` likeliest ids.
+    """Return the `number` largest log-probabilities of each token, and their ids.
 
     Each rank finds the likeliest ids of its own part of the vocabulary. The result is chosen from the likeliest ids of
     all parts.
@@ -93,7 +94,7 @@ def _highest(own: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _sum(own: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum a tensor over the group, differentiably.
+    """Sum a tensor over the ranks of a group, differentiably.
 
     The backward pass needs no communication: each rank already has the whole gradient, because each rank computes the
     same loss.

@@ -1,4 +1,4 @@
-"""Arguments of Python statements, converted to nodes of a syntax tree.
+"""Arguments of calls of the Python API, converted to nodes of a syntax tree.
 
 Invariant: each syntax tree node is one that `parse` could have returned, and its span is that of the argument in the
 Python file. A text that the grammar rejects raises a Fault. An object that cannot occur in a program also raises a
@@ -172,8 +172,9 @@ class Arguments:
     ) -> tuple[ast.Attr, ...]:
         """Return keyword arguments as attributes of a statement.
 
-        `statements` is the kinds of statement that may declare the attributes. With `quoted`, each str is a string of
-        the language; otherwise this depends on the attribute's declaration.
+        `statements` is the kinds of statement that may declare the attributes. With `quoted`, each str becomes a quoted
+        string of the language. Otherwise a str becomes a quoted string if the attribute is declared as a string, and is
+        parsed as an expression if not.
         """
         attributes = []
         for key, value in values.items():
@@ -272,7 +273,10 @@ class Arguments:
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
     def text(self, value: str, part: CallArgument, read: Callable[[str, str], T]) -> T:
-        """Parse a text of the language; spans of the result are in the Python file."""
+        """Parse a text of the language with `read`, such as `parse_expr`.
+
+        The spans of the result are in the Python file. `part` is the argument that has the text.
+        """
         try:
             tree = read(value, part.span.file)
         except Fault as fault:
@@ -299,7 +303,7 @@ class Arguments:
         self._raise_rendered(Diagnostic(code, message, span, help))
 
     def reraise(self, fault: Fault) -> NoReturn:
-        """Raise a Fault again, with the lines of the Python file to which its spans point."""
+        """Raise a Fault again, with a text that shows the lines of the Python file."""
         (diagnostic,) = fault.diagnostics
         self._raise_rendered(diagnostic)
 
@@ -311,7 +315,10 @@ class Arguments:
 
 
 def text_span(part: CallArgument, text: str, start: int, end: int) -> Span:
-    """Return the span in the Python file of the characters from `start` to `end`."""
+    """Return the span in the Python file of `text[start:end]`.
+
+    `part` is the argument that contains `text`.
+    """
 
     def place(offset: int) -> tuple[int, int]:
         return text.count("\n", 0, offset) + 1, offset - (text.rfind("\n", 0, offset) + 1) + 1

@@ -34,7 +34,7 @@ class CallArgument:
     node: ast.expr | None = None
 
     def item(self, index: int) -> CallArgument:
-        """Return an element of a literal list or tuple; else the argument itself."""
+        """Return an element of a literal list or tuple. Otherwise return this argument."""
         if not isinstance(self.node, ast.List | ast.Tuple) or any(
             isinstance(element, ast.Starred) for element in self.node.elts
         ):
@@ -94,7 +94,7 @@ class CallSite:
         return CallArgument(self.span, self._source)
 
     def key(self, name: str) -> Span:
-        """Return the span of the name of a keyword argument; else the span of the call."""
+        """Return the span of a keyword argument's name. If not found: the call's span."""
         for keyword in self._call.keywords if self._call is not None else ():
             if keyword.arg == name:
                 start = self._source.span(keyword)
@@ -150,7 +150,7 @@ class _Source:
 
 @lru_cache(maxsize=16)
 def _calls(lines: tuple[str, ...]) -> dict[tuple[int, int], ast.Call]:
-    """Return the calls in a file, by the line and column of their end."""
+    """Return the calls in a file, by the line and column at which each call ends."""
     try:
         tree = ast.parse("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError):

@@ -32,7 +32,7 @@ class Program:
     """An algorithm, a cluster or a deploy, with all programs that it depends on."""
 
     def __init_subclass__(cls) -> None:
-        """Make the methods of this module's classes `public`, but not of users' classes."""
+        """Decorate methods with `public` in this module's classes, but not in users' ones."""
         super().__init_subclass__()
         for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
             if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
@@ -58,7 +58,7 @@ class Program:
         return f"<{type(self).__name__} {self.name}>"
 
     def _needs(self) -> tuple[Program, ...]:
-        """Return the programs that must precede this one in a file."""
+        """Return the programs that must precede this program in a file."""
         return ()
 
     def _item(self) -> ast.Item:
@@ -66,7 +66,7 @@ class Program:
 
 
 class Imported(Program):
-    """An algorithm of the package, or an item of `file`, relative to this Python file."""
+    """An algorithm of msrl_graph, or a program in `file`, relative to the user's file."""
 
     def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
@@ -86,7 +86,7 @@ class _OfPackage(Imported):
 
 
 class StatementBuilder(Program, Generic[S]):
-    """A program of statements; a method adds or replaces one and returns the program."""
+    """A program of statements. Each method adds a statement, or replaces a statement."""
 
     def __init__(self, span: Span) -> None:
         super().__init__(span)
@@ -105,7 +105,7 @@ class StatementBuilder(Program, Generic[S]):
 
 
 class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
-    """`algorithm NAME { … }`; `extends` is an object, or a package algorithm's name."""
+    """`algorithm NAME { … }`; `extends` is an object or a built-in algorithm's name."""
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
@@ -232,8 +232,8 @@ class Cluster(Program):
 class Deploy(StatementBuilder[ast.DeployStatement]):
     """`deploy ALGORITHM on CLUSTER [as NAME] { … }`.
 
-    `algorithm` can be the name of a package algorithm. With `extends`, the statements change another deploy: `deploy
-    NAME extends OTHER [on CLUSTER] { … }`.
+    `algorithm` can be the name of an algorithm that msrl_graph provides. With `extends`, the statements change another
+    deploy: `deploy NAME extends OTHER [on CLUSTER] { … }`.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
 """The statements of a program that is built in Python.
 
+A statement has a key for each thing that it states: a name, a node, or a pair of nodes with an edge between them.
+
 Invariant: the program has one statement for each name. If a statement is stated again, it stays at its first position
 and gets the new content, so running a notebook cell twice gives the same program. A statement that raises a Fault
 changes nothing.
@@ -47,18 +49,18 @@ class StatementSlot:
         )
 
     def without_keys(self, keys: frozenset[Key]) -> StatementSlot:
-        """Return the slot without the statements that keys name.
+        """Return the slot without the statements that are named by `keys`.
 
-        If keys name only some nodes or edges of a statement, the rest of the statement remains.
+        If `keys` contains only some of the nodes or edges of a statement, the rest of the statement remains.
         """
         return replace(
             self, statements=tuple(rest for statement in self.statements for rest in _without(statement, keys))
         )
 
     def after_drop(self, drop: ast.DropDecl | ast.UndoDecl) -> StatementSlot:
-        """Return the slot without the statements that a drop removes.
+        """Return the slot without the statements that a `drop` statement removes.
 
-        If the drop removes only some nodes, edges or attributes of a statement, the rest of the statement remains.
+        If `drop` removes only some nodes, edges or attributes of a statement, the rest of the statement remains.
         """
         return replace(
             self, statements=tuple(rest for statement in self.statements for rest in _apply_drop(drop, statement))
@@ -100,9 +102,10 @@ class Statements(Generic[S]):
         self._entries = entries
 
     def take_back(self, drops: Iterable[ast.UndoDecl], name: str) -> None:
-        """Remove the statements that drops name, in a deploy without a base deploy.
+        """Remove the statements that are named by `drops`.
 
-        `name` is the name of the deploy. Raises Fault if it has no such statement.
+        This is for a deploy that extends no other deploy. `name` is the name of the deploy. Raises Fault if the deploy
+        does not have one of the statements.
         """
         entries = list(self._entries)
         for drop in drops:
@@ -115,14 +118,14 @@ class Statements(Generic[S]):
 
 
 def _join_columns(columns: Sequence[ast.ColumnsDecl]) -> list[ast.ColumnsDecl]:
-    """Join declarations of columns to one statement; no statement if there are none."""
+    """Join column declarations to one statement; return an empty list for no columns."""
     return [replace(columns[0], columns=tuple(column for one in columns for column in one.columns))] if columns else []
 
 
 def keys_of(statement: Statement) -> frozenset[Key]:
     """Return the keys of a statement.
 
-    There is one key for each name, each node, or each pair of nodes with an edge between them.
+    There is one key for each name, each node, or each pair of nodes with an edge between the nodes.
     """
     match statement:
         case ast.ParamDecl() | ast.WorkerDecl():
@@ -203,10 +206,10 @@ def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -
 
 
 def _place_slot(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
-    """Insert a slot at or after the position `begin`, and remove what it replaces.
+    """Insert a slot at or after the position `begin`; remove what the slot replaces.
 
-    The new slot gets the position of the first slot that it replaces: one whose keys are all among the keys of the new
-    slot. If there is no such slot, the new slot is appended.
+    The new slot replaces all slots whose keys are all among the keys of the new slot, and gets the position of the
+    first of these slots. If the new slot replaces no slot, the new slot is appended.
     """
     places = [
         i
@@ -226,7 +229,7 @@ def _find_drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple
 
 
 def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement) -> None:
-    """Remove later drops of a statement that is stated again."""
+    """Remove `drop` statements of a statement that is stated again after the drop."""
     for i, drop in _find_drops(entries, after):
         if _apply_drop(drop, statement) != (statement,):
             entries[i] = replace(entries[i], statements=())
@@ -265,7 +268,7 @@ def _name_span(statement: Statement) -> Span:
 
 
 def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...]:
-    """Return what remains of a statement without the nodes or edges that keys name.
+    """Return a statement without the nodes or edges that are named by `keys`.
 
     The result has no statement if nothing remains.
     """
@@ -283,7 +286,7 @@ def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...
 
 
 def _apply_drop(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Statement, ...]:
-    """Return what remains of a statement after a drop.
+    """Return what remains of a statement after a `drop` statement.
 
     The result has no statement if nothing remains.
     """
@@ -320,5 +323,5 @@ def _ends(edge: ast.EdgeDecl) -> tuple[str, str]:
 
 
 def _is_end_of(end: str, name: str) -> bool:
-    """Return whether an end of an edge is the node `name`, or a node of that worker."""
+    """Return whether an edge's end is the node `name`, or a node of a worker `name`."""
     return end == name or end.startswith(f"{name}.")

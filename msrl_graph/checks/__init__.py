@@ -3,8 +3,8 @@
 A check of a graph is a pure function `(graph, library) -> diagnostics`. `library` has the signatures of all functions
 and loss terms that a program may call.
 
-Invariant: checks never change a graph. Each mistake is reported once. A mistake that only follows from another mistake
-is not reported.
+Invariant: checks never change a graph. Each mistake is reported once. If a mistake only follows from another mistake,
+only the other mistake is reported.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def check(
 ) -> list[Diagnostic]:
     """Run the checks of a graph and return their diagnostics, sorted by span.
 
-    - `earlier`: the diagnostics of the pass that made the graph from the program.
+    - `earlier`: the diagnostics of the compiler pass that made the graph from the program.
     - `reported`: the columns that evaluations read.
     - `dropped`: what an algorithm drops (`drop`) from the algorithms that it extends, by name.
     """

@@ -46,7 +46,7 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report columns with several writers, at each writer after the first."""
+    """Report columns with several writers, at each writer except the first."""
     diagnostics = []
     swapped = _guess_swapped_columns(graph)
     for column, writers in graph.writers.items():
@@ -70,12 +70,12 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
-    """Guess which writer of a column with two writers should write another column.
+    """Guess, for columns with two writers, which writer should write another column.
 
     The keys of the result are the columns with two writers. Each value has two items:
 
-    - the names of the writers that were likely meant to write another column: one name, or both if both are possible,
-    - the name of the other column, which has the same type, is read, and is never written.
+    - the names of the writers that were probably meant to write another column: one name, or both if both are possible,
+    - the name of this other column, which has the same type, is read, and is never written.
     """
     guesses: dict[str, tuple[list[str], str]] = {}
     doubled = {name: writers for name, writers in graph.writers.items() if len(writers) == 2}
@@ -94,7 +94,7 @@ def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
 
 
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that no path from the source reaches, and a source without nodes.
+    """Report nodes that no path from the source reaches, and a source without readers.
 
     A node with an edge from another unreachable node is not reported.
     """
@@ -118,7 +118,7 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that read a column although no path leads from its writer to them."""
+    """Report nodes that read a column although no path from its writer leads to them."""
     reached = _list_reachable(graph)
     diagnostics = []
     for node in graph.nodes:
@@ -144,8 +144,8 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
     """Warn of columns that nothing reads.
 
     - A column is read if a node, an evaluation (`reported`) or the sampling weights of the source read the column.
-    - A column that gives another column its length counts as read.
-    - The column with the version of each token counts as read, since a replay needs this column.
+    - A column counts as read if the type of another column names it as its length.
+    - The column with the version of each token counts as read, since a replay of a run needs this column.
     """
     read = (
         {column for node in graph.nodes for column in node.reads}
@@ -185,9 +185,9 @@ def _list_reachable(graph: Graph) -> set[str]:
 
 
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
-    """Return the last writers among the writers of the columns that a node reads.
+    """Return the nodes that write a node's columns and are closest before the node.
 
-    A writer is last if none of the other writers comes after it along sample edges.
+    A writer of a column that `node` reads is left out if another such writer comes after it along sample edges.
     """
     writers = sorted(
         {writer.name for column in node.reads for writer in graph.writers.get(column, [])[:1]} - {node.name}

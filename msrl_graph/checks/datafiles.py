@@ -1,7 +1,7 @@
 """Checks of data files: the fields that the deploy reads, and the number of rows.
 
 Invariant: the compiler reads only the beginning of a file (`head` in data/datafile.py). A file at a URL is read only if
-the whole file is no longer than this beginning. A run checks all rows of the file before it starts, and reports the
+it is so short that the beginning is the whole file. A run checks all rows of the file before it starts, and reports the
 same mistakes.
 """
 

@@ -17,8 +17,8 @@ from .scope import kind_of
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report one cycle for each strongly connected component of sample edges.
 
-    The reported cycle is the shortest cycle through the first node of the component. A sample edge that should be a
-    resharding edge is reported by itself, and the cycles through this edge are left out.
+    The reported cycle is the shortest cycle through the first node of the component. If a sample edge of a cycle should
+    be a resharding edge, this edge is reported, and the cycles through the edge are not.
     """
     if not graph.flow.knots:
         return []
@@ -54,7 +54,7 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _weights_as_rows(graph: Graph) -> list[Edge]:
-    """Return sample edges in a cycle that should be resharding edges.
+    """Return sample edges in a cycle that were probably meant as resharding edges.
 
     Such an edge leads from an update back to a generation of the same worker.
     """

@@ -1,6 +1,7 @@
 """Checks of Python environments: packages that must be installed together.
 
-The processes of a pool share one Python interpreter: an interpreter of their own, or the run's interpreter.
+The processes of a pool share one Python interpreter: the interpreter that the program states for the pool, or else the
+interpreter of the run.
 
 Invariant: after the checks, the packages that the engines of one environment need can be installed together, as far as
 hardware/stacks.py knows.
@@ -19,7 +20,7 @@ OWN = "msrl-graph"
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Check the Python environments of a plan; each pool must have its environment."""
+    """Check the Python environments of a plan, after each pool got its environment."""
     placed = [placement for placement in plan.placements if placement.pool != FUNCTIONS]
     return [*_check_interpreters(plan, placed)] or [*_check_packages(plan, placed, engines)]
 

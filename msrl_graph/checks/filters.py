@@ -1,7 +1,7 @@
 """Checks of filters, which drop rows from the iteration, and of groups after them.
 
-Invariant: a function of whole groups gets groups that are complete, or that were filtered in one call (`per` of the
-filter). A node that drops single rows breaks the groups for all nodes after it.
+Invariant: a function that needs whole groups gets groups that are complete, or that a filter received in one call
+(`per` of the filter). A node that drops single rows breaks the groups for all nodes after it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .scope import known_calls
 
 
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report functions of whole groups after a node that may drop single rows.
+    """Report functions that need whole groups, but come after a node that drops rows.
 
-    A node may drop single rows because it is a filter, or because it drops rows that fail.
+    The node drops single rows of a group because it is a filter, or because it drops rows that fail.
     """
     diagnostics = []
     for node in graph.nodes:
@@ -56,7 +56,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report each `keep` that compares a column without exactly one number per row."""
+    """Report each `keep` that compares a column which is not one number per row."""
     diagnostics = []
     columns = {column.name: column for column in graph.columns}
     for node in graph.nodes:
@@ -75,7 +75,7 @@ def disjoint_filters(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes that need rows from `select` filters on parallel branches.
 
     The rows after a `select` are a row set of their own, since a `select` may repeat rows. A node is reported if it
-    needs two row sets of which neither was made from the other.
+    needs two row sets and neither row set was made from the other.
     """
     if not any(CallAttributes.of(node).select is not None for node in graph.nodes):
         return []
@@ -169,7 +169,7 @@ def adaptive_refills(graph: Graph, library: Library) -> list[Diagnostic]:
 def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes with `per = batch` that come before a filter with `refill`.
 
-    The batch of such a node is complete only after the filter has added its rows.
+    The batch of such a node is complete only when the filter requests no more prompts.
     """
     diagnostics = []
     for node in graph.nodes:

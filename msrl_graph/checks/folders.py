@@ -1,4 +1,4 @@
-"""Checks of model folders: complete, and with files that belong to one model.
+"""Checks that model folders are complete and that their files belong to one model.
 
 Invariant: the checks run before any process starts, and read only files that exist on this machine. A folder with only
 a config.json is enough for planning.
@@ -33,7 +33,10 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def check_unchanged(plan: Plan) -> list[Diagnostic]:
-    """Report model folders whose config.json no longer describes the plan's model."""
+    """Report model folders whose config.json has changed since the plan was made.
+
+    A change is reported only if the tensors of the model differ from the tensors of the plan's model.
+    """
     diagnostics: list[Diagnostic] = []
     for model in plan.deploy.models.values():
         try:
@@ -48,9 +51,10 @@ def check_unchanged(plan: Plan) -> list[Diagnostic]:
 
 
 def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
-    """Report a model with too few positions for the longest sequence of a node.
+    """Report a model with fewer positions than the longest sequence of some node.
 
-    Only nodes that compute with the model count. Columns of text are left out, since their length is unknown.
+    The number of positions is the longest sequence that the model supports. Only nodes that compute with the model
+    count. Columns of text are left out, since the length of a text is unknown.
     """
     model = plan.deploy.models[name]
     limit = count_positions(models.read_config(Path(model.path), model.name, model.span), model.family)
@@ -76,7 +80,7 @@ def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
 
 
 def _check_end_tokens(plan: Plan, name: str) -> Diagnostic | None:
-    """Warn of a generating model whose files name no end token."""
+    """Warn of a model that generates, but whose files name no end token."""
     model = plan.deploy.models[name]
     graph = plan.graph
     folder = Path(model.path)
@@ -94,7 +98,7 @@ def _check_end_tokens(plan: Plan, name: str) -> Diagnostic | None:
 
 
 def _check_vocabulary(model: Model) -> Diagnostic | None:
-    """Report a tokenizer that produces tokens without an embedding in the model.
+    """Report a tokenizer that produces tokens for which the model has no embedding.
 
     Special tokens are not checked, since texts rarely contain them.
     """

@@ -40,7 +40,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 def _check_pools(plan: Plan) -> Iterator[Diagnostic]:
     """Report pools that need too many devices, and devices that no pool uses.
 
-    Devices may be left unused only if a `place` statement gives the number of devices of a pool.
+    Unused devices are not reported if a `place` statement gives the number of devices of a pool.
     """
     available = plan.cluster.devices
     requested = sum(pool.devices for pool in plan.pools)
@@ -59,7 +59,8 @@ def _check_pools(plan: Plan) -> Iterator[Diagnostic]:
 def _span(plan: Plan, pool: Pool) -> Span:
     """Return the span of the statement that decides the size of a pool.
 
-    The statement is the layout of a node in the pool. If there is none, it is the statement that made the pool.
+    The statement is the layout of a node in the pool. If no such layout is stated, it is the statement that made the
+    pool.
     """
     return next((plan.deploy.layouts[node].span for node in pool.nodes if node in plan.deploy.layouts), pool.span)
 
@@ -170,18 +171,18 @@ def _find_update(graph: Graph, worker: str) -> str | None:
 
 
 def _list_capable_engines(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineSpec], bool]) -> str:
-    """Return a help text with the engines that have `verb` and satisfy `can`."""
+    """Return a help text with the engines that can run `verb` and satisfy `can`."""
     names = sorted(name for name, engine in engines.items() if verb in engine.verbs and can(engine))
     return f"these can: {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
-    """Return a help text with the nearest layout that works; "" if there is none.
+    """Return a help text with the nearest layout that works; "" if none works.
 
-    A layout works if the engine and the model support it and it uses the devices of the pool. Only tp, dp and the
-    expert axes (ep, etp) differ from the wrong layout. The nearest layout changes the stated sizes least. If the
-    program states no etp, the engine's choice of etp is preferred, then the smallest etp, which is 1 as in public
-    recipes.
+    A layout works if the engine and the model support it and it uses the devices of the pool. Only layouts that differ
+    from the wrong layout in tp, dp and the expert axes (ep, etp) are considered. The nearest of them is the layout with
+    the smallest change of the stated sizes. If the program states no etp, the etp that the engine would choose is
+    preferred, then the smallest etp.
     """
     devices = plan.pool(placement.pool).devices
     layout = placement.layout

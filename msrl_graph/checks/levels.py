@@ -16,8 +16,8 @@ from .columns import Library
 def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes that read columns of two levels on different branches.
 
-    Neither of the two levels is above the other in the tree of levels. So no row has values of columns from both
-    levels.
+    The levels are on different branches of the tree of levels if neither level is above the other. So no row has values
+    of columns from both levels.
     """
     diagnostics = []
     for node in graph.nodes:
@@ -45,8 +45,8 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
 def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report columns whose writer cannot compute one value for each row of the column.
 
-    For example, the writer reads no column of these rows, or one call of the writer gets only some of the rows from
-    which a value must be computed.
+    For example, the writer reads no column of these rows. Or a value must be computed from several rows, and one call
+    of the writer gets only some of them.
     """
     diagnostics = []
     kinds = {worker.name: worker.kind for worker in graph.workers}
@@ -90,7 +90,7 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_lengths(graph: Graph, node: Node, column: str) -> list[Diagnostic]:
-    """Report a column whose length is that of a column with several values per row.
+    """Report a column that is as long as a column with several values for its row.
 
     For example, a column of prompts cannot be as long as `response`, since each prompt has several responses.
     """

@@ -1,4 +1,4 @@
-"""Warnings of combinations that are slow, or that fail without a setting.
+"""Warnings of settings that are slow, or that fail without another setting.
 
 The nodes of the plan must be placed.
 
@@ -19,7 +19,7 @@ from ..ir.plan import Placement, Plan
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
     """Return the warnings of a plan, one per message.
 
-    Nodes that share a layout or engine statement share its warning.
+    If a warning applies to several nodes with the same layout or engine statement, it is given once.
     """
     warnings: dict[str, Diagnostic] = {diagnostic.message: diagnostic for diagnostic in _check_dies(plan)}
     for placement in plan.placements:
@@ -41,7 +41,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 
 def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
-    """Warn of a cluster that counts dies as devices although its device is a package.
+    """Warn of a cluster whose device is a package, but whose count is that of dies.
 
     A package is a device of several dies.
     """
@@ -57,9 +57,9 @@ def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _shares_stated_layout(plan: Plan, placement: Placement) -> bool:
-    """Return whether a node has the stated layout of another node in its pool.
+    """Return whether a node has the same layout as another node, where it is stated.
 
-    Mistakes in the layout are reported at the other node.
+    Only nodes in the same pool are compared. Mistakes in the layout are reported at the other node.
     """
     stated = [plan.placement(node) for node in plan.deploy.layouts]
     return any(

@@ -1,8 +1,8 @@
 """Checks of docks that starve: a node waits for a batch that is never complete.
 
 Invariant: a node is reported only if it starves for all results of functions and all lengths of rows. Rows that a
-filter may drop count as rows. A `select` may repeat rows, so the number of rows after it is unknown and nothing is
-reported. Sizes in bytes are for columns of maximum length, as in the plan.
+filter may drop count as rows. A `select` may repeat rows, so the number of rows after it is unknown. Nodes after a
+`select` are not reported. Sizes in bytes are for columns of maximum length, as in the plan.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Itera
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report a capacity of the dock that is too small for the rows that must fit.
+    """Report a capacity of the dock that is too small for the rows in it.
 
-    The memory of the plan must have been counted.
+    A node waits for these rows together, so they must all fit. The memory section of the plan must be filled.
     """
     return list(_check_capacity(plan))
 
@@ -151,9 +151,10 @@ def _check_capacity(plan: Plan) -> Iterator[Diagnostic]:
 def least_capacity(rows: int, largest: int, warehouses: int) -> int:
     """Return a capacity per warehouse that suffices for `rows` bytes of rows per host.
 
-    All sizes are in bytes. `largest` is the size of the largest row. A row that does not fit on its own host is stored
-    on another host. If the largest row fits on no host, each host has less than `largest` bytes left. So with several
-    warehouses, `rows + largest` is enough.
+    All sizes are in bytes. `largest` is the size of the largest row. With several warehouses, a row that does not fit
+    on its own host is stored on another host. `rows + largest` is then enough. The reason: if the largest row fit on no
+    host, each host would have less than `largest` bytes left. So each host would store more than `rows` bytes, more
+    than there are.
     """
     return rows + (largest if warehouses > 1 else 0)
 
@@ -170,7 +171,7 @@ def _row_bytes(memory: PhaseMemory) -> int:
 
 
 def _round_up(need: float) -> str:
-    """Round up to three digits and write the quantity with its unit."""
+    """Round a number of bytes up to three digits and write it with its unit."""
     unit, size = next(
         (name, scale)
         for name, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))

@@ -1,5 +1,8 @@
 """Memory check: no phase may need more memory than a device or a host has.
 
+A phase is a part of an iteration, such as generate or reshard. An item is one use of memory in a phase, such as the KV
+cache.
+
 Invariant: each place (a device of a pool, or a host) gets at most one diagnostic. The diagnostic reports all phases
 that do not fit, with the size of each item.
 """
@@ -15,8 +18,8 @@ from ..ir.plan import PhaseMemory, Plan
 def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") -> list[Diagnostic]:
     """Report phases that need more memory than their device or host has.
 
-    The memory of the plan must have been counted. `nearest` searches for a layout that fits, in place of the layout of
-    a phase that does not fit, and returns its advice as text.
+    The memory section of the plan must be filled. For a phase that does not fit, `nearest` searches for a layout that
+    fits, and returns advice as text.
     """
     diagnostics = []
     for place, pool in dict.fromkeys((phase.place, phase.pool) for phase in plan.memory):
@@ -37,7 +40,10 @@ def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") 
 
 
 def table(phases: list[PhaseMemory]) -> str:
-    """Return a table with the total and the items of each phase, largest item first."""
+    """Return a table with the total memory and the items of each phase.
+
+    The largest item of a phase is first.
+    """
     lines = []
     for phase in phases:
         items = ", ".join(
@@ -52,9 +58,9 @@ def table(phases: list[PhaseMemory]) -> str:
 def _span(plan: Plan, worst: PhaseMemory) -> Span:
     """Return the span of the layout statement that decides the memory of a phase.
 
-    This is the layout of a node in the phase's pool, and the verb of the node is the name of the phase. For the phases
-    load, reshard and swap, the node is an update, or a generation if the pool has no update. If no layout is stated,
-    the result is the span of the deploy.
+    The statement is the layout of a node in the phase's pool. The node has the verb after which the phase is named. The
+    phases load, reshard and swap are not named after a verb. Their node is an update, or a generation if the pool has
+    no update. If no layout is stated for the node, the result is the span of the deploy.
     """
     nodes = [node for node in plan.graph.nodes if plan.placement(node.name).pool == worst.pool]
     verb = worst.phase
@@ -67,7 +73,7 @@ def _span(plan: Plan, worst: PhaseMemory) -> Span:
 
 
 def _advice(plan: Plan, worst: PhaseMemory) -> str:
-    """Name the cheapest change that reduces the largest memory item of a phase."""
+    """Return advice on the cheapest change that reduces a phase's largest memory item."""
     largest = max(worst.items, key=lambda name: worst.items[name])
     if worst.place == "host":
         return "add hosts, which share the rows; `reshard { mode = naive }` swaps nothing to the host"

@@ -1,7 +1,7 @@
-"""Checks of optimizers: the updates of a worker must agree; one learning rate.
+"""Checks of optimizers: one learning rate per step, one set of states per worker.
 
-Invariant: an optimizer is known from its call in the program (ir/optimizer_spec.py). A call with a mistake that is
-already reported is not checked.
+Invariant: an optimizer is known from its call in the program (ir/optimizer_spec.py). If a mistake in a call is already
+reported, the call is not checked.
 """
 
 from __future__ import annotations

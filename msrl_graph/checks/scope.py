@@ -1,7 +1,9 @@
-"""Checks of functions and loss terms: their columns, scope and types.
+"""Checks of functions and loss terms: their columns, their scope and their types.
 
-Invariant: signatures come from `library`, which has the functions of the package and of the user's files. User code is
-neither imported nor run.
+The scope of a function is the rows that one call needs: a row, a group or the batch.
+
+Invariant: signatures come from `library`, which has the functions of msrl_graph itself and of the user's files. User
+code is neither imported nor run.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_together(node: Node, call: Expr, signature: Signature) -> list[Diagnostic]:
-    """Report parameters that belong together if a call passes only some of them."""
+    """Report parameters of which a call passes some, but must pass all or none."""
     read = (*node.reads, *node.states)
     binds = call.columns()
     passed = [
@@ -176,7 +178,7 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _find_column_above(graph: Graph, level: int) -> str:
-    """Return the name of a column of the level above; "" for the source's level."""
+    """Return a column of the level above `level`; "" if `level` is the source's level."""
     return next((column.name for column in graph.columns if level and column.level == graph.under[level]), "")
 
 
@@ -190,7 +192,7 @@ def result_types(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report columns whose type does not match the function that writes them.
 
     The type does not match if the function returns an array per row and the column holds a number per row, or the
-    reverse. Only functions of the package are checked.
+    reverse. Only functions of msrl_graph itself are checked.
     """
     diagnostics = []
     columns = {column.name: column for column in graph.columns}
@@ -274,7 +276,10 @@ def _suggest_column(graph: Graph, node: Node, column: str, call: Expr, signature
 
 
 def missing_inputs(graph: Graph, node: Node, signature: Signature) -> list[str]:
-    """Return the inputs of a loss term that the updated weights do not provide."""
+    """Return the inputs of a loss term that the worker of a node does not provide.
+
+    The inputs are keys of GIVEN_BY (ir/signatures.py).
+    """
     kind = kind_of(graph, node.worker)
     return signature.unfit(kind) if signature.kind == "loss" and kind in KINDS else []
 

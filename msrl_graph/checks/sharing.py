@@ -3,8 +3,8 @@
 The nodes that share weights are the updates and infers of one worker.
 
 Invariant: the runtime builds shared weights once. So a program states the layout and the engine of these nodes once, or
-states the same for each node; only the micro-batch may differ. checks/layout.py compares the layout of an infer with
-the layout of its worker's update. This module compares the layouts of infers without an update.
+states the same layout and engine for each node; only the micro-batch may differ. checks/layout.py compares the layout
+of an infer with the layout of its worker's update. This module compares the layouts of infers without an update.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _compare_engines(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
 
 
 def _option_value(plan: Plan, node: Node, engine: EngineChoice, key: str) -> Value:
-    """Return the value of an engine option, or the default if it is not stated."""
+    """Return the value of an engine option for a node, or the option's default."""
     default: Value = plan.model(node.name).dtype if key == "dtype" else EngineOptions.declared()[key].default
     return engine.options.get(key, default)
 

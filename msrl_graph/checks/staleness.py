@@ -21,7 +21,7 @@ from .scope import loss_columns
 
 
 def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Warn of off-policy generations that no loss corrects for.
+    """Warn of off-policy generations if no loss corrects for the older weights.
 
     A loss corrects for older weights if it uses the log-probabilities that the generation wrote when it sampled.
     """
@@ -56,9 +56,9 @@ def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def stale_logp_columns(graph: Graph, node: Node) -> set[str]:
-    """Return the columns of log-probabilities that off-policy generations wrote.
+    """Return the log-probability columns that a worker's off-policy generations write.
 
-    Only generations of the worker of `node` count. If no loss term uses such a column, `uncorrected` reports this.
+    The worker is that of `node`. If no loss term uses such a column, `uncorrected` reports this.
     """
     older = [
         generation
@@ -107,10 +107,10 @@ def missing_staleness(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def delayed_states(plan: Plan) -> list[Diagnostic]:
-    """Warn of feedback loops through a temperature that act with a delay.
+    """Warn of a sampling temperature that reacts to the sampled rows with a delay.
 
-    In such a loop, a generation samples at a temperature that is a state, and a function sets this state from the
-    sampled rows. With `staleness`, the generation may use an older value than the last one that the function set.
+    A generation samples at a temperature that is a state, and a function sets this state from the sampled rows. With
+    `staleness`, the generation may use an older value than the last value that the function set.
     """
     graph = plan.graph
     late = late_states(plan)
@@ -137,7 +137,7 @@ def delayed_states(plan: Plan) -> list[Diagnostic]:
 def check(plan: Plan) -> list[Diagnostic]:
     """Report `staleness` without benefit, and `every` that skips no version.
 
-    Neither attribute of a resharding edge has an effect in two cases:
+    In each of two cases, neither attribute of a resharding edge has an effect:
 
     - The two nodes of the edge share devices and take turns.
     - The pool of the generation must be in step with the updates.

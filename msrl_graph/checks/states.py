@@ -1,7 +1,7 @@
 """Checks of states, the values that an algorithm keeps between iterations.
 
-Invariant: a state is not a column. A node reads the value that the previous iteration left. So reading a state needs no
-path of sample edges and makes no cycle.
+Invariant: a state is not a column. A node reads the value of a state that the previous iteration left. So reading a
+state needs no path of sample edges and makes no cycle.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def scope_mistakes(graph: Graph, node: Node) -> list[State]:
-    """Return the states that a node sets without getting all their rows in one call.
+    """Return the states that a node sets from only some of the rows that matter.
 
-    A node that sets a state of the run must have `per = batch`. A node that sets a state per row of a column must have
-    `per` of that column.
+    A node that sets a state with one value for the run must have `per = batch`. A node that sets a state with one value
+    per row of a column must have `per` of that column.
     """
     return [state for state in graph.states if state.name in node.sets and node.per != (state.per or "batch")]
 
@@ -83,8 +83,7 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
 def equal_weights(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report a source whose sampling weights are equal for all rows.
 
-    The weights are equal if they depend on no column of the data, and each state that they depend on has one value for
-    the whole run.
+    The weights are equal if they depend on no column of the data and on no state with one value per row.
     """
     source = graph.node("source")
     states = {state.name: state for state in graph.states}

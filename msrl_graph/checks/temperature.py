@@ -37,7 +37,10 @@ def one_number(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def greedy(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report generations at temperature 0 whose responses a policy scores."""
+    """Report generations at temperature 0 whose responses a policy scores.
+
+    To score a response is to compute the log-probabilities of its tokens.
+    """
     scorers: dict[str, list[str]] = {}
     for node in (
         candidate

@@ -24,7 +24,7 @@ TAKEN = {"values": "predictions of values", "entropy": "entropies", "Scores": "s
 
 
 def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report loss terms whose inputs the worker of the update does not provide."""
+    """Report loss terms with an input that the worker of the update does not provide."""
     diagnostics = []
     for node in graph.verb("update"):
         kind = kind_of(graph, node.worker)
@@ -52,7 +52,7 @@ def _list_fitting_terms(library: Library, kind: str) -> str:
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report parameters for scored tokens whose column holds no scored tokens.
+    """Report parameters that need a column of scored tokens, but bind another column.
 
     Such a parameter of a loss term receives the log-probabilities of the column's tokens, or the score of a text that
     ends with these tokens.
@@ -86,8 +86,8 @@ def mixed_row_terms(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report losses that mix terms per row with terms or options per token.
 
     A term per row returns one number per row; other terms return one number per token. The options per token are
-    `reduce` and `masked_rows`. `masked_rows` is also reported if the loss is a mean over tokens, since it then has no
-    effect.
+    `reduce` and `masked_rows`. `masked_rows` is also reported if the loss is a mean over tokens, since `masked_rows`
+    then has no effect.
     """
     diagnostics = []
     for node in graph.verb("update"):
@@ -127,7 +127,7 @@ def _typed_updates(graph: Graph) -> list[Node]:
 def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report loss terms per token in an update that scores several columns.
 
-    It is ambiguous which of the scored columns such a term uses.
+    A term per token uses the tokens of one column, and it is not clear which of the scored columns is meant.
     """
     diagnostics = []
     for node in _typed_updates(graph):
@@ -244,11 +244,11 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _list_unmasked(graph: Graph, node: Node, library: Library) -> Collection[str]:
-    """Return the columns of a node to which a mask could apply but does not.
+    """Return the columns of a node that may contain text which the node does not mask.
 
     The result is empty if the node reads a column of type bool, since this column is a mask. For an update, the result
     has the columns that the update scores. For a function with an optional mask, it has all columns that the function
-    reads.
+    reads. For any other node, it is empty.
     """
     if any(graph.column(column).element == "bool" for column in node.reads):
         return ()

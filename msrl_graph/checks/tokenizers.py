@@ -21,7 +21,7 @@ KINDS = ("policy", "value", "reward_model")
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report each node with weights that would misread a column of tokens.
+    """Report each node whose model would misread tokens of another tokenizer.
 
     Each node gets at most one diagnostic. If possible, the diagnostic names a column that the node scores.
     """
@@ -68,9 +68,9 @@ def _is_tokens(column: Column) -> bool:
 
 
 def _find_writer(graph: Graph, node: Node) -> Worker | None:
-    """Return the worker whose tokenizer made a node's tokens.
+    """Return the worker whose tokenizer makes the tokens that a node writes.
 
-    Return None if a function wrote them.
+    Return None if the node is a function.
     """
     if node.verb == "source":
         return source_worker(graph)

@@ -1,6 +1,7 @@
 """Checks of weights in model folders, by the headers of the weight files.
 
-Invariant: the checks read only names, shapes and types of tensors, and one value: the bias of a score head.
+Invariant: of the weight files, the checks read only names, shapes and types of tensors, and one value: the bias of a
+score head.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Held = dict[str, tuple[Path, dict[str, Any]]]  # by tensor name: its file, and i
 
 
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
-    """Report missing and wrong weights in the folders of models.
+    """Report weights that are missing or wrong in the folders of models.
 
     `folders` are the paths of the folders to check; None means all folders. Unused weights give a warning, and only in
     a folder without mistakes. A folder without any weights is not checked.

@@ -224,7 +224,10 @@ def _compile(argv: Sequence[str]) -> int:
 
 
 def _find_page(name: str) -> str:
-    """Return the page of a code, or a name's entry in the reference; "" if none."""
+    """Return the page of the diagnostic code `name`, or the reference entry `name`.
+
+    Returns "" if there is neither a code nor an entry with this name.
+    """
     if name in codes.known():
         return codes.page(name)
     from .. import reference
@@ -308,7 +311,7 @@ def _result_text(result: Compilation, options: argparse.Namespace) -> str:
 
 
 def _flag_against_diff(options: argparse.Namespace) -> str:
-    """Return a given flag that cannot be combined with `--diff`, or ""."""
+    """Return a flag of the user that cannot be combined with `--diff`, or ""."""
     flags = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
     flags[f"--emit {options.emit}"] = options.emit not in (None, "plan")
     flags[f"--format {options.format}"] = options.format in PICTURES
@@ -330,7 +333,7 @@ def _diff_text(plan: Plan, options: argparse.Namespace) -> str:
 
 
 def _picture_text(result: Compilation, stage: str, form: str) -> str:
-    """Return a stage as Graphviz text or as an HTML page."""
+    """Return a compilation's stage as Graphviz text or as an HTML page."""
     graph = result.graph
     plan = result.placed if stage == "placed" else result.plan
     assert graph is not None
@@ -355,7 +358,7 @@ def _picture_text(result: Compilation, stage: str, form: str) -> str:
 
 
 def _screen_size(options: argparse.Namespace) -> tuple[int, bool]:
-    """Return the width of text in columns, and whether the text has color."""
+    """Return the width of the output in columns, and whether the output has color."""
     from ..emit.text_page import WIDTH
 
     to_terminal = options.output is None and sys.stdout.isatty()

@@ -1,8 +1,9 @@
 """The command msrl-doctor: problems and speed of this machine or of a Ray cluster.
 
-Invariant: an examination changes nothing, and this process imports no heavy package for it. Only `--calibrate` starts
-long-lived processes, and all of them have ended when the command ends. The exit status is 0 if nothing is wrong or the
-measurement succeeded, 1 if a run would fail, 2 for bad usage, and 3 if the measurement failed.
+Invariant: looking for problems changes nothing, and for this the process imports no package that is slow to import.
+Only `--calibrate`, which measures the speed, starts long-lived processes, and all of them have ended when the command
+ends. The exit status is 0 if nothing is wrong or the measurement succeeded, 1 if a run would fail, 2 for bad usage, and
+3 if the measurement failed.
 """
 
 from __future__ import annotations
@@ -200,7 +201,10 @@ def _figure_rows(calibrated: Calibration, path: Path) -> list[tuple[str, str]]:
 
 
 def _rank_rows(calibrated: Calibration) -> list[tuple[str, str]]:
-    """Return a table row for each number of ranks: the rates while all ranks are busy."""
+    """Return a table row for each measured number of ranks.
+
+    The text of a row has the rates of a rank while all ranks are busy: FLOP/s, memory bandwidth and others.
+    """
     rows = []
     for ranks, busy in sorted(calibrated.busy.items()):
         device = calibration.device(calibrated, "here", ranks)

@@ -1,7 +1,7 @@
 """The command msrl-fmt, which formats programs.
 
-Invariant: a file is replaced completely or not at all, and only by a layout that `dsl.format` has checked. A file with
-a mistake is not changed. The exit status is one of three:
+Invariant: a file is replaced completely or not at all, and only by a text that `dsl.format` has checked. A file with a
+mistake is not changed. The exit status is one of three:
 
 - 0: success.
 - 1: a fault in a file, or a file that `--check` or `--diff` would have changed.

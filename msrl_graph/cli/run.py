@@ -1,7 +1,8 @@
 """The command msrl-run.
 
 Invariant: until the plan is complete, this process imports nothing of the runtime except the code that starts the
-preload server. The exit status is that of msrl-compile, or 3 for a failed run, or 130 for an interrupted run.
+preload server, a process that imports heavy packages in advance. The exit status is that of msrl-compile, or 3 for a
+failed run, or 130 for an interrupted run.
 """
 
 from __future__ import annotations
@@ -204,9 +205,9 @@ def _check_flags(command_line: argparse.ArgumentParser, options: argparse.Namesp
 
 
 class _Program:
-    """The program or plan in FILE.
+    """The program or plan in the command's argument FILE.
 
-    `source` is the program's text, for messages. It is None for a plan, and before the program is read.
+    `source` is the program's text, for messages. `source` is None for a plan, and before the program is read.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -235,7 +236,7 @@ class _Program:
 
 
 def _export(program: _Program, options: argparse.Namespace) -> int:
-    """Run `--export` and return the exit status."""
+    """Write the model folders that `--export` requests; return the exit status."""
     plan = program.plan(parser()) if options.file else None
     try:
         from ..runtime.driver.export import export

@@ -42,7 +42,8 @@ def meaning(code: str) -> str:
 def shown(text: str, width: int, colour: bool) -> str:
     """Return a page for the terminal, with links as plain words.
 
-    With `colour`, the page is rendered in at most `width` columns.
+    With `colour`, Markdown is rendered in color, in at most `width` columns. Without `colour`, the text remains
+    Markdown.
     """
     text = _LINK.sub(r"\1", text)
     if not colour:

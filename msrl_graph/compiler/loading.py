@@ -1,9 +1,9 @@
 """Loading of plans from files and scripts.
 
 Invariant: a loaded plan has the format of this version and passes the verifier. Any other plan raises a Fault with the
-code `bad-plan`. A plan that is loaded to be run could come from the compiler. Its graph and its deploy come from a
-program that passes all checks. Its other parts are what the passes compute from the graph, the deploy and the
-placements.
+code `bad-plan`. If a plan is loaded to be run, loading also checks that the compiler could have written the plan: the
+plan's graph and deploy must come from a program that passes all checks, and the plan's other parts must be what the
+passes compute from the graph, the deploy and the placements.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ UNLIKE = {"span", "stated", "pools", "together"}
 def load(data: bytes, name: str, run: bool = False) -> Plan:
     """Load a plan from a JSON text.
 
-    `name` is the name of the plan in messages. With `run`, the plan must be a plan that the compiler could have made.
-    Raises Fault.
+    `name` is the name of the plan in messages. With `run`, the compiler must be able to make this plan. Raises Fault.
     """
     import msgspec
 
@@ -71,9 +70,10 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
 
 
 def _find_difference(plan: Plan, data: bytes) -> str:
-    """Describe a difference from what the compiler would write; "" if there is none.
+    """Describe a difference between the plan and what the compiler would write.
 
-    Raises Fault. If no compiler makes such a plan, checks and passes may also raise any other exception.
+    `data` is the JSON text of the plan. Returns "" if there is no difference. Raises Fault. For a plan that the
+    compiler cannot make, the checks and passes may also raise any other exception.
     """
     return next(
         chain(
@@ -87,9 +87,11 @@ def _find_difference(plan: Plan, data: bytes) -> str:
 
 
 def _compare_fields(stated: Any, known: Any, where: str) -> Iterator[str]:
-    """Report unknown and missing fields of a JSON text.
+    """Report fields that only one of two JSON values has.
 
-    Decoding alone would ignore unknown fields and fill missing fields with defaults.
+    `stated` is the value in the file of a plan, `known` is the value that the plan has after decoding, and `where` is
+    the name of the value for messages. Decoding alone would ignore unknown fields and fill missing fields with
+    defaults.
     """
     if isinstance(stated, dict) and isinstance(known, dict):
         yield from (f"{where} has no field `{key}`" for key in stated.keys() - known.keys())
@@ -155,7 +157,8 @@ def _lower_again(plan: Plan) -> LoweredProgram:
 def _list_names(plan: Plan) -> Iterator[str]:
     """Yield the names that the program of a plan defines.
 
-    Each name must be checked as a whole, because the grammar would stop at the first character that no name may have.
+    The caller checks each name as a whole, because the grammar would read a wrong name only up to the first character
+    that no name may have.
     """
     graph = plan.graph
     deploy = plan.deploy
@@ -165,7 +168,7 @@ def _list_names(plan: Plan) -> Iterator[str]:
 
 
 def _check_placements(plan: Plan) -> Iterator[str]:
-    """Report engines and layouts of placements that no deploy can state."""
+    """Report engines and layouts in a plan's placements that no deploy can state."""
     placed = [placement for placement in plan.placements if placement.pool != FUNCTIONS]
     layouts = {placement.node: replace(placement.layout, inner=1) for placement in placed}
     engines = {placement.node: placement.engine for placement in placed}
@@ -188,7 +191,8 @@ def _check_placements(plan: Plan) -> Iterator[str]:
 def _check_model(model: Model) -> Iterator[str]:
     """Report a model that differs from the config.json of its folder.
 
-    If the tensors of the folder differ, nothing is reported, because the run reports that difference.
+    If only the tensors in the folder differ from the model, nothing is reported, because the run reports this
+    difference.
     """
     if is_url(model.path) or (model.path and not is_folder(Path(model.path))):
         return
@@ -204,7 +208,7 @@ def _check_model(model: Model) -> Iterator[str]:
 def _check_derived(plan: Plan) -> Iterator[str]:
     """Report parts of a plan that differ from what the passes compute.
 
-    The passes compute these parts from the graph, the deploy and the placements.
+    The passes run again on the plan's graph, deploy and placements.
     """
     empty: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in DERIVED}
     again = PASSES.after("place").apply(replace(plan, **empty))
@@ -213,7 +217,7 @@ def _check_derived(plan: Plan) -> Iterator[str]:
 
 
 def plain(part: Any, without: Collection[str] = UNLIKE) -> Any:
-    """Convert a part of a plan to dicts, lists and values.
+    """Convert a part of a plan to dicts, lists, strings, numbers and truth values.
 
     The fields in `without` are left out. By default, these are fields that may differ between two equal plans.
     """

@@ -1,8 +1,8 @@
 """The compiler's pipeline from text to plan, in order.
 
 Invariant: the result is a complete plan, or a Fault with the reason. The plan is verified after each pass. Each of the
-stages `ast`, `graph`, `placed` and `plan` can be the last stage. Therefore showing a stage and running the program use
-the same computation.
+stages `ast`, `graph`, `placed` and `plan` can be the last stage. Therefore the command that shows a stage and the
+command that runs the program use the same computation.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ STAGES = ("ast", "graph", "placed", "plan")
 
 
 def _check_placement(plan: Plan) -> list[Diagnostic]:
-    """Check the placement of nodes: layouts, sharing, staleness, followers.
+    """Check the placement of nodes on devices.
 
-    If the check of layouts finds a mistake in a statement, the other checks report nothing about the statement. If no
-    check finds anything, the lints run.
+    The checks are about layouts, shared devices, staleness, and workers with `follows`. If the check of layouts finds a
+    mistake in a statement, the other checks report nothing about the statement. If no check finds anything, checks for
+    probable mistakes run (checks/lints.py).
     """
     diagnostics = layout.check(plan, ENGINES)
     diagnostics += [
@@ -81,14 +82,17 @@ def _is_rejected(plan: Plan) -> bool:
 
 
 def _check_capacity(plan: Plan) -> list[Diagnostic]:
-    """Report waits that never end. If there are none, report phases that do not fit."""
+    """Report nodes that would wait forever for rows.
+
+    If there are no such nodes, report phases that do not fit in the devices' memory.
+    """
     return liveness.check(plan) or memory.check(plan, partial(ADVICE.find_nearest, plan))
 
 
 def pipeline(budget: float | None = None) -> Passes:
     """Return all passes.
 
-    After `budget` seconds, the search uses the best plan that it has found.
+    After `budget` seconds, the search for layouts uses the best plan that it has found.
     """
     return passes(Search(ENGINES, _is_rejected, budget), ENGINES)
 
@@ -106,7 +110,7 @@ LAST = {"placed": "reshard", "plan": "environment"}
 
 
 class BrokenPass(RuntimeError):
-    """An error in the plan that a pass returns, which is a bug of the compiler."""
+    """The error for a pass that returns a wrong plan, which is a bug of the compiler."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def compile(
 ) -> Plan:
     """Compile a program to a plan.
 
-    - `source` is a path, the NAME of an algorithm of the package, or a program built in Python.
+    - `source` is a path, the name of an algorithm that msrl_graph provides, or a program built in Python.
     - `text` replaces the content of the file.
     - `deploy` is the name of a deploy, if the file has several.
     - `model` names a model for a program without a deploy.
@@ -203,7 +207,7 @@ def no_deploy() -> Fault:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Disable the garbage collector of reference cycles.
+    """Disable the garbage collector of reference cycles while the block runs.
 
     A compilation creates no reference cycles, and the collector would traverse the growing objects again and again.
     """
@@ -229,8 +233,8 @@ def translate(
 ) -> Compilation:
     """Run the pipeline up to the stage `until`. Raises Fault.
 
-    `after(pass, seconds, plan)` is called after each pass. After `budget` seconds, the search uses the best plan that
-    it has found.
+    `after(pass, seconds, plan)` is called after each pass. After `budget` seconds, the search for layouts uses the best
+    plan that it has found.
     """
     tree = source.tree or parse(source.text, source.name)
     if until == "ast":
@@ -274,7 +278,10 @@ def translate(
 def _run_passes(
     plan: Plan, last: str, after: Hook = lambda name, seconds, plan: None, budget: float | None = None
 ) -> tuple[dict[str, Plan], list[Diagnostic]]:
-    """Return the plan after each pass up to `last`, and the warnings. Raises Fault."""
+    """Return the plan after each pass up to `last`, and the warnings.
+
+    Raises Fault if the program is wrong, and BrokenPass if a pass returns a wrong plan.
+    """
     stages: dict[str, Plan] = {}
     warnings: list[Diagnostic] = []
     for step in pipeline(budget).until(last):
@@ -295,7 +302,8 @@ def _run_passes(
 def with_hosts(plan: Plan, nodes: int) -> Plan | None:
     """Plan the same program for `nodes` hosts.
 
-    Return None if the plan does not fit, if the deploy states more hosts, or if a run would reject the plan.
+    Return None if the plan does not fit, if the deploy states more hosts than `nodes`, or if a run would reject the
+    plan.
     """
     try:
         planned = _run_passes(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
@@ -311,9 +319,9 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
 
 
 def search_unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
-    """Search for layouts although the program states all of them.
+    """Search for layouts although the program states the layouts of all nodes.
 
-    Return the record of the search, or None if the program leaves a layout open.
+    Return the record of the search, or None if the program does not state all layouts.
     """
     if any(has_open_layout(plan, owner) for owner in owners(plan, Division(plan.pools))):
         return None
@@ -324,7 +332,7 @@ def search_unstated(plan: Plan, budget: float | None = None) -> SearchRecord | N
 def context(
     source: ProgramSource, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
 ) -> LoweringContext:
-    """Return the context that lowering needs: library, engines, models and options."""
+    """Return the functions, engines, models and options that lowering needs."""
     return LoweringContext(
         load=importer(source.folder),
         library=algorithms.library(),

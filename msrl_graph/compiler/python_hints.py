@@ -1,6 +1,9 @@
 """Additional help for programs built in Python.
 
-In a notebook, a corrected statement may not replace the wrong statement. Invariant: messages are only extended.
+In a notebook, a wrong statement can remain in a program after the user has corrected the statement and executed the
+cell again.
+
+Invariant: help is only added to a diagnostic. The diagnostic's message and span do not change.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from ..dsl.derive import node_name
 
 
 def add_undo_help(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
-    """Add to a message how to undo an attribute that a statement added to a node.
+    """Add to a diagnostic how to undo an attribute that a statement added to a node.
 
-    Statements that change a node add up. In a notebook, the wrong attribute remains when the user executes the
-    corrected cell.
+    If several statements change a node, all their attributes are kept. So in a notebook, a wrong attribute remains when
+    the user executes the corrected cell.
     """
     name = dict(_list_changes(tree)).get(diagnostic.span)
     if diagnostic.code != "unknown-attribute" or name is None:

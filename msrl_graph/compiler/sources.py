@@ -1,6 +1,7 @@
-"""Sources of programs: files, algorithms of the package, Python, imports.
+"""Reading of programs: from files, from msrl_graph's algorithms and from Python.
 
-Invariant: a source has one name, which spans use, and one folder. Paths in the source are relative to that folder.
+Invariant: the text of a program has one name, which is the file name in spans, and one folder. Paths in the program are
+relative to that folder.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class ProgramSource:
 def read_source(source: str | Path | Program | ast.File, text: str | None = None) -> ProgramSource:
     """Read the source of a program.
 
-    `source` is a path, the name of an algorithm of the package, or a program built in Python. `text` replaces the
-    content of the file.
+    `source` is a path, the name of an algorithm that msrl_graph provides, or a program built in Python. `text` replaces
+    the content of the file.
     """
     if not isinstance(source, str | Path):
         tree, meant = (source, None) if isinstance(source, ast.File) else _unpack_built(source)
@@ -66,9 +67,10 @@ def read_source(source: str | Path | Program | ast.File, text: str | None = None
 
 
 def _unpack_built(source: object) -> tuple[ast.File, str | None]:
-    """Return the syntax tree of a program, and the name of the deploy that was built.
+    """Return the syntax tree of a program built in Python, and the name of its deploy.
 
-    The name is necessary because a deploy that extends another deploy is in the same tree as the other deploy.
+    The name is None if the program is not a deploy. The name is necessary because a deploy that extends another deploy
+    is in the same tree as the other deploy.
     """
     from ..builder import Deploy, Program
 
@@ -86,9 +88,10 @@ def importer(folder: Path) -> Callable[[str, bool, Span], ast.File]:
 
 
 def _import_file(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool, span: Span) -> ast.File:
-    """Parse an imported file or an algorithm of the package.
+    """Parse an imported file, or an imported algorithm that msrl_graph provides.
 
-    The path of a file is relative to the file that imports it. `read` caches the syntax trees by path.
+    The path of a file is relative to the file that imports it. `read` caches the syntax trees by path. `of_file` is
+    whether `target` is the path of a file.
     """
     importing_folder = Path(span.file).parent if is_file(Path(span.file)) else folder
     path = importing_folder / target if of_file else algorithms.FOLDER / f"{target}.rlg"

@@ -1,8 +1,8 @@
 """Conversion of a plan's graph and deploy back to a program.
 
 Invariant: for every plan that the compiler makes, lowering `restore_program(plan)` gives the same graph and deploy.
-Therefore the checks of programs can also check a plan from a file. The statements `place` and `apart`, which only a
-search reads, are left out.
+Therefore the checks of programs can also check a plan from a file. The statements `place` and `apart`, which only the
+search for placements reads, are left out.
 """
 
 from __future__ import annotations
@@ -134,7 +134,11 @@ def _engine(node: str, engine: EngineChoice) -> ast.EngineDecl:
 
 
 def _list_stated(declared: type[DeclaredAttributes], values: Any) -> Iterator[tuple[str, Expr]]:
-    """Yield the attributes that are required or differ from their defaults."""
+    """Yield the key and value of each attribute that a program must state.
+
+    A program must state an attribute if it is required, or if its value in `values` differs from the default in
+    `declared`.
+    """
     for key, attribute in declared.declared().items():
         if (value := getattr(values, key)) != attribute.default or attribute.must:
             yield key, _value(attribute.kind, value)
@@ -159,7 +163,7 @@ def _value(kind: ValueKind, value: Any) -> Expr:
 
 
 def expression(expr: Expr) -> ast.Expr:
-    """Return the syntax tree of an evaluated expression."""
+    """Return the syntax tree of an expression of a plan."""
     if expr.kind in ("word", "column", "state"):
         return ast.NameExpr(str(expr.value), NOWHERE)
     if expr.kind == "list":

@@ -58,8 +58,8 @@ def notes(plan: Plan) -> tuple[PlanNote, ...]:
 class _Refusal(NamedTuple):
     """A feature that a run rejects.
 
-    `what` is the feature as the subject of a sentence. `brief` is the feature as an item of a list. `how` follows
-    "cannot be" in the sentence, for example "run on".
+    The text of the error is "WHAT cannot be HOW …". `what` is the feature as the subject of this sentence, and `how` is
+    the end of the verb, for example "run on". `brief` is the feature as an item of a list.
     """
 
     what: str
@@ -70,7 +70,7 @@ class _Refusal(NamedTuple):
 
 
 def _supports(spec: EngineSpec, key: str) -> bool:
-    """Return whether an engine supports an attribute of its nodes."""
+    """Return whether an engine supports the attribute `key` of the engine's nodes."""
     return spec.supported_attributes is None or key in spec.supported_attributes
 
 
@@ -150,7 +150,10 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
 
 
 def _list_partial_conflicts(plan: Plan) -> Iterator[tuple[str, Span]]:
-    """Yield features, with their spans, that a run cannot combine with `partial`."""
+    """Yield features, with their spans, that a run cannot combine with `partial`.
+
+    `partial` is an attribute of a generation, which may cut responses and continue them in a later iteration.
+    """
     graph = plan.graph
     growing = [generation for generation in graph.verb("generate") if generation.cuts]
     if not growing:

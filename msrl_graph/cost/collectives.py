@@ -1,9 +1,10 @@
-"""Seconds of the communication that sharding a node requires.
+"""Seconds of the communication that sharding a node over devices requires.
 
 The communication is: all-reduces over tp, rings or all-to-alls over cp, all-to-alls over ep, gathers of sharded
-weights, and the exchange of gradients. Invariant: bytes are the bytes that one device receives while all devices of its
-process group communicate. A process group that spans several hosts uses the links between hosts, even for its ranks on
-the same host. The seconds assume that communication overlaps with nothing.
+weights, and the exchange of gradients. Invariant: a number of bytes is the number that one device receives while all
+devices of its process group communicate. A process group that spans several hosts uses the links between hosts, even
+for its ranks on the same host. The seconds assume that communication does not overlap with computation or with other
+communication.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
 def total(*parts: Figure) -> Figure:
-    """Return the sum of figures, with the joined bases of the nonzero figures.
+    """Return the sum of figures; its basis names the basis of each nonzero figure.
 
-    The sum is computed with `math.fsum`, here and wherever a plan's seconds are added up. The built-in `sum` rounds
-    differently from Python 3.12 on, and a plan must be the same in all Python versions.
+    The basis of a figure is the text that says how the figure was computed. The values are added with `math.fsum`, as
+    are all seconds of a plan. The built-in `sum` rounds differently from Python 3.12 on, and a plan must be the same in
+    all Python versions.
     """
     nonzero = [part for part in parts if part.value] or list(parts[:1])
     return Figure(
@@ -40,7 +42,7 @@ def total(*parts: Figure) -> Figure:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The costs of a node's collectives.
+    """The costs of the collective operations of one node.
 
     The costs depend on the node's model, layout, weight type and devices, and on the cluster.
     """
@@ -52,7 +54,7 @@ class Collectives:
     dtype: str
 
     def stride(self, axis: Axis) -> int:
-        """Return the distance in devices between neighboring ranks of an axis."""
+        """Return the number of devices from one rank of an axis, such as tp, to the next."""
         layout = self.placement.layout
         before: dict[Axis, int] = {
             "tp": layout.inner,
@@ -66,7 +68,7 @@ class Collectives:
         return before[axis]
 
     def is_on_one_host(self, axis: Axis) -> bool:
-        """Return whether each process group of an axis is on one host."""
+        """Return whether each process group of an axis, such as tp, is on a single host."""
         placement = self.placement
         per_host = self.cluster.devices_per_node
         layout = placement.layout
@@ -78,7 +80,7 @@ class Collectives:
         return on_host % span == first % span == 0
 
     def seconds(self, kind: str, axis: Axis, received: float, count: float = 1) -> Figure:
-        """Return the seconds of `count` collectives along an axis.
+        """Return the seconds of `count` collectives in the process groups of an axis.
 
         `kind` is the name of the collective, such as `all_gather`. `received` is the number of bytes that one device
         receives in all `count` collectives together.
@@ -94,9 +96,10 @@ class Collectives:
         return {}
 
     def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
-        """Return the latency (s) and bandwidth (bytes/s) of a collective, and a figure.
+        """Look up a collective's latency (s), bandwidth (bytes/s), and their source.
 
-        The figure has the value 0. It states the source and the basis of the latency and the bandwidth.
+        The source is returned as a figure with the value 0, which states the source and the basis of the latency and
+        the bandwidth.
         """
         known = self.cluster.device.collective(kind)
         near = self.is_on_one_host(axis)
@@ -118,19 +121,23 @@ class Collectives:
 
     @cached_property
     def device_parameters(self) -> tuple[float, float]:
-        """The dense and the expert parameters per device of the largest pipeline stage."""
+        """The numbers of dense and expert parameters per device of the largest stage.
+
+        A stage is a pipeline stage.
+        """
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
-        """Return the seconds of tensor-parallel communication in a pass.
+        """Return the seconds of the tensor-parallel communication of one forward pass.
 
-        `tokens` and `scored` are the numbers of tokens and of scored positions of one context-parallel rank. `backward`
-        adds the backward pass, `drawn` adds the broadcast of sampled tokens.
+        `tokens` is the number of tokens of one context-parallel rank, and `scored` is the number of its positions at
+        which logits are computed. With `backward`, the seconds of the backward pass are added. With `drawn`, the
+        seconds to broadcast the sampled tokens are added.
 
         The ranks all-reduce the hidden states after the embedding and in each layer of a pipeline stage, and gather the
-        logits. If the engine shards sequences, the ranks gather and scatter the hidden states instead, and reduce only
-        sums over the shards of the logits.
+        logits. If the engine shards sequences over tp, the ranks gather and scatter the hidden states instead, and
+        reduce only sums over the shards of the logits.
         """
         layout = self.placement.layout
         model = self.model
@@ -188,7 +195,8 @@ class Collectives:
 
         `tokens` is the number of tokens of a data-parallel group. With a ring, keys and values travel around the ranks
         of cp (arXiv:2310.01889). Without a ring, heads are exchanged before and after attention (Ulysses,
-        arXiv:2309.14509). Each of the `passes` communicates this way; a backward pass counts as two passes.
+        arXiv:2309.14509). `passes` is the number of passes with this communication; a backward pass counts as two
+        passes.
         """
         layout = self.placement.layout
         model = self.model
@@ -227,11 +235,11 @@ class Collectives:
         return total(*parts)
 
     def gathers(self, update: bool) -> Figure:
-        """Return the seconds to gather weights that are sharded over dp.
+        """Return the seconds to gather the weights that are sharded over dp.
 
-        The weights of every layer, and the weights outside the layers, are gathered for a forward pass. At ZeRO 3, an
-        update gathers the weights again for the backward pass. An update also reduce-scatters the gradients. Packing
-        and unpacking the data are included.
+        A forward pass gathers the weights of every layer, and the weights outside the layers. At ZeRO 3, an update
+        gathers the weights a second time for the backward pass. An update also reduce-scatters the gradients. The
+        seconds include packing the data before a collective and unpacking the data after the collective.
         """
         layout = self.placement.layout
         if not self.spec.divides_weights(layout):
@@ -249,11 +257,11 @@ class Collectives:
         return total(*parts, Figure(laid / rate.value, rate.source, "packing and unpacking / memory bandwidth"))
 
     def exchange(self) -> Figure:
-        """Return the seconds to sum the gradients over all replicas.
+        """Return the seconds to sum the gradients over all replicas of the weights.
 
         Without a sharded optimizer, the gradients are all-reduced. With a sharded optimizer (ZeRO 1), the gradients are
-        reduce-scattered, and the updated weights are gathered. Eager engines all-reduce the gradients in both cases, so
-        every rank has the whole sum.
+        reduce-scattered, and the updated weights are gathered. Eager engines all-reduce the gradients with both
+        optimizers, so that every rank has the whole sum.
         """
         layout = self.placement.layout
         zero1 = self.placement.layout.zero == 1

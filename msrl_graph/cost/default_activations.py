@@ -1,8 +1,9 @@
-"""Memory of an infer or an update on an engine without its own memory formula.
+"""Memory of infer and update nodes whose engine has no memory formula of its own.
 
-The tensors that a layer's backward pass needs are counted as in arXiv:2205.05198. Attention scores are never stored.
-Invariant: a moment is the peak memory of one pipeline stage. The weights and gradients of a moment are those of the
-largest stage: the first and the last stage hold the embedding and the head, which have the same size.
+An infer node computes one forward pass. The tensors that a layer's backward pass needs are counted as in
+arXiv:2205.05198. Attention scores are never stored. Invariant: for each pipeline stage, the formulas return the peak
+memory as one moment, a dictionary from items to bytes. All stages are counted with the weights and gradients of the
+largest stage, because the first stage holds the embedding and the last stage holds the head, which has the same size.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..sharding.layout import Side, count_busiest_elements
 
 
 def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
-    """Return the bytes of an infer or an update, by pipeline stage and item.
+    """Return the peak memory of an infer or update node, by pipeline stage and item.
 
-    Each pipeline stage is one moment: a dictionary from items, such as "activations", to bytes.
+    The memory of a pipeline stage is a dictionary from items, such as "activations", to bytes.
     """
     items = {"gathered weights": _gathered_bytes(work), "gradients": gradients(work, spec) if verb == "update" else 0}
     layout = work.layout
@@ -48,10 +49,10 @@ def gradients(work: Workload, spec: EngineSpec) -> int:
 
 
 def _gathered_bytes(work: Workload) -> int:
-    """Return the bytes of the weights that a device gathers during computation.
+    """Return the bytes of the gathered weights on a device during computation.
 
-    Only weights that are sharded over dp are gathered. At ZeRO 3 a device holds two gathered layers: one in use, one in
-    flight. Below ZeRO 3 a device holds all layers.
+    The result is 0 if the weights are not sharded over dp. At ZeRO 3, a device holds two gathered layers: one that is
+    in use, and one that is being gathered. Below ZeRO 3, a device holds all layers.
     """
     if not work.divided:
         return 0
@@ -60,18 +61,18 @@ def _gathered_bytes(work: Workload) -> int:
 
 
 def _micro_batch_tokens(work: Workload) -> int:
-    """Return the tokens of a micro-batch on a context-parallel rank."""
+    """Return the number of a micro-batch's tokens on one context-parallel rank."""
     return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
 
 
 def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -> int:
-    """Return the elements per token that a layer keeps for its backward pass.
+    """Return the elements per token that a layer saves for its backward pass.
 
-    - A dense layer keeps 4 h + (2 a d + 2 k d + 4 f) / tp, with the hidden size h, a heads and k key-value heads of
-      size d, and the intermediate size f. If the engine shards sequences, the 4 h are also divided by tp.
-    - Latent attention keeps its latents and the expanded heads (arXiv:2405.04434).
-    - A layer with experts sends each token to `active` experts, spread evenly over ep. Each of these copies of a token
-      keeps its input, its output and 4 f.
+    - A dense layer saves 4 h + (2 a d + 2 k d + 4 f) / tp elements, with the hidden size h, a heads and k key-value
+      heads of size d, and the intermediate size f. If the engine shards sequences, the 4 h are also divided by tp.
+    - With latent attention, a layer saves the latents and the expanded heads (arXiv:2405.04434).
+    - A layer with experts sends each token to `active` experts, spread evenly over ep. For each of these copies of the
+      token, the layer saves the input, the output and 4 f elements.
     """
     tp = work.layout.tp
     replicated = 4 * model.hidden
@@ -94,11 +95,12 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
 
 
 def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
-    """Return the bytes of a stage's activations, for all micro-batches in flight.
+    """Return the activation bytes of a pipeline stage, in all micro-batches in flight.
 
-    `sizes` are the elements per token of a layer without and of a layer with experts. Full recomputation keeps each
-    layer's input, and all activations of one layer. Offloading keeps two layers on the device. Inference keeps one
-    layer.
+    `sizes` are two numbers of elements per token: of a layer without experts, and of a layer with experts. An update
+    saves the activations of all layers. With full recomputation, an update saves the input of each layer, and all
+    activations of one layer. With offloading, only the activations of two layers are on the device. An infer node holds
+    the activations of one layer.
     """
     model = work.model
     layout = work.layout
@@ -121,9 +123,9 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
 
 
 def stored(work: Workload, spec: EngineSpec) -> int:
-    """Return the activation bytes that a stage stores between its passes.
+    """Return the activation bytes that a device saves from forward to backward passes.
 
-    The bytes are those of the pipeline stage that stores most. They include all micro-batches that are between their
+    The bytes are those of the pipeline stage that saves most. They include all micro-batches that are between their
     forward and their backward pass.
     """
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
@@ -133,9 +135,9 @@ def stored(work: Workload, spec: EngineSpec) -> int:
 
 
 def _logits_bytes(verb: str, work: Workload) -> int:
-    """Return the bytes of a micro-batch's logits.
+    """Return the bytes of a micro-batch's logits on one device.
 
-    The logits exist in the weights' type and in float32. An update adds their float32 gradient.
+    The logits exist in the weights' type and in float32. In an update, their float32 gradient is added.
     """
     per_logit = BYTES[work.dtype] + (8 if verb == "update" else 4)
     scored = -(-work.rows * work.response // work.layout.cp)

@@ -1,6 +1,7 @@
 """Seconds to update the weights of workers that follow a trained worker.
 
-Invariant: the seconds are a mean per iteration, and are counted at the first update of the trained worker.
+Invariant: the seconds are the mean per iteration, because followers are updated only every few iterations. They are
+part of the seconds of the first update node of the trained worker.
 """
 
 from __future__ import annotations

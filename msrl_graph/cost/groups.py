@@ -19,7 +19,10 @@ MESH = ("pp", "dp", "cp", "tp")
 
 
 def count_groups(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
-    """Return how many process groups of two or more ranks a rank of a pool is in."""
+    """Return the number of process groups that one rank of a pool belongs to.
+
+    Process groups of only one rank are not counted.
+    """
     total = 0
     counted = set[tuple[object, ...]]()
 
@@ -46,12 +49,12 @@ def buffer_bytes(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> in
 
 
 def _mesh_key(placement: Placement) -> tuple[int, ...]:
-    """Return a key that is equal for placements with the same device mesh."""
+    """Return a key that is equal for two placements if their device meshes are equal."""
     return (placement.first, placement.layout.inner, *(getattr(placement.layout, axis) for axis in MESH))
 
 
 def _count_copy_groups(spec: EngineSpec, layout: Layout) -> int:
-    """Return the number of process groups that sum gradients of copied weights.
+    """Return the number of process groups that sum the gradients of copied weights.
 
     An optimizer step uses one group for the copies of dense weights, and one group for the copies of experts.
     """
@@ -61,13 +64,14 @@ def _count_copy_groups(spec: EngineSpec, layout: Layout) -> int:
 
 
 def _count_edge_groups(plan: Plan, reshard: Reshard, pool: str) -> int:
-    """Return how many process groups of a resharding edge a rank of a pool is in.
+    """Return how many process groups of a resharding edge a rank of a pool belongs to.
 
-    A resharding edge has these groups:
+    A resharding edge has these process groups:
     - Within a pool: one group for each route over which ranks gather weights.
     - Between two pools: one group of all ranks, in which each rank sends to one other rank. The generation's pool has
       one more group, of the ranks that receive the same weights.
-    - In the update's pool: one group of the ranks that prove what they sent.
+    - In the update's pool: one group of the ranks that sent the weights, for the proof that the weights arrived
+      correctly.
     """
     source = plan.placement(reshard.src)
     target = plan.placement(reshard.dst)

@@ -1,7 +1,7 @@
-"""Bytes that a node holds on one device, for place, reshard, memory and estimate.
+"""Bytes that a node holds on one device, for the passes of the compiler.
 
-Invariant: figures are those of the busiest device, at the columns' bounds. They exclude the overhead of the memory
-allocator, which `RESERVE` covers. All functions need a plan with placements, and the engines' specs.
+Invariant: bytes are those of the busiest device, with the longest rows that the columns allow. The overhead of the
+memory allocator is excluded; `RESERVE` covers it. All functions need a plan with placements, and the engines' specs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEPT = ", kept"  # ending of items that a generation keeps for the next iteratio
 
 
 def capacity(cluster: ClusterSpec) -> Figure:
-    """Return the bytes of one device; CPU ranks share the memory of their host."""
+    """Return the bytes of one device; a CPU rank gets an equal share of its host."""
     memory = cluster.device.memory
     if not cluster.device.kind.shares_host_memory:
         return memory
@@ -55,7 +55,7 @@ def gigabytes(number: float) -> str:
 
 
 def with_options(placement: Placement, options: Mapping[str, Value]) -> Placement:
-    """Return the placement with options added to its engine."""
+    """Return the placement with `options` added to the options of its engine."""
     return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
 
 
@@ -64,12 +64,12 @@ def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
 
 
 def dtype(plan: Plan, node: str) -> str:
-    """Return the type of a node's weights: the engine's `dtype`, else the model's."""
+    """Return the type of a node's weights: the stated `dtype`, or else the model's."""
     return str(plan.placement(node).engine.options.get("dtype") or plan.model(node).dtype)
 
 
 def update_of(plan: Plan, worker: str) -> Node | None:
-    """Return a worker's first update, or None; all its updates share an optimizer."""
+    """Return the first update node of a worker, or None if it has no update."""
     return next((node for node in plan.graph.sharing(worker)[:1] if node.verb == "update"), None)
 
 
@@ -78,13 +78,13 @@ def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
 
 
 def side(plan: Plan, engines: Engines, node: str) -> Side:
-    """Return how a node's weights are sharded across the devices."""
+    """Return how a node's weights are sharded over its devices."""
     placement = plan.placement(node)
     return spec(plan, engines, node).side(placement.layout, placement.first, placement.each)
 
 
 def weights(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of a node's weights on a device, before any gathering."""
+    """Return the bytes of a node's weights on a device, as they are sharded at rest."""
     return count_busiest_elements(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
@@ -95,14 +95,14 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     """Return the bytes of an update's optimizer states on one device.
 
-    Float32 masters of other weight types are included. From ZeRO 1 on (arXiv:1910.02054), states are sharded over dp,
-    and at ZeRO 1 also over cp. States of experts are sharded over the copies of the expert.
+    Masters are included. From ZeRO 1 on (arXiv:1910.02054), optimizer states are sharded over dp, and at ZeRO 1 also
+    over cp. Optimizer states of an expert are sharded over the ranks that have a copy of the expert.
     """
     return _state_bytes(plan, engines, node, lambda rule: rule.state_bytes(dtype(plan, node) != "f32"))
 
 
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Return the busiest rank's optimizer-state bytes: `bytes_of(rule)` per element."""
+    """Return the busiest rank's optimizer states, with `bytes_of(rule)` per element."""
     layout = plan.placement(node).layout
     update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
@@ -115,14 +115,14 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Return the bound of a row's tokens: context and scored tokens of each sequence."""
+    """Return the most tokens of a row: of all its sequences, with their contexts."""
     graph = plan.graph
     row = sequences(plan.graph, plan.graph.node(node))
     return row.count * sum(bound(graph, name) for name in row.context) + sum(bound(graph, name) for name in row.scored)
 
 
 def written_tokens(plan: Plan, node: str) -> int:
-    """Return the bound of the tokens that a generation adds to a row."""
+    """Return the most tokens that a generation adds to a row."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
     most = sum(bound(graph, name) for name in sequences(graph, graph_node).scored)
@@ -130,12 +130,12 @@ def written_tokens(plan: Plan, node: str) -> int:
 
 
 def row_count(plan: Plan, node: str) -> int:
-    """Return a node's rows in an iteration (of a generation: the responses it writes)."""
+    """Return a node's rows per iteration; for a generation, the responses it writes."""
     return plan.graph.rows[plan.graph.row_level(plan.graph.node(node))]
 
 
 def group_rows(plan: Plan, node: str) -> int:
-    """Return a data-parallel group's rows in an iteration (of a generation: prompts)."""
+    """Return the rows per iteration that one data-parallel group of a node reads."""
     rows = plan.graph.rows[plan.graph.level(plan.graph.node(node))]
     return -(-rows // plan.placement(node).layout.dp)
 
@@ -146,13 +146,13 @@ def samples(plan: Plan, node: str) -> int:
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """Return the most responses per row, in training or in any evaluation."""
+    """Return the most responses per prompt that a node samples, also in evaluations."""
     graph_node = plan.graph.node(node)
     return max(samples(plan, node), *(e.draw(plan.graph, graph_node).samples for e in plan.deploy.evaluations), 1)
 
 
 def fan(plan: Plan, node: str) -> int:
-    """Return how many sequences of an infer or update share the same context."""
+    """Return how many sequences of an infer or update node have the same context."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
     row = sequences(graph, graph_node)
@@ -161,15 +161,15 @@ def fan(plan: Plan, node: str) -> int:
 
 
 def micro_batch(plan: Plan, node: str) -> int:
-    """Return the rows of a micro-batch (of a generation: the prompts in flight)."""
+    """Return a node's micro-batch size; for a generation, the prompts in flight."""
     stated = plan.placement(node).engine.options.get("micro_batch")
     return stated if isinstance(stated, int) and stated > 0 else 1
 
 
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
-    """Return the workload of one micro-batch of a node, at the columns' bounds.
+    """Return the workload of a node's micro-batch, with the longest possible rows.
 
-    Rows of similar length keep their order. Therefore the responses to one prompt stay together.
+    Micro-batches do not change the order of rows of equal length, so a prompt's responses are next to each other.
     """
     placement = plan.placement(node)
     graph_node = plan.graph.node(node)
@@ -230,13 +230,13 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
 
 
 def _differentiates_entropy(term: str) -> bool:
-    """Return whether a loss term uses the entropy; True for a user's own term."""
+    """Return whether a loss term uses the entropy; True for terms that users define."""
     known = algorithms.library().get(("loss", term))
     return known is None or "entropy" in known[0].fills
 
 
 def looks_ahead(plan: Plan, node: str) -> bool:
-    """Return whether an update's loss first needs a pass over its whole mini-batch."""
+    """Return whether the loss needs a pass over all micro-batches before any gradient."""
     graph_node = plan.graph.node(node)
     step = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node))
     layout = plan.placement(node).layout
@@ -244,9 +244,9 @@ def looks_ahead(plan: Plan, node: str) -> bool:
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
-    """Return the name and the items of a node's moment of peak memory.
+    """Return the name and the bytes by item of the moment at which a node peaks.
 
-    Resident items are not included. The engine's own memory formula is used if it has one, else a general formula.
+    Resident items are not included. Engines without a memory formula of their own use default_activations.py.
     """
     own = spec(plan, engines, node)
     verb = plan.graph.node(node).verb
@@ -267,19 +267,19 @@ def _moments(verb: str, own_work: Workload, own: EngineSpec) -> Moments:
 
 
 def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
-    """Return the name and the nonzero items of the moment with the most bytes."""
+    """Return the name of the moment with the most bytes, and its nonzero items."""
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     return name, {item: size for item, size in moments[name].items() if size}
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
-    """Return the prompt tokens for comparing trainer and generator, within the bounds."""
+    """Return the tokens per prompt when weights sent from `src` to `dst` are tested."""
     bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
-    """Return the bytes by item that comparing with the generator needs on a trainer."""
+    """Return the bytes by item that the node `src` needs to test the weights of `dst`."""
     probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
@@ -288,19 +288,19 @@ def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, i
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Return the bound of a row's scored tokens, or its number of sequences if 0."""
+    """Return the most scored tokens of a row, or the row's number of sequences if 0."""
     row = sequences(plan.graph, plan.graph.node(node))
     return sum(bound(plan.graph, name) for name in row.scored) or row.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:
-    """Return the bytes per device of the longest sequence's keys and values."""
+    """Return the bytes per device of the keys and values of a sequence of full length."""
     token_elements = kv_elements(plan.model(node), plan.placement(node).layout)
     return row_tokens(plan, node) * token_elements * BYTES[dtype(plan, node)]
 
 
 def offloads(plan: Plan, node: str, kind: str) -> bool:
-    """Return whether a node's `weights` or `optimizer` states (`kind`) are offloaded."""
+    """Return whether a node's `kind` ("weights" or "optimizer") is in host memory."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
     return trained == (kind == "optimizer") and stated_away(plan.placement(node), kind)
 
@@ -308,9 +308,9 @@ def offloads(plan: Plan, node: str, kind: str) -> bool:
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
     """Return the bytes by item that a device holds while the node `busy` computes.
 
-    Items are weights, optimizer states, and what other generations keep for the next iteration. Memory of the
-    computation is not included. Offloaded items are in host memory, except the weights of `busy` ("" if no node
-    computes). Optimizer states that are copied to the device during an optimizer step are counted by `fullest` instead.
+    Items are weights, optimizer states, and what other generations keep for the next iteration. Working memory of
+    `busy` is not included. Offloaded items are not included, except the weights of `busy` ("" if no node computes). The
+    function `fullest` counts optimizer states that are copied to the device during an optimizer step.
     """
     items: dict[str, int] = {}
     for item, size, node, kind in _items_at_rest(plan, engines, pool):
@@ -330,7 +330,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
 
 
 def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of moving averages in float32 for other weight types, by item."""
+    """Return the bytes by item of float32 moving averages of weights of another type."""
     copies = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
@@ -342,13 +342,13 @@ def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def offloaded_items(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of host memory for one device's offloaded items, by item."""
+    """Return the bytes of host memory, by item, of what is offloaded from one device."""
     at_rest = _items_at_rest(plan, engines, pool)
     return {f"offloaded {item}": size for item, size, node, kind in at_rest if offloads(plan, node, kind)}
 
 
 def activations_away(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the most bytes per device of an update's activations in host memory."""
+    """Return the most bytes of activations that an update offloads from one device."""
     own_work = work(plan, engines, node)
     own = spec(plan, engines, node)
     if plan.graph.node(node).verb != "update" or not own_work.activations_away:
@@ -357,7 +357,7 @@ def activations_away(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (item, bytes, node, kind) for a pool's weights and optimizer states."""
+    """Yield (item, bytes, node, "weights" or "optimizer") for what a pool holds."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
@@ -374,7 +374,7 @@ def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[st
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of float32 masters by item; `optimizer` includes these bytes."""
+    """Return the bytes of float32 masters on a device; also counted by `optimizer`."""
     sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -386,7 +386,7 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
-    """Return the items of a worker without an update: one item per layout and type."""
+    """Return the names of a frozen worker's copies: one for each layout and type."""
     fed = {edge.dst for edge in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.nodes_of(worker.name):
@@ -396,7 +396,7 @@ def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
 
 
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
-    """Return the bytes by item while `node` generates, without the KV cache."""
+    """Return a device's bytes by item while `node` generates, without the KV cache."""
     items = resident(plan, engines, plan.placement(node).pool, node)
     edge = next((candidate for candidate in plan.graph.reshards() if candidate.dst == node), None)
     if edge is not None:
@@ -407,14 +407,14 @@ def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
 
 
 def kv_room(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes left for the KV cache; negative if nothing is left."""
+    """Return the bytes of a device that remain for the KV cache; may be negative."""
     part = plan.placement(node).engine.options.get("memory")
     part = part if isinstance(part, (int, float)) and part > 0 else EngineOptions.memory
     return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
 
 
 def waves(plan: Plan, node: str) -> tuple[int, int]:
-    """Return how many prompts a group generates from in one wave, and how many waves."""
+    """Return the prompts that a data-parallel group decodes at once, and the waves."""
     rows = group_rows(plan, node)
     at_once = min(rows, micro_batch(plan, node))
     return at_once, -(-rows // at_once)

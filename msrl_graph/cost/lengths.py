@@ -1,7 +1,7 @@
 """Sums of token counts over the rows that are computed together.
 
-The cost formulas need only these sums. Invariant: the numbers may be fractions, because they may be a mean or a share
-of similar rows.
+The cost formulas need only these sums. Invariant: the numbers may be fractions, because a sum may be a mean, or may be
+scaled to a fraction of similar rows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rows:
-    """Token counts of the prompts (one per row) and responses of some rows.
+    """Token counts of a set of rows, each with one prompt and one response.
 
-    - `count` is the number of rows. `prompt` and `response` are sums of tokens over all rows.
-    - `squares` is the sum of the squared lengths of whole rows, which attention needs. `longest` is the length of the
-      longest row.
-    - Tokens that several rows have after the same beginning are computed once. `alike_prompt` and `alike_response` are
-      the numbers of tokens that are saved this way.
+    - `count` is the number of rows. `prompt` and `response` are the sums of prompt and response tokens over all rows.
+    - `squares` is the sum of the squared lengths of the rows, which attention needs. The length of a row is the length
+      of its prompt and response together. `longest` is the length of the longest row.
+    - If several rows begin with the same tokens, these tokens are computed once. `alike_prompt` and `alike_response`
+      are the numbers of prompt and response tokens that are saved in this way.
     - `twins` is the number of rows that equal another row.
     """
 
@@ -38,15 +38,15 @@ class Rows:
 
     @property
     def fed(self) -> float:
-        """The tokens that are computed if equal beginnings of rows are computed once.
+        """The number of tokens computed if equal beginnings of rows are computed once.
 
-        The last token of a row is not computed, because it predicts nothing.
+        The last token of a row is not computed, because no token follows it.
         """
         return max(self.tokens - self.alike_prompt - self.alike_response - (self.count - self.twins), 0.0)
 
     @classmethod
     def equal_rows(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
-        """Return `count` rows of equal length, with `samples` rows per prompt.
+        """Return the sums over `count` rows of equal length; prompts have `samples` rows.
 
         `prompt` and `response` are the numbers of tokens of one row.
         """
@@ -61,7 +61,7 @@ class Rows:
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
-        """Return the sums over rows that are given as (prompt, response) token counts."""
+        """Return the sums over rows, from the (prompt, response) token counts of each row."""
         pairs = list(lengths)
         prompt, response = (sum(pair[i] for pair in pairs) for i in (0, 1))
         return cls(
@@ -73,9 +73,10 @@ class Rows:
         )
 
     def take_share(self, share: float) -> Rows:
-        """Return the sums over a share of these rows, such as 0.5.
+        """Return the sums over a fraction of these rows; `share` is for example 0.5.
 
-        The share consists of whole prompts. Its rows are assumed to be like the other rows.
+        The rows that are taken have whole prompts: if a row is taken, so are all rows of its prompt. They are assumed
+        to have the same mean lengths as the other rows.
         """
         sums = (
             self.count,
@@ -90,11 +91,11 @@ class Rows:
         return Rows(count, prompt, response, squares, self.longest, *alike)
 
     def sample(self, share: float, samples: float) -> Rows:
-        """Return the sums over a random share of these rows.
+        """Return the sums over a random fraction `share` of these rows.
 
-        The rows have `samples` rows per prompt. Most prompts keep some of their rows. The number of different responses
-        to a prompt, and the number of their different tokens, are assumed to grow as a power of the number of
-        responses.
+        There are `samples` rows per prompt. Because single rows are drawn, most prompts have some of their rows in the
+        result. The number of different responses to a prompt, and the number of different tokens in them, are assumed
+        to grow as a power of the number of responses.
         """
         if samples <= 1 or not self.count:
             return self.take_share(share)

@@ -1,4 +1,4 @@
-"""Device memory and added seconds of offloading.
+"""Device memory that offloading needs, and the seconds that it adds.
 
 Invariant: optimizer states are cut into the same parts as in backends/optimizer/steps.py. Therefore every engine whose
 optimizer step uses that module needs the same memory.
@@ -21,8 +21,8 @@ def step_moments(work: Workload, gradients: int) -> Moments:
     """Return the bytes of an optimizer step with offloaded states, by rule and item.
 
     A rule is an update rule of the optimizer. `gradients` is the number of bytes of gradients, which remain on the
-    device. The optimizer states are in host memory, cut into parts. One part is on the device while the next part is in
-    flight.
+    device. The optimizer states are in host memory, cut into parts. While the optimizer step uses one part on the
+    device, the next part is copied.
     """
     assert work.optimizer is not None
     layout = work.layout
@@ -61,8 +61,8 @@ def step_moments(work: Workload, gradients: int) -> Moments:
 def uncovered_seconds(copies: Figure, device: Device, computing: float) -> Figure:
     """Return the seconds that copies add to `computing` seconds of computation.
 
-    If the device runs asynchronously to Python, the copies overlap with its operators. Then only the seconds of the
-    copies beyond `computing` are returned.
+    If the device runs asynchronously to Python, the copies overlap with the computation. Only the seconds by which the
+    copies take longer than the computation are then returned.
     """
     hidden = computing if device.kind.runs_ahead else 0.0
     return replace(copies, value=max(0.0, copies.value - hidden))

@@ -1,4 +1,4 @@
-"""The work of the operators of a forward pass.
+"""The amount of work in a forward pass, counted in operators and memory accesses.
 
 Invariant: the constants are numbers of operators or of memory accesses, and are the same for all models.
 """
@@ -22,8 +22,9 @@ class ForwardWork:
 
     - `tokens`: the number of tokens that pass through the layers.
     - `scored`: the number of positions at which the head computes logits.
-    - `sequences`: the number of sequences in attention. Each has `pairs` pairs of a query and a key.
-    - `moved`: the bytes of memory accesses, without the weights.
+    - `sequences`: the number of sequences in attention.
+    - `pairs`: the number of pairs of a query and a key in each sequence.
+    - `moved`: the number of bytes that are read or written in memory, without the weights.
     """
 
     tokens: float

@@ -1,11 +1,10 @@
 """Seconds of the operations of a node, for rows of given lengths.
 
-Invariant: each method returns the seconds of one operation and assumes no order of operations. estimate.py adds up the
-seconds at the columns' bounds, a simulation at its own lengths. Seconds are those of one data-parallel group, whose
-devices all work on the same rows. Seconds never decrease with more rows or tokens.
-
-The operators of a pass are matrix products (at the rate for their size), attention and memory accesses. On a device
-that runs asynchronously to Python, only the longer of two times counts: launching the operators, or running them.
+Invariant: each method returns the seconds of one operation and assumes no order of operations. passes/estimate.py adds
+them up for rows of the greatest length, a simulation for its own lengths. Seconds are those of one data-parallel group,
+whose devices all work on the same rows. Seconds never decrease with more rows or tokens. The operators of a pass are
+matrix products (at the rate for their size), attention and memory accesses. On a device that runs asynchronously to
+Python, only the longer of two times counts: launching the operators, or running them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds of a node's operations; values that rows do not change are cached."""
+    """The seconds of a node's operations; cached where they do not depend on rows."""
 
     plan: Plan
     engines: holdings.Engines
@@ -53,7 +52,7 @@ class Costs:
 
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """The function that counts operators, or None if kernels are fused."""
+        """The function that counts a pass's operators, or None if its kernels are fused."""
         fused = is_compiled(self.plan.placement(self.node))
         return None if fused else self.spec.eager(self.device.kind.where)
 
@@ -71,7 +70,7 @@ class Costs:
 
     @cached_property
     def group(self) -> int:
-        """The number of devices of a data-parallel group, which share the same rows."""
+        """The number of devices of one data-parallel group; all compute the same rows."""
         return self.layout.devices // self.layout.dp
 
     @cached_property
@@ -84,19 +83,19 @@ class Costs:
 
     @cached_property
     def _parameters(self) -> tuple[float, float]:
-        """The numbers of parameters that a token uses: in the layers, and in the head."""
+        """The numbers of parameters that one token uses: in all layers, and in the head."""
         model = self.model
         embedding, head_size = (entries * model.hidden for entries in (model.vocabulary, model.outputs))
         return model.active_parameters - embedding - head_size * (not model.tied), head_size
 
     @cached_property
     def _slowest_stage_factor(self) -> float:
-        """The time of the pipeline stage with the most layers, relative to the mean stage."""
+        """The layers of the largest pipeline stage, divided by the mean over all stages."""
         return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
 
     @cached_property
     def _bubble_factor(self) -> float:
-        """The factor for filling and draining the pipeline (arXiv:2104.04473, 2.2)."""
+        """The factor for pipeline bubbles (arXiv:2104.04473, section 2.2)."""
         layout = self.layout
         steps = self.steps() if self.graph_node.verb == "update" else 1
         return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._update.epochs)))
@@ -119,14 +118,14 @@ class Costs:
 
     @cached_property
     def _cache_bytes(self) -> float:
-        """The KV-cache bytes per token on one device."""
+        """The KV-cache bytes of one token on one device."""
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
-        """Return the token counts of `count` consecutive rows at the columns' bounds.
+        """Return the sums over `count` consecutive rows, each of the greatest length.
 
-        Sequences of one prompt share its tokens. A prompt whose rows are cut into two parts counts in both parts. The
-        mini-batch of an update has the same share of each prompt's rows.
+        Sequences of one prompt share the prompt's tokens. A prompt counts even if only some of its rows are among the
+        `count` rows. In an update, each mini-batch has the same fraction of each prompt's rows.
         """
         sequences, tokens, scored, fan = self._row_sizes
         count = float(count * sequences)
@@ -139,7 +138,7 @@ class Costs:
 
     @cached_property
     def _row_sizes(self) -> tuple[int, int, int, float]:
-        """A row's sequences, tokens and scored tokens, and the sequences per context."""
+        """Sequences, tokens and scored tokens of a row, and the sequences of a context."""
         plan = self.plan
         node = self.node
         count = sequences(plan.graph, self.graph_node).count
@@ -151,7 +150,7 @@ class Costs:
         )
 
     def prefill(self, lengths: Sequence[float]) -> Figure:
-        """Return the seconds to prefill prompts of these lengths, once for all samples."""
+        """Return the seconds to prefill prompts of `lengths` tokens, each prompt once."""
         count = len(lengths)
         tokens = sum(lengths)
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING)
@@ -162,8 +161,8 @@ class Costs:
     def decode_step(self, sequences: float, cached: float, diverged: float = 0.0, prompt: float = 0.0) -> Figure:
         """Return the seconds to generate one more token for each sequence.
 
-        `cached` is the sum of the sequences' context lengths. `diverged` sequences equaled another sequence for
-        `prompt` tokens and differ from now on. They recompute the tokens after the last full cache block.
+        `cached` is the sum of the sequences' context lengths. `diverged` sequences equaled another one in their first
+        `prompt` tokens, and differ from this step on. They recompute the tokens after the last full cache block.
         """
         passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
         tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
@@ -189,7 +188,8 @@ class Costs:
     def micro_batch(self, rows: Rows) -> Figure:
         """Return the seconds of a micro-batch: forward, and in an update also backward.
 
-        Full recomputation adds a forward pass, and so does a loss that first needs a pass over the whole mini-batch.
+        Full recomputation, and a loss that needs a pass over the mini-batch before any gradient, each add a forward
+        pass.
         """
         update = self.graph_node.verb == "update"
         tokens = rows.tokens
@@ -241,7 +241,7 @@ class Costs:
         )
 
     def optimizer_step(self) -> Figure:
-        """Return the seconds of the gradient norm and the optimizer step on a device."""
+        """Return the seconds in which a device computes the gradient norm and steps."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self._eager is not None:
@@ -258,7 +258,7 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the seconds to copy offloaded weights in, and out again if they follow."""
+        """Return the seconds to copy offloaded weights in, and back if they are updated."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
@@ -346,8 +346,8 @@ class Costs:
     def _backward_reads(self, tokens: float, moved: float) -> Figure:
         """Return the seconds to write and read what a CPU's backward pass needs.
 
-        These tensors leave the caches; the results of a forward pass alone do not. A third of the bytes that an
-        operator moves is its result. The results of matrix products are counted separately.
+        These tensors do not fit into the CPU's caches; results that only the next operator reads do fit. A third of the
+        bytes that an operator moves is its result. Results of matrix products are counted separately.
         """
         device = self.device
         model = self.model
@@ -380,7 +380,7 @@ class Costs:
     def _decode_weight_bytes(self, sequences: float) -> float:
         """Return the bytes of weights that a device reads for one token per sequence.
 
-        Only experts that receive tokens count, under even routing. A pipeline stage reads its weights pp times.
+        Only experts that receive tokens count, with even routing. A pipeline stage reads its weights pp times.
         """
         dense, routed = self.collectives.device_parameters
         touched = 1.0
@@ -390,10 +390,10 @@ class Costs:
         return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
     def _elementwise_bytes(self, tokens: float) -> float:
-        """Return the bytes that an eager layer's operators move between its products.
+        """Return the bytes that a layer's operators move between its matrix products.
 
-        Per token: norms 14 h, residuals 6 h, rotation 10 per query and key element, gating 5 f. For a fused engine the
-        result is 0, because the share of peak FLOP/s includes these bytes.
+        Elements per token: norms 14 h, residuals 6 h, rotation 10 per query and key element, gating 5 f. The result is
+        0 for a fused engine, because the share of peak FLOP/s includes these bytes.
         """
         if self._eager is None:
             return 0.0
@@ -402,12 +402,12 @@ class Costs:
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
-        """Return the bytes of accesses to float32 logits; in sampling, on every tp rank."""
+        """Return bytes of `times` accesses to float32 logits (sampling: by each tp rank)."""
         copies = self.layout.tp if times == DRAWING else 1
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
     def micro_batches(self) -> int:
-        """Return the number of a group's micro-batches in a pass over an iteration's rows."""
+        """Return the micro-batches of a data-parallel group in one pass over all its rows."""
         rows = holdings.group_rows(self.plan, self.node)
         step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":
@@ -416,5 +416,5 @@ class Costs:
         return -(-rows // step) * micro_batches(step, holdings.micro_batch(self.plan, self.node), self.layout)
 
     def steps(self) -> int:
-        """Return the number of optimizer steps of an update in an iteration."""
+        """Return the number of optimizer steps of an update node in one iteration."""
         return self._update.steps(holdings.row_count(self.plan, self.node))

@@ -1,7 +1,7 @@
-"""Seconds of transfers between the nodes of an iteration, and of other overhead.
+"""Seconds to hand data from one node to the next, and of other overhead.
 
-Transfers are moving rows, handing over rows, calling functions, and resharding. Invariant: as in time.py, each function
-returns the seconds of one operation. No function adds up operations of an iteration or assumes their order.
+The transfers are moving rows, handing over rows, calling functions, and resharding. Invariant: as in time.py, each
+function returns the seconds of one operation. No function adds up operations of an iteration or assumes their order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ PER_TENSOR = 8  # operators of a reshard
 
 
 def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
-    """Return the seconds to move a fraction of an iteration's rows on a sample edge."""
+    """Return the seconds to move the fraction `part` of an iteration's rows.
+
+    `edge` is the traffic of the sample edge on which the rows are moved.
+    """
     return replace(edge.seconds, value=edge.seconds.value * part)
 
 
 def handover(plan: Plan) -> Figure:
-    """Return the seconds until the next node has a node's rows, through the dock.
+    """Return the latency of the dock from a node's write to the next node's read.
 
     The seconds to move the rows are not included.
     """
@@ -33,7 +36,7 @@ def handover(plan: Plan) -> Figure:
 
 
 def dock_overhead(plan: Plan) -> Figure:
-    """Return the CPU seconds per host of the dock's processes in an iteration."""
+    """Return the CPU seconds per host that the docks' processes use in an iteration."""
     number = 0.0
     for controller in plan.docks.controllers:
         node = plan.graph.node(controller.node)
@@ -49,8 +52,8 @@ def dock_overhead(plan: Plan) -> Figure:
 def iteration_overhead(plan: Plan) -> Figure:
     """Return the seconds of an iteration that are not on its critical path.
 
-    These are the seconds to start and to end the iteration. On a CPU cluster, whose ranks use all cores, the seconds of
-    the dock's processes are added.
+    These are the seconds to start and to end the iteration. On a CPU cluster, ranks use all cores. There, the seconds
+    of the docks' processes are added.
     """
     turn = plan.cluster.device.overheads.turn
     if not plan.cluster.device.kind.is_host:
@@ -59,7 +62,7 @@ def iteration_overhead(plan: Plan) -> Figure:
 
 
 def function_overhead(plan: Plan, rows: float) -> Figure:
-    """Return the overhead of a Python function on `rows` rows, without its own work."""
+    """Return the seconds to call a Python function on `rows` rows, excluding its work."""
     per_call = plan.cluster.device.overheads.function
     return Figure(per_call.value * rows / plan.cluster.nodes, per_call.source, per_call.basis)
 
@@ -77,11 +80,11 @@ def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds of a reshard without its swap-in.
+    """Return the seconds of a reshard, without copying the update's weights back.
 
-    The swap-in overlaps with computation. The result is the sum of the reshard's steps and of the minimum times of its
-    operators. Each tensor is packed into the bucket, copied out of the bucket, and swapped out. Each bucket is
-    gathered.
+    The update's weights are copied back (swap-in) while other nodes compute. The result is the sum of the seconds of
+    the reshard's steps, and of the minimum times of its operators. For each tensor, operators pack the tensor into a
+    bucket, copy it out of the bucket, and swap it out. For each bucket, an operator gathers the bucket.
     """
     device = plan.cluster.device
     tensors = sum(map(len, edge.buckets))
@@ -94,9 +97,10 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
 
 
 def publish(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds to copy the weights that generations fetch.
+    """Return the seconds in which an update copies the weights that generations fetch.
 
-    The update makes the copy when the update begins, with one operator per tensor. Without such a copy the result is 0.
+    The update makes the copy when the update begins, with one operator per tensor. If generations do not fetch weights
+    from a copy, the result is 0.
     """
     if edge.copied is None:
         return Figure(0.0, "derived", "nothing is copied")

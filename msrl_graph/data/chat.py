@@ -33,7 +33,7 @@ def _is_message(value: Any) -> bool:
 def messages(text: str) -> Messages | None:
     """Parse a text as a JSON list of messages; return None for any other text.
 
-    A text with half a character in a string also gives None.
+    The function also returns None if a string in the text contains half of a character.
     """
     if not text.lstrip().startswith("["):
         return None

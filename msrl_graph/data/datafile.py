@@ -35,9 +35,9 @@ FORMS = 4  # most fields of an object that a message shows how to read
 def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each row of a JSON lines or Parquet file, as (number, row).
 
-    The number is that of the line in JSON lines, or that of the row in Parquet. Both begin with 1. A row contains the
-    fields that the program reads, by the names that the program uses for them. Raises Fault if the file is missing or
-    empty, if a row is not an object, or if a row lacks a field.
+    For JSON lines, the number is that of the line; for Parquet, it is that of the row. Both begin with 1. A row
+    contains the fields that the program reads, by the names that the program uses for them. Raises Fault if the file is
+    missing or empty, if a row is not an object, or if a row lacks a field.
     """
     empty = True
     with _report_errors(data):
@@ -78,7 +78,7 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
 def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
     """Return the values of a row by column, converted by `fields.take`.
 
-    Raises Fault if a value does not fit the type of its column.
+    `number` is the number of the row in messages. Raises Fault if a value does not fit the type of its column.
     """
     values = {}
     for column, name in data.fields.items():
@@ -118,7 +118,7 @@ def _fits(value: Any, column: Column) -> bool:
 def few_rows_warning(data: DataSource, has: str, prompts: int) -> Diagnostic:
     """Return the warning that a file has fewer rows than an iteration has prompts.
 
-    `has` describes the number of rows in the file.
+    `has` is a text about the number of rows in the file. `prompts` is the number of prompts in an iteration.
     """
     message = f"{data.path} has {has}, and an iteration begins with {prompts:,} prompts"
     help = "add rows, or take fewer prompts: now some rows occur several times in an iteration, in separate groups"
@@ -139,7 +139,7 @@ def bad_row(data: DataSource, number: int, problem: str, help: str = "") -> Faul
 
 @contextmanager
 def _report_errors(data: DataSource) -> Iterator[None]:
-    """Convert errors of the file into a Fault at the line that names the file."""
+    """Convert errors in the `with` block into a Fault at the line that names the file."""
     try:
         # Opening a pipe would wait for a writer, and a pipe can be read only once.
         if not stat.S_ISREG(Path(data.path).stat().st_mode):
@@ -192,7 +192,7 @@ def _object(data: DataSource, number: int, line: str) -> dict[str, Any]:
 
 @contextmanager
 def _open_parquet(data: DataSource) -> Iterator[ParquetFile]:
-    """Open a Parquet file, and check that it has each field of the program once.
+    """Open a Parquet file, and check that it has the fields that the program reads.
 
     Raises Fault if the file is not a Parquet file, or if a field is missing or repeated.
     """
@@ -218,8 +218,8 @@ def _open_parquet(data: DataSource) -> Iterator[ParquetFile]:
 def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a Parquet file, as (number, row).
 
-    All structs of a Parquet column have all fields of the column, with null for a field that was not written. So fields
-    that are null are removed from messages.
+    All structs of a Parquet column have all fields of the column; a field that was not written is null. So fields of
+    messages that are null are removed.
     """
     # One batch at a time, and only the fields that are read: a file may be larger than memory.
     with _open_parquet(data) as file:
@@ -235,14 +235,17 @@ def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, d
 
 
 def _overlaps(field: str, other: str) -> bool:
-    """Return whether two dotted field names are equal, or one contains the other."""
+    """Return whether two dotted names are the same, or one field is inside the other.
+
+    For example, the field `a.b` is inside the field `a`.
+    """
     return f"{field}.".startswith(f"{other}.") or other.startswith(f"{field}.")
 
 
 class _Types(dict[str, Any]):
     """The fields of a Parquet file by name, each with its type as a text.
 
-    The type of a struct is a nested `_Types`. `several` is the names that occur more than once.
+    The type of a struct is a nested `_Types`. `several` has the names that occur more than once.
     """
 
     several: tuple[str, ...] = ()
@@ -272,9 +275,11 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that the program reads, or their types from a schema.
+    """Return the fields of a row that the program reads.
 
-    Raises Fault with a diagnostic for each missing field, at the position where the program names the field.
+    `row` may also be the `_Types` of a schema; the result then has the types of the fields. `place` is a text that says
+    where the row is. Raises Fault with a diagnostic for each missing field, at the position where the program names the
+    field.
     """
     values: dict[str, Any] = {}
     lacking = []
@@ -291,7 +296,10 @@ def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict
 def _missing_field(
     data: DataSource, place: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent
 ) -> Diagnostic:
-    """Return the diagnostic of a field that a column reads, but a row does not have."""
+    """Return the diagnostic of a field that a column reads, but a row does not have.
+
+    `place` is a text that says where the row is. `absent` is the error of the search for the field.
+    """
     stated = data.stated.get(column)
     if not isinstance(absent.found, Mapping):
         kind = absent.found if isinstance(row, _Types) else fields.type_name(type(absent.found))
@@ -321,11 +329,12 @@ def _list_fields(present: Mapping[str, Any], name: str) -> str:
 
 
 def _find_close_field(name: str, column: str, candidates: Mapping[str, bool]) -> str:
-    """Return the field that the user likely means instead of `name`, or "".
+    """Return the field that the user probably means instead of `name`, or "".
 
     `name` is the missing field, and `column` is the column that reads the field. `candidates` maps dotted field names
     to whether the field is an object. A field matches if its name is close to the missing name or to the name of the
-    column. The last part of a nested field's name is also compared. An object matches only by its full name.
+    column. A nested field also matches if the last part of its name is close to one of the two names. An object matches
+    only by its full name.
     """
     written = {candidate: candidate for candidate, is_object in candidates.items() if not is_object}
     for field in list(written):

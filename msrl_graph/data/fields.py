@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NumberField:
-    """The numbers that a column of an element type accepts.
+    """The numbers that columns of an element type, such as `f32`, accept.
 
     - `dtype`: the NumPy dtype of the column.
     - `types`: the Python types that a value in a file can have.
@@ -51,7 +51,8 @@ NUMBERS = {
 class Misfit(ValueError):
     """An error for a field whose value does not fit its column.
 
-    `found` describes the value. `wanted` says what is expected, as a clause such as "text belongs".
+    `found` describes the value, and `wanted` what is expected, such as "text belongs". A message joins them: "a number,
+    where text belongs".
     """
 
     def __init__(self, found: str, wanted: str) -> None:
@@ -61,9 +62,9 @@ class Misfit(ValueError):
 
 
 def take(value: Any, column: Column) -> str | Messages | Array:
-    """Convert the value of a field for a column. Raises Misfit.
+    """Convert the value of a field for the column that reads it. Raises Misfit.
 
-    The result depends on the column:
+    The type of the result depends on the type of the column:
 
     - `json`: JSON text.
     - `text`: text. Messages become JSON text.
@@ -93,7 +94,7 @@ def take(value: Any, column: Column) -> str | Messages | Array:
 def holds_tokens(column: Column) -> bool:
     """Return whether a column holds tokens, so that a file can have text for it.
 
-    Such a column has one dimension of integers, with a varying number per row.
+    Such a column has one dimension of integers, and the number of integers may differ from row to row.
     """
     return column.element in ("i32", "i64") and len(column.dims) == 1 and column.dims[0].ragged
 
@@ -125,9 +126,9 @@ def as_json(value: Any) -> str:
 
 
 def _drop_nulls(value: Messages) -> Messages:
-    """Return messages without keys that are null.
+    """Return messages without the keys whose value is null.
 
-    A chat template would use null as a value of the key.
+    A chat template would treat null as a value that the message states.
     """
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 

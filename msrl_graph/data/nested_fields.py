@@ -11,11 +11,11 @@ from typing import Any
 
 
 class Absent(LookupError):
-    """An error for a row that does not have a field of a name.
+    """An error for a row that does not have a field of the requested name.
 
-    - `inside`: the innermost field on the path that the row has; "" is the row itself.
+    - `inside`: the longest beginning of the name that is a field of the row; "" is the row itself.
     - `part`: the rest of the name.
-    - `found`: the value of `inside`, which is not an object or has no field `part`.
+    - `found`: the value of `inside`. This value is not an object, or is an object without the field `part`.
     """
 
     def __init__(self, inside: str, part: str, found: Any) -> None:
@@ -48,7 +48,7 @@ def find(row: Mapping[str, Any], name: str) -> Any:
 def names(row: Mapping[str, Any]) -> dict[str, bool]:
     """List the fields of a row and of all nested objects, by dotted name.
 
-    The value for each name is whether the field is a non-empty object.
+    The value for each name is True if the field is an object that is not empty.
     """
     listed: dict[str, bool] = {}
     open_objects: list[tuple[str, Mapping[str, Any]]] = [("", row)]

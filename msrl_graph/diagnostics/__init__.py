@@ -124,9 +124,9 @@ def kind_of(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
-    """Return help with the known name that is most similar to `name`.
+    """Return help that names the known name that is most similar to `name`.
 
-    If no known name is similar, the help lists all known names, or is "" if there are more than 12.
+    If no known name is similar, the help lists all known names, or is "" if there are more than 12 known names.
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -201,8 +201,8 @@ def _cut_line(line: str, start: int, end: int) -> tuple[str, int, int]:
 def _padding(text: str, sign: str = " ") -> str:
     """Return a string of `sign` that is as wide as the text on a terminal.
 
-    Tabs are kept, so that an underline is aligned in any terminal. A wide character gives two signs, and a combining
-    character gives none.
+    Tabs are kept, so that an underline is aligned in any terminal. A wide character becomes two signs, and a combining
+    character becomes none.
     """
     if text.isascii():
         return sign * len(text) if "\t" not in text else "\t".join(sign * len(part) for part in text.split("\t"))

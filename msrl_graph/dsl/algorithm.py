@@ -33,7 +33,11 @@ MOST_ROWS = 10**9
 
 @dataclass(frozen=True)
 class Lowering:
-    """A graph, the names of its declared nodes, and the user functions that it calls."""
+    """The result of lowering an algorithm.
+
+    - `nodes`: the names of all nodes that the algorithm declares.
+    - `used`: the signatures of the user functions that the graph calls.
+    """
 
     graph: Graph
     nodes: Collection[str]
@@ -216,9 +220,9 @@ class _Algorithm(Declarations):
         )
 
     def _find_likely_names(self) -> None:
-        """Collect the names that edges may use for a node with a misspelt worker or verb.
+        """Collect the correct names that nodes with a misspelt worker or verb may have.
 
-        Edges with such a name report no mistake, because the mistake is already reported at the node.
+        An edge that uses such a name reports no unknown node, because the misspelling is already reported at the node.
         """
         for name, node in self.nodes.items():
             kind = self.workers[node.worker].kind if node.worker in self.workers else ""
@@ -234,7 +238,7 @@ class _Algorithm(Declarations):
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Split the names that a node reads or writes into columns and states.
 
-        Reports every name that is neither. `stateful`: whether the node may read (or write) states.
+        Reports every name that is neither. `verb`: "reads" or "writes". `stateful`: whether help suggests a state.
         """
         columns = dict[str, None]()
         states = dict[str, None]()
@@ -318,7 +322,10 @@ class _Algorithm(Declarations):
                 self.problems.report("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
     def _check_partner(self, node: ast.NodeDecl, stated: Collection[str]) -> None:
-        """Report a missing environment or agent, and a node that has both."""
+        """Report attributes that need an environment or agent, and a node that has both.
+
+        `stated` are the keys of the attributes that the node states.
+        """
         if {"environment", "agent"} <= {*stated}:
             message = f"`{node_name(node)}` has an environment and an agent"
             help = "leave one out: an environment answers the policy, an agent asks it"

@@ -31,7 +31,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Literal_:
-    """A literal value. `unit` is the unit of a quantity, as written."""
+    """A number, string or bool. `unit` is the unit of a quantity, as written."""
 
     kind: Literal["int", "float", "string", "bool", "quantity"]
     value: int | float | str | bool
@@ -159,7 +159,7 @@ class SourceDecl:
 class NodeDecl:
     """A node statement.
 
-    - `reads`: None for a patch (a node statement without parentheses).
+    - `reads`: None for a patch: a statement without parentheses that changes an inherited node.
     - `head`: the span of the statement without its attributes.
     - `patched`: the keys of the attributes that patches have set.
     """
@@ -176,7 +176,7 @@ class NodeDecl:
 
     @property
     def title(self) -> Span:
-        """The span of the label or the worker, up to the verb."""
+        """The span from the label, or from the worker if there is no label, to the verb."""
         return (self.label or self.worker).span.extend_to(self.verb.span)
 
 
@@ -209,7 +209,7 @@ AlgorithmStatement = ParamDecl | ColumnsDecl | StateDecl | WorkerDecl | SourceDe
 
 @dataclass(frozen=True)
 class ImportDecl:
-    """`import NAME` for an algorithm of the package, or `import "file.rlg"`."""
+    """`import NAME` for an algorithm of msrl_graph, or `import "file.rlg"`."""
 
     target: str
     is_file: bool

@@ -43,7 +43,7 @@ class FormReader(Protocol):
 
 
 def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """Convert the expression of an attribute to a value of a kind, or raise a Fault.
+    """Convert an attribute's expression to a value of type `kind`, or raise a Fault.
 
     `key` is the name of the attribute, for error messages.
     """
@@ -73,9 +73,10 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
 
 
 def fit(kind: NumericKind, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-    """Return the value as a number of this kind, or raise a Fault.
+    """Return the value as a number that `kind` allows, or raise a Fault.
 
-    `subject` names the value in the error message. `related` are notes for the message.
+    `kind` states the range of the number. `subject` names the value in the error message. `related` are notes for the
+    message.
     """
     if value.kind == "quantity":
         raise mistake("bad-unit", f"{subject} takes a plain number, and this has a unit", value.span, related=related)
@@ -147,7 +148,7 @@ def _read_draws(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr
 
 
 def _read_draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """Read one `draw` call: a generation, and its settings as keyword arguments."""
+    """Read one call in an evaluation's `draws`: `draw(actor.generate, samples = 1)`."""
     if not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != "draw":
         raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
     first, rest = (expr.args[0], expr.args[1:]) if expr.args else (None, ())
@@ -212,9 +213,9 @@ def read_attributes(
 
 
 def origin(expr: ast.Expr, names: Names) -> tuple[tuple[Span, str], ...]:
-    """Return a note with the place where a param gets its value.
+    """Return a note with the place where the param `expr` gets its value.
 
-    Returns no note if the expression is not a param.
+    Returns no note if `expr` is not the name of a param.
     """
     value = names.params.get(expr.text) if isinstance(expr, ast.NameExpr) else None
     return ((value.span, f"`{value}` comes from here"),) if value is not None and value.span.line else ()

@@ -38,7 +38,7 @@ class Below:
     pair: bool = False
 
     def fit(self, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-        """Return the value, or raise a Fault if the value does not have this type.
+        """Return the value if the option accepts it; otherwise raise a Fault.
 
         `subject` names the value in the error message.
         """
@@ -163,7 +163,7 @@ class CallingNode:
         return call
 
     def bind_remaining(self, call: Expr, signature: Signature) -> Expr:
-        """Bind a parameter without an argument if only one column or state is left.
+        """Bind a parameter that has no argument, if only one column or state can be meant.
 
         - If the function has one required parameter and the node reads one column, the parameter binds this column,
           whatever the column's name is.
@@ -195,10 +195,11 @@ class CallingNode:
         )
 
     def check_rest(self, call: Expr, signature: Signature) -> None:
-        """Check the call of a function that takes all remaining columns.
+        """Check the call of a function whose `*` parameter takes all remaining columns.
 
-        There must be at least one remaining column. A list option, such as weights, must have one number per remaining
-        column.
+        The remaining columns are the columns that the node reads and that no other parameter binds. There must be at
+        least one of them. A list option, such as weights, must have one number per remaining column. Functions without
+        a `*` parameter are not checked.
         """
         if not signature.rest:
             return
@@ -225,9 +226,9 @@ class CallingNode:
     ) -> None:
         """Report columns that the node reads but its function has no parameter for.
 
-        `only` limits the check to some columns (default: all). Usually the error is reported at each column. If a
-        patch set the function, the error is reported at the function, because the node read these columns before the
-        patch.
+        `only` limits the check to some columns (default: all). `key` is the attribute that names the function. Usually
+        the error is reported at each column. If a patch (a statement that changes an inherited node) set the function,
+        the error is reported at the function, because the node read these columns before the patch.
         """
         takes = {*call.columns().values(), *(column for column in signature.columns if column not in call.keys)}
         takes |= {*self.reads} - {*self.states} if signature.rest else set()
@@ -263,7 +264,10 @@ class CallingNode:
         self.problems.diagnostics += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
     def _taking_help(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
-        """Return help for a function that has no parameter for a column of the node."""
+        """Return help for a function without a parameter for a column that the node reads.
+
+        `free` are the parameters that no argument of the call binds.
+        """
         call = next((attr.value for attr in node.attrs if attr.key.text == key), None)
         per = any(attr.key.text == "per" for attr in node.attrs)
         if isinstance(call, ast.Literal_) and (

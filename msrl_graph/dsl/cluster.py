@@ -1,6 +1,7 @@
 """Lowering of a `cluster` from the syntax tree to a ClusterSpec.
 
-Invariant: a figure that the file states replaces the figure of the preset, or the measured figure.
+Invariant: a figure that the file states, such as a bandwidth, replaces the figure of the device preset, or the figure
+that was measured on this machine.
 """
 
 from __future__ import annotations

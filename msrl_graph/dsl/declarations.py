@@ -84,7 +84,7 @@ class Declarations:
             self.declared[name.text] = (kind, name.span)
 
     def _owns_name(self, name: ast.Name, kind: str) -> bool:
-        """Return whether this declaration is the first one of the name, with this kind."""
+        """Return whether `name`, declared as a `kind`, is the name's first declaration."""
         return self.declared.get(name.text) == (kind, name.span)
 
     # Params and columns

@@ -63,10 +63,10 @@ def lower_deploy(
     cluster: ClusterSpec | None,
     problems: Problems,
 ) -> tuple[Deployment, Graph]:
-    """Lower a deploy; return the Deployment and the changed graph.
+    """Lower a deploy; return the Deployment and a changed copy of the graph.
 
-    The graph has the attributes that the deploy states for sample edges. `nodes` are the nodes that the algorithm
-    declares, including nodes that are missing from the graph because of mistakes.
+    The changed graph also has the attributes that the deploy states for sample edges. `nodes` are the nodes that the
+    algorithm declares, including nodes that are missing from the graph because of mistakes.
     """
     lowered, graph = _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
     parting = [statement for statement in deploy.body if isinstance(statement, ast.PlaceDecl | ast.ApartDecl)]
@@ -232,7 +232,7 @@ class _Deploy:
     def _resolve_nodes(self, refs: tuple[ast.Ref, ...], kind: str) -> list[str]:
         """Return the names of the nodes that a `layout` or `engine` statement applies to.
 
-        Reports nodes without weights.
+        Reports a mistake for each node without weights.
         """
         names = []
         for ref in refs:

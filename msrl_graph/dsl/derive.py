@@ -1,5 +1,7 @@
 """Derivation of algorithms: `extends`, patches and `drop` are resolved.
 
+An algorithm extends a base algorithm. A patch is a node statement that changes attributes of a node of the base.
+
 Invariant: the result has no base, patch or drop, and lowers as if it had been written in full. Statements keep their
 spans, so that mistakes are reported at the original text. If an algorithm itself declares a name twice, the result
 declares the name twice, and lowering reports the duplicate.
@@ -34,7 +36,7 @@ def derive(
 
     - `known`: the algorithms of the file and its imports, by name.
     - `broken`: whether an import failed.
-    - `dropped`: receives the names that are dropped and not declared again.
+    - `dropped`: a dict to which the names are added that are dropped and not declared again.
     """
     line = collect_lineage(algorithm, known, "algorithm", problems, broken)
     if line is None:
@@ -57,7 +59,7 @@ def derive(
 def collect_lineage(
     part: T, known: Mapping[str, T], kind: str, problems: Problems, broken: bool, others: str = ""
 ) -> list[T] | None:
-    """Return an algorithm or deploy with all its bases, each followed by its own base.
+    """Return an algorithm or deploy, its base, the base of that base, and so on.
 
     Returns None if a base is missing or if the bases form a cycle. `broken`: whether an import failed; a missing base
     is then not reported. `others` is the help text for a base that is not in `known`.
@@ -104,9 +106,10 @@ def _is_patch(statement: ast.AlgorithmStatement) -> bool:
 
 
 class _Written:
-    """The statements of an algorithm written in full, collected from base to derived.
+    """The statements of an algorithm written in full.
 
-    `own` are the keys that the current algorithm of the chain has declared.
+    The algorithms of a chain of `extends` are added one after another, from the first base to the derived algorithm.
+    `own` are the keys of the statements that the algorithm being added has declared.
     """
 
     def __init__(self) -> None:
@@ -155,7 +158,7 @@ class _Written:
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
-        """Remove attributes that a node states again from the dropped names."""
+        """Remove from `dropped` each attribute that a node states again."""
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 

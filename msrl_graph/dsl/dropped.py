@@ -1,6 +1,6 @@
 """Notes in diagnostics about names that a derived algorithm drops.
 
-Invariant: a diagnostic gains only notes and help. Its message and its span do not change.
+Invariant: only notes and help are added to a diagnostic. The diagnostic's message and span do not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Readers of the attributes `environment`, `agent` and `tool_calls`.
+"""Readers of a generation's attributes `environment`, `agent` and `tool_calls`.
 
 Invariant: a user's file is parsed, never executed.
 """

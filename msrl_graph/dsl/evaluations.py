@@ -25,7 +25,8 @@ ReadAttributes = Callable[[tuple[ast.Attr, ...], str, Mapping[str, ValueKind]], 
 def lower_evaluation(statement: ast.EvaluateDecl, graph: Graph, read: ReadAttributes, problems: Problems) -> Evaluation:
     """Lower an `evaluate` statement, and check it against the graph.
 
-    The caller looks up the evaluation's data after it has lowered all statements.
+    Whether the deploy declares the evaluation's data is not checked here. The caller checks this after all statements
+    are lowered.
     """
     name = statement.name.text
     if name == "train":
@@ -83,7 +84,7 @@ def _named_columns(value: Expr) -> dict[str, Expr]:
 
 
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
-    """Check that `draws` names only generations of this evaluation, each only once."""
+    """Check that `draws` names only generations that the evaluation runs, each once."""
     generations = [node.name for node in graph.verb("generate")]
     needed = nodes_upstream(graph, evaluation.columns)
     seen = set[str]()
@@ -103,7 +104,10 @@ def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> No
 
 
 def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
-    """Check that a prompt has enough values of each reported column for `at`."""
+    """Check that each prompt has at least k values of each reported column.
+
+    `counts` is the value of the attribute `at`, and k is the largest number in this value.
+    """
     most = max(int(count.value) for count in counts.args if isinstance(count.value, int | float))
     for column in (
         name for name in _named_columns(reported) if name in graph.writers and not _explain_unreportable(graph, name)
@@ -117,7 +121,7 @@ def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph:
 
 
 def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
-    """Return the number of values of a column that an evaluation has per prompt."""
+    """Return the number of values per prompt that a column has in an evaluation."""
     by_level = {graph.row_level(node): evaluation.draw(graph, node).samples for node in graph.verb("generate")}
     values = 1
     level = graph.column(column).level
@@ -129,9 +133,10 @@ def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
 
 
 def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph, problems: Problems) -> None:
-    """Check that the column of `vote` has one answer per value of a reported column.
+    """Check that the column in `vote` has an answer per value of a reported column.
 
-    `counted` is whether the evaluation has `at`.
+    `value` is the attribute `vote`, `reported` is the attribute `report`, and `counted` is whether the evaluation has
+    the attribute `at`.
     """
     column = str(value.value)
     written = graph.writers
@@ -167,7 +172,10 @@ def _check_by(value: Expr, graph: Graph, problems: Problems) -> None:
 
 
 def _check_best(evaluation: Evaluation, attributes: Mapping[str, Expr], problems: Problems) -> None:
-    """Check that `best` names a figure that the evaluation computes during training."""
+    """Check that `best` names a figure that the evaluation computes during training.
+
+    Also checks that `goal` and `patience` are stated only together with `best`.
+    """
     for name in ("goal", "patience"):
         if name in attributes and not evaluation.best:
             message = f"`{name}` needs `best`"

@@ -60,7 +60,10 @@ class Problems:
         self.diagnostics.append(Diagnostic(code, message, span, help, severity))
 
     def catching(self) -> Self:
-        """Return a context manager that collects a Fault and continues after its block."""
+        """Return a context manager that collects the diagnostics of a Fault.
+
+        The program continues after the `with` block.
+        """
         return self
 
     def __enter__(self) -> None:
@@ -171,7 +174,7 @@ def fold(op: str, left: Expr, right: Expr, span: Span) -> Expr:
 
 
 def number_of(value: Expr) -> float:
-    """Return the number of a value, or raise a Fault if the value has no number."""
+    """Return the number in a value, or raise a Fault if the value is not numeric."""
     if value.kind in ("number", "quantity") and isinstance(value.value, int | float):
         return value.value
     raise mistake("bad-value", f"arithmetic is for numbers, not for `{value}`", value.span)
@@ -195,7 +198,7 @@ def _result_unit(op: str, left: Expr, right: Expr, span: Span) -> str:
 
 
 def _parse_unit(text: str) -> tuple[float, str]:
-    """Return the size of a unit in its base unit, and the base unit."""
+    """Return the factor from a unit to its base unit, and the base unit: `B`, `s`, …."""
     if text in SECONDS:
         return SECONDS[text], "s"
     amount, rate = (text[:-2], "/s") if text.endswith("/s") else (text, "")

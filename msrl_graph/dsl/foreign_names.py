@@ -1,6 +1,7 @@
-"""Help for names that users know from other systems.
+"""Help for names that users know from other systems, such as `max_grad_norm`.
 
-Invariant: each help text is a complete line, and is correct wherever its word occurs in a statement of its kind.
+Invariant: each help text is a complete line. A help text for a word in a kind of statement is correct wherever the word
+occurs in such a statement.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def term(name: str) -> str:
 
 
 def word(text: str, words: Collection[str]) -> str:
-    """Return help for a word that an option does not take."""
+    """Return help for a word that is not one of the option's possible `words`."""
     return f"it is called `{_WORDS[text]}` here" if _WORDS.get(text) in words else nearest(text, words)
 
 
@@ -144,7 +145,8 @@ def option(key: str, known: Collection[str]) -> str:
 def data_file(target: str, folder: bool) -> str:
     """Return how to convert a file of another format to a data file.
 
-    If `target` is a folder, returns how to name one file in the folder. Returns "" for an unknown format.
+    `folder` is whether `target` is a folder. If it is, the help says how to name one file in the folder. Returns "" for
+    an unknown format.
     """
     if folder:
         return f"it is a folder: name one file in it, `{target.rstrip('/')}/NAME.parquet`"
@@ -165,7 +167,7 @@ def data_file(target: str, folder: bool) -> str:
 def groups(word: str, above: str) -> str:
     """Return help for a `per` that names groups, such as `per = group`.
 
-    `above` is the column that the program should name instead.
+    `word` is the value of `per`, and `above` is the column that the program should name instead.
     """
     return f"the rows of one `{above}` are `per = {above}`" if above and word in _GROUPS else ""
 

@@ -16,8 +16,8 @@ idempotent. The tree and all comments, in order, do not change. The formatter ch
   parentheses.
 - A comma is followed by a space. A binary operator, `->`, `=>`, `=` and `:` have a space on each side.
 - A statement that is too long continues on lines that are indented by four more spaces. A line is broken before an
-  arrow, after a comma or before an operator. Of these positions, the one that binds loosest is used; of several that
-  bind equally, the last one that fits.
+  arrow, after a comma or before an operator. Of these positions, the one at the operator or comma of lowest precedence
+  is used. Of several positions of equal precedence, the last one that fits on the line is used.
 - A comment is two spaces after the code, aligned with comments on adjacent lines, or on lines of its own. A comment in
   the middle of a statement moves above the statement. White space at the end of a comment is removed. Otherwise
   comments, strings and numbers do not change.
@@ -94,7 +94,7 @@ class _Comment:
 
 @dataclass
 class _Piece:
-    """A token, and the number of spaces before it.
+    """A token, and the number of spaces before the token.
 
     `tears` is the rank of a line break before the token: smaller ranks are preferred, and None forbids a break.
     """
@@ -107,7 +107,10 @@ class _Piece:
 
 @dataclass
 class _Part:
-    """An element that can have lines of its own: item, statement, column or attribute."""
+    """An element that can have its own lines: an item, statement, column or attribute.
+
+    An item is an import, an algorithm, a cluster or a deploy.
+    """
 
     rule: str
     head: list[_Piece]
@@ -162,7 +165,10 @@ class _Reader:
         return self.block(self.tree.children, "start", self.end)
 
     def block(self, children: Iterable[Any], rule: str, end: int) -> _Block:
-        """Read the contents of a statement's braces; the closing brace begins at `end`."""
+        """Read the contents of a pair of braces; the closing brace begins at `end`.
+
+        `children` are the subtrees between the braces, and `rule` is the grammar rule of the statement with the braces.
+        """
         block = _Block(rule in ("algorithm", "deploy", "variant", "start"))
         comments = list[_Comment]()
         blank = False
@@ -343,9 +349,9 @@ def _align_run(run: list[_Part]) -> None:
 
 
 def _open_blocks(run: list[_Part], indent: int) -> int:
-    """Open the blocks that do not fit on the line of their statement.
+    """Write a block on several lines if it does not fit on the line of its statement.
 
-    Returns the width of the code before the `{` of the blocks that fit.
+    Returns the width of the code before the `{` of the blocks that fit, because these `{` are aligned.
     """
     blocks = [
         (part.block, len(_join_pieces(part.head)), len(part.block.closed()))

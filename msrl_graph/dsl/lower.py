@@ -1,7 +1,7 @@
 """Lowering of a syntax tree to the graph of one algorithm and its deployment.
 
-Invariant: the result is complete, or a Fault has every mistake of the file, and no mistake that only follows from
-another mistake.
+Invariant: the result is complete, or a Fault is raised. The Fault has every mistake of the file, but no mistake that
+only follows from another mistake.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """The loaders, the package's functions and the command-line options for lowering."""
+    """What lowering needs in addition to the syntax tree of the program.
+
+    The fields are loaders of imports and models, the functions and engines that msrl_graph provides, the program's
+    folder, and options of the command line.
+    """
 
     load: Callable[[str, bool, Span], ast.File]  # takes an import's target, whether it is a file, and its span
     library: Library
@@ -49,8 +53,8 @@ class LoweringContext:
 class LoweredProgram:
     """A lowered program.
 
-    `library` has the package's functions and the user functions that the program calls. `dropped` are the names that
-    the algorithm drops.
+    `library` has the functions that msrl_graph provides, and the user functions that the program calls. `dropped` are
+    the names that the algorithm drops.
     """
 
     graph: Graph
@@ -90,9 +94,10 @@ class ParsedProgram(NamedTuple):
 
 
 def lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
-    """Lower the chosen deploy and its algorithm.
+    """Lower a deploy and the algorithm that it deploys.
 
-    If there is no deploy, lowers the last algorithm of the file. Raises a Fault with all mistakes.
+    The deploy is the one that the command line names, or the only one of the file. If there is no deploy, lowers the
+    last algorithm of the file. Raises a Fault with all mistakes.
     """
     try:
         return _lower(file, context)
@@ -190,7 +195,7 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
 def _move_to_set(diagnostic: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
     """Move a diagnostic about a param's value to the `set` that sets the value.
 
-    A note then says where the value is used.
+    A note in the moved diagnostic says where the value is used.
     """
     override_spans = {override.value.span for override in overrides}
     for place, (span, _) in enumerate(diagnostic.related):
@@ -201,7 +206,10 @@ def _move_to_set(diagnostic: Diagnostic, overrides: Sequence[Override]) -> Diagn
 
 
 def _gather_items(file: ast.File, context: LoweringContext, problems: Problems) -> ParsedProgram:
-    """Collect the items of the file and its imports. Each file is read once."""
+    """Collect the algorithms, clusters and deploys of a file and its imports.
+
+    Each file is read once.
+    """
     algorithms: dict[str, ast.AlgorithmDecl] = {}
     clusters: dict[str, ast.ClusterDecl] = {}
     deploys: dict[str, ast.DeployDecl] = {}
@@ -257,7 +265,8 @@ def _gather_items(file: ast.File, context: LoweringContext, problems: Problems) 
 def _choose_deploy(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
     """Return the deploy that the command line names, or the only deploy of the file.
 
-    Returns None if the file has no deploy. Raises a Fault if there are several and none is named.
+    Returns None if the file has no deploy. Raises a Fault if the file has several deploys and the command line names
+    none.
     """
     deploys: dict[str, ast.DeployDecl] = {}
     for item in file.items:

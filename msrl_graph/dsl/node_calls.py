@@ -1,9 +1,10 @@
 """Readers of the attributes that state what a node computes.
 
-The attributes are functions, filters, environments, agents, losses and optimizers. Each is a function of the package
-or a function or class of a user's file.
+The attributes name functions, filters, environments, agents, losses and optimizers. Each of these is a function that
+msrl_graph provides, or a function or class in a user's file.
 
-Invariant: a user's file is parsed, never executed. The name of a call of its function is `path/to/file.py:name`.
+Invariant: a user's file is parsed, never executed. In the graph, the call of a function in a user's file has the name
+`path/to/file.py:name`.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class ReduceReader:
 def form_readers(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
     """Return the readers of the attributes whose value depends on the node.
 
-    `above` is a column of the source's rows.
+    `columns` are the columns that `per` can name. `above` is a column of the source's rows, for the help on a wrong
+    `per`.
     """
     return {
         CALL: FunctionCallReader(caller),

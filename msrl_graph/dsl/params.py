@@ -1,8 +1,8 @@
 """The params of an algorithm and their overrides.
 
-Invariant: a param has one value, whatever the order of declarations. The value is that of the command line if there is
-one, else that of the deploy, else that of the algorithm. A param with a wrong expression has the value None, so that
-its uses report no further mistake.
+Invariant: a param has one value, whatever the order of declarations. The value on the command line has precedence over
+the value in the deploy, and the value in the deploy over the value in the algorithm. A param with a wrong expression
+has the value None, so that uses of the param report no further mistake.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def evaluate_params(
 def find_unused(algorithm: ast.AlgorithmDecl, overrides: Sequence[Override]) -> list[Diagnostic]:
     """Return a warning for each param that is set but never used.
 
-    A param counts as used if another used param needs it.
+    A param also counts as used if the expression of another used param contains it.
     """
     params = {
         statement.name.text: statement.value for statement in algorithm.body if isinstance(statement, ast.ParamDecl)

@@ -105,7 +105,7 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
 
 
 def _scan(text: str, file: str) -> list[_Piece]:
-    """Split the text into pieces, without blanks and comments; add an `end` piece."""
+    """Split the text into tokens, without blanks and comments; add an `end` token."""
     starts = [0] + [newline.end() for newline in re.finditer("\n", text)]
 
     def place(offset: int) -> tuple[int, int]:
@@ -125,7 +125,10 @@ def _scan(text: str, file: str) -> list[_Piece]:
 
 
 def _open_brackets(before: list[_Piece]) -> tuple[str, list[_Piece]]:
-    """Return the keyword of the item that the text ends in, and the open brackets."""
+    """Return the keyword of the last item before an error, and the open brackets.
+
+    An item is an import, an algorithm, a cluster or a deploy.
+    """
     item = ""
     brackets = list[_Piece]()
     for piece in before:
@@ -241,7 +244,8 @@ def _guess_unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | N
 def _bits_help(number: str, word: str) -> str:
     """Return help that converts a network speed in bits to bytes.
 
-    Returns "" if the word does not mean bits. A word such as `mb` can mean bits or bytes, so it also returns "".
+    Returns "" if the word does not mean bits. The result is also "" for a word such as `mb`, which can mean bits or
+    bytes.
     """
     match = BITS.fullmatch(word)
     if match is None or not (match["bit"] or match["rate"] == "ps" or match["prefix"][0].isupper()):
@@ -346,9 +350,9 @@ def _begins_statement(before: list[_Piece]) -> bool:
 
 
 def _is_complete_import(before: list[_Piece], item: str) -> bool:
-    """Return whether the current item is a complete import.
+    """Return whether the text before the error ends with a complete import.
 
-    An import is the only item without braces.
+    An import is the only item without braces. `item` is the keyword of the item in which the error is.
     """
     return item == "import" and len(before) > 1 and before[-2].text == "import"
 

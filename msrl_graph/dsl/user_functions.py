@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def file_call(expr: ast.Expr) -> ast.Call | None:
-    """Return the expression as a call of a user's function, or None if it is not one.
+    """Return the call if an expression calls a user's function; otherwise return None.
 
     `"file.py:name"` without parentheses counts as a call without arguments.
     """
@@ -36,7 +36,9 @@ def find_in_file(
     read: Callable[[str], dict[str, T]],
     awaited: bool = False,
 ) -> tuple[Path, str, dict[str, T]]:
-    """Return the path, the name, and all definitions of the file of `"file.py:name"`.
+    """Find the function or class that `target`, such as `"file.py:name"`, refers to.
+
+    Returns the path of the file, the name, and all definitions in the file by name.
 
     - `read`: returns the definitions in a Python source text, by name.
     - `sought`: "function" or "class", for error messages.
@@ -89,5 +91,5 @@ def find_in_file(
 
 
 def package_functions(library: Library) -> list[str]:
-    """Return the names of the functions of the package."""
+    """Return the names of the functions that msrl_graph itself provides."""
     return [name for kind, name in library if kind == "function"]

@@ -1,5 +1,7 @@
 """Derivation of deploys: `extends` and `drop` are resolved.
 
+A deploy extends a base, which is another deploy.
+
 Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written in full.
 Statements keep their spans, so that mistakes are reported at the original text. If a deploy itself has a statement
 twice, the result has the statement twice, and lowering reports the duplicate.
@@ -124,7 +126,7 @@ def _merge_statement(old: ast.DeployStatement | None, new: ast.DeployStatement) 
 
 
 def _drop(statements: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy: ast.DeployDecl) -> None:
-    """Remove the statements that a `drop` names. Raises a Fault if one does not exist."""
+    """Remove the statements that `undo` names; raise a Fault if one does not exist."""
     if deploy.extends is None:
         raise mistake("unknown-name", f"`{deploy.name.text}` extends no deploy, so there is nothing to drop", undo.span)
     for key in check_dropped(statements, undo, deploy.extends.text):
@@ -147,7 +149,10 @@ def check_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoD
 
 
 def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl) -> list[tuple[str, Key, Span]]:
-    """Return the title, the key and the span of each statement that a `drop` names."""
+    """Return a title, the key and the span of each statement that a `drop` names.
+
+    `statements` are the statements of the extended deploy.
+    """
     if undo.edge:
         return [(_ends(edge), ("edge", _ends(edge)), edge.span) for edge in split_edge(undo.edge)]
     if undo.kind in ("place", "apart"):
@@ -159,8 +164,10 @@ def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.Un
 
 
 def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
-    """Return the keys of the statements that a `drop` names, without a base.
+    """Return the keys of the statements that a `drop` names, for an unknown base.
 
-    `place` and `apart` each have one key for all their statements.
+    A key is the kind of a statement and what the statement is about, such as a node. Which `place` or `apart`
+    statements a `drop` removes depends on the base, so the result has a single key for all `place` or all `apart`
+    statements.
     """
     return [key for _, key, _ in _resolve_dropped({}, undo)]

@@ -1,7 +1,7 @@
 """The differences between two plans.
 
-Invariant: a plan has no difference from itself. Swapping the two plans reverses the sign of each difference. Equal
-values are not listed.
+Invariant: a plan has no difference from itself. Swapping the two plans reverses the sign of each difference. Values
+that are equal in both plans are not listed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Change:
     - `old` and `new`: the property's value in each plan. None: that plan does not have the property.
     - `difference`: `new` minus `old`, if the values are numbers with a `unit`.
     - `percent`: the difference in percent of the old value. None if the old value is 0.
-    - `detail`: the change follows from other changes of the same item.
+    - `detail`: whether the change only follows from other changes of the same item.
     """
 
     part: str
@@ -45,7 +45,7 @@ class Change:
 def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return all differences between two plans, in the order of a plan's sections.
 
-    An item that only one of the two plans has is a single change.
+    If only one of the plans has an item, all its properties together are a single change.
     """
     return tuple(_changes(old, new))
 
@@ -113,7 +113,7 @@ def _compare_facts(part: str, item: str, name: str, old: Fact | None, new: Fact 
 def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour: bool = False) -> str:
     """Format changes as text, with one table for each section of the plan.
 
-    `old` is the name of the old plan.
+    `old` is the name of the old plan, which the text shows.
     """
     page = Page(width, colour)
     if not changes:

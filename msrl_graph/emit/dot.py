@@ -1,4 +1,4 @@
-"""Graphviz text of a picture, for `dot -Tsvg`.
+"""Pictures as Graphviz text, for `dot -Tsvg`.
 
 Invariant: every name is written as a quoted string, whatever characters it contains. So no name can end its own string
 or be read as a Graphviz keyword. The same picture gives the same bytes.

@@ -1,7 +1,7 @@
 """A plan as a set of facts that can be compared with the facts of another plan.
 
-Invariant: everything that determines a run or a figure of the plan is a fact, under a name that users know. Three
-things are not facts, because they add no information: positions in source files, explanations (reasons, formulas, the
+Invariant: everything that determines a run or a figure of the plan is a fact, under a name that users know. Three kinds
+of data are not facts, because they add no information: positions in source files, explanations (reasons, formulas, the
 record of a search), and tensors (the sizes of a model determine its tensors).
 """
 
@@ -22,7 +22,7 @@ class Fact:
     """A value of a plan, for comparison with another plan.
 
     - `unit`: the unit of a number (bytes, s, …). Numbers with a unit can be subtracted from each other.
-    - `detail`: the fact follows from other facts.
+    - `detail`: whether the fact only follows from other facts of the same item.
     """
 
     value: str | float | bool | None

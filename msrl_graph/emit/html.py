@@ -1,8 +1,8 @@
-"""A graph or plan as one self-contained HTML page: pictures, then text as tables.
+"""A graph or plan as one self-contained HTML page: pictures, then tables.
 
-Invariant: the page contains everything that it shows. It loads no script, no file, and nothing from a network. All text
-that comes from a program is escaped. The length of the page depends on the program and on the number of different kinds
-of host, never on the number of devices.
+Invariant: the page contains everything that it shows. It loads no script and no other file, and nothing over a network.
+All text that comes from a program is escaped. The length of the page depends on the program and on the number of
+different kinds of host, never on the number of devices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Timeline:
 
 @dataclass
 class HtmlSection:
-    """A section of a page: its lines and tables, in the order of writing."""
+    """A section of a page: its lines and tables, in the order of their writing."""
 
     title: str
     more: str
@@ -223,7 +223,7 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _devices(plan: Plan) -> dict[str, Any]:
-    """Return the pools and hosts of a plan, as the template draws them.
+    """Return the pools and hosts of a plan, in the form that the template draws.
 
     Consecutive hosts with the same number of devices of each pool are one entry.
     """
@@ -309,7 +309,7 @@ def _memory_bar(memory: PhaseMemory, scale: float) -> dict[str, Any]:
 
 
 def _memory_kind(item: str) -> int:
-    """Return the index in KINDS of the kind of an item of memory."""
+    """Return the index in KINDS of the kind to which an item of memory belongs."""
     return next(number for number, (_, words) in enumerate(KINDS) if any(word in item for word in words))
 
 
@@ -351,9 +351,9 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 def _join_stretches(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
-    """Return the (begin, end) of intervals in order, with adjacent intervals joined.
+    """Return intervals as (begin, end), with intervals joined if the gap is small.
 
-    Two intervals are joined if the gap between them is at most `least` seconds.
+    `stretches` are in the order of time. Two intervals are joined if the gap between them is at most `least` seconds.
     """
     joined: list[tuple[float, float]] = []
     for stretch in sorted(stretches, key=lambda stretch: (stretch.begin, stretch.end)):

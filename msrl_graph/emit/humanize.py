@@ -1,6 +1,6 @@
 """Numbers and layouts as short text for people.
 
-Invariant: this module imports nothing that draws, so that a mere check of a program can load it quickly.
+Invariant: this module imports no drawing code, so that a mere check of a program can load it quickly.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def describe_instructions(plan: Plan, stream: InstructionStream) -> str:
 
 
 def staleness(mean: float, bound: int) -> str:
-    """Describe the average age of the weights that generate, and the largest row age.
+    """Describe how old the weights of generations are on average, and rows at most.
 
-    Both ages are in versions.
+    Both ages are in versions: `mean` is the average age, `bound` is the greatest age of a row.
     """
     return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
 
@@ -76,10 +76,11 @@ def describe_experts(experts: ExpertSizes, layout: Layout) -> str:
 
 
 def compare_rival(record: SearchRecord, rival: Rival) -> str:
-    """Compare the chosen plan with the best plan of the other kind.
+    """Compare the chosen plan with the best plan of the other kind, its rival.
 
-    The two kinds are plans with pools ahead of the updates (with staleness) and plans with all pools in step. Both are
-    searched if the file does not say whether any pool may be ahead.
+    There are two kinds of plans. In the first, pools of generations are ahead of the updates (with staleness). In the
+    second, all pools are in step. The search compares both kinds if the file does not say whether any pool may be
+    ahead.
     """
     kind = "with pools ahead of the updates" if rival.ahead else "with all pools in step"
     if not rival.seconds:

@@ -1,4 +1,4 @@
-"""The JSON form of each stage of a compilation.
+"""The results of each stage of a compilation as JSON.
 
 Invariant: each document has the fields `format_version` and `stage`. The JSON of a complete plan is `plan.to_json()`,
 and `plan.from_json` reads it.
@@ -41,7 +41,7 @@ def graph_json(graph: Graph) -> str:
 def placed_json(plan: Plan) -> str:
     """Return a placed graph as JSON: its nodes and edges, and some parts of the plan.
 
-    The nodes are the worker states, the docks and the allgather-swaps or sends. The parts of the plan are pools,
+    The nodes are the worker states, the docks, and the allgather-swaps or sends. The parts of the plan are pools,
     placements, docks and reshards.
     """
     nodes, edges = build_placed_graph(plan)

@@ -3,7 +3,7 @@
 The input is the sizes of the boxes in dependency order, and the arrows between the boxes.
 
 Invariant: boxes and labels of a layer never overlap. An arrow that passes through a layer has its own position in that
-layer, so it crosses no box and no label. An arrow from a later box to an earlier one is laid out in the opposite
+layer, so the arrow crosses no box and no label. An arrow from a later box to an earlier one is laid out in the opposite
 direction, and then its points are reversed. The same input gives the same numbers.
 
 Method: Sugiyama et al. 1981. Boxes get ranks (the numbers of their layers). Each layer is ordered by barycenters.
@@ -213,9 +213,9 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
 
 
 def _separate(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
-    """Set the positions of a layer's items: near the wanted ones, but without overlap.
+    """Set the positions of a layer's items near the wanted ones, without overlap.
 
-    `wanted` is the (position, weight) of each item. The sum of the weighted squared distances to the wanted positions
+    `wanted` has a (position, weight) for each item. The sum of the weighted squared distances from the wanted positions
     is minimal (pool adjacent violators).
     """
     offsets = []
@@ -239,9 +239,10 @@ def _separate(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> N
 
 
 def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return points from the first box's lower edge to the last box's upper edge.
+    """Return the points of an arrow from its first box to its last box.
 
-    Between the two boxes, the arrow passes each layer vertically.
+    The arrow starts at the lower edge of the first box, and ends at the upper edge of the last box. Between the two
+    boxes, it passes each layer vertically.
     """
     first = path[0]
     last = path[-1]
@@ -254,7 +255,7 @@ def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) 
 def _port_position(item: Item, near: Sequence[Item], other: Item, width: float) -> float:
     """Return the x at which an arrow ends on the edge of a box.
 
-    Several arrows end at one edge in the horizontal order of the boxes that they come from.
+    If several arrows end at one edge, their ends have the same horizontal order as the boxes from which they come.
     """
     ordered = sorted(range(len(near)), key=lambda index: near[index].x)
     place = next((position for position, index in enumerate(ordered) if near[index] is other), 0)

@@ -37,7 +37,7 @@ class Arrow:
     """An arrow of a picture.
 
     `kind` is `sample`, `reshard` (drawn dashed) or `kept` (drawn dotted). A `kept` arrow shows a state of the
-    algorithm: it leads from the node that sets the state to a node that reads the value an iteration later.
+    algorithm: it leads from the node that sets the state to a node that reads this value an iteration later.
     """
 
     src: str
@@ -48,7 +48,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture; `groups` is the name and a remark of each group."""
+    """A picture; `groups` has the name of each group of boxes, and a remark on it."""
 
     title: str
     groups: tuple[tuple[str, str], ...]
@@ -57,7 +57,7 @@ class Picture:
 
 
 def graph_picture(graph: Graph) -> Picture:
-    """Return a picture of a graph: nodes by worker, and edges with their columns."""
+    """Return a picture of a graph: nodes grouped by worker, and edges with columns."""
     boxes = []
     for node in graph.nodes:
         scope = (*((f"per {node.per}",) if node.per != "row" else ()), *_set_lines(node))
@@ -85,9 +85,9 @@ def colours(plan: Plan) -> dict[str, int]:
 
 
 def plan_picture(plan: Plan) -> Picture:
-    """Return a picture of a plan: nodes by pool, and edges.
+    """Return a picture of a plan: nodes grouped by pool, and edges.
 
-    A node has its layout and seconds, and an edge has the bytes that it moves.
+    A node is drawn with its layout and seconds, and an edge with the bytes that are moved over it.
     """
     graph = plan.graph
     seconds = {phase.name: phase.seconds.value for phase in plan.estimate.phases} if plan.estimate else {}
@@ -124,9 +124,10 @@ def plan_picture(plan: Plan) -> Picture:
 
 
 def placed_picture(plan: Plan) -> Picture:
-    """Return a picture of a placed graph: nodes by pool, with docks, swaps and sends.
+    """Return a picture of a placed graph, with docks, swaps and sends.
 
-    A sample edge leads through a dock, and a resharding edge through an allgather-swap or a send.
+    Nodes are grouped by pool. A sample edge leads through a dock, and a resharding edge through an allgather-swap or a
+    send.
     """
     graph = plan.graph
     vertices, arcs = build_placed_graph(plan)
@@ -168,9 +169,10 @@ def _set_lines(node: Node) -> tuple[str, ...]:
 
 
 def _state_arrows(graph: Graph) -> list[Arrow]:
-    """Return arrows for the states of the algorithm, from each setter to each reader.
+    """Return arrows for the states of the algorithm.
 
-    There is no arrow from a node to itself. The boxes list the states that nodes set.
+    An arrow leads from each node that sets a state to each node that reads the state, but not from a node to itself.
+    The boxes list the states that nodes set.
     """
     states: dict[tuple[str, str], list[str]] = {}
     for node in graph.nodes:
@@ -209,6 +211,9 @@ def _pool_groups(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[str, str], ...
 
 
 def _order_groups(words: Iterable[tuple[str, str]], boxes: Sequence[Box]) -> tuple[tuple[str, str], ...]:
-    """Return the groups that have boxes, in the order of their first box."""
+    """Return the groups that have boxes, in the order of their first boxes.
+
+    `words` has the name and the remark of each group.
+    """
     known = dict(words)
     return tuple((group, known[group]) for group in dict.fromkeys(box.group for box in boxes if box.group))

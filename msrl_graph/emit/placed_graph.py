@@ -1,7 +1,7 @@
 """The placed graph: an algorithm's graph with its docks and reshards.
 
 Invariant: every sample edge leads through the `dock` vertex of its destination. Every resharding edge leads through a
-vertex of its own: a `send` between two pools, otherwise an `allgather_swap`.
+separate vertex: a `send` between two pools, or an `allgather_swap` within one pool.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ..ir.plan import Plan
 
 
 def ray_script(plan: Plan) -> str:
-    """Return the script for a plan; it can be run from any folder."""
+    """Return the script for a plan; the script can be run from any folder."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def ray_script(plan: Plan) -> str:
 def _split_parts(data: str) -> str:
     """Write each top-level field of a JSON object on its own line.
 
-    So two scripts can be compared line by line.
+    Two scripts can then be compared line by line.
     """
     parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     return "{\n" + ",\n".join(f'"{key}": {bytes(raw).decode()}' for key, raw in parts.items()) + "\n}"

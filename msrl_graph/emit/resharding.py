@@ -78,9 +78,9 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
 
 
 def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
-    """Write in which share of the iterations the weights of an edge are fetched.
+    """Write the fraction of the iterations in which an edge's weights are fetched.
 
-    It is for edges that send only some versions.
+    Only an edge that does not send all versions of the weights has such a line.
     """
     share = sent.share((reshard.src, reshard.dst))
     multiples = sorted({*sent.multiples[reshard.src, reshard.dst]})
@@ -92,9 +92,9 @@ def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
 
 
 def _describe_route(way: ReshardRoute, ways: int) -> str:
-    """Describe how ranks exchange the weights of one kind.
+    """Describe how ranks exchange the weights of one route.
 
-    `ways` is the number of kinds of weights that have their own route. If there are several, the text names the kind.
+    `ways` is the number of routes of the resharding edge. If there are several, the text names the kind of weights.
     """
     name = f"{way.of}: " if ways > 1 else ""
     blocks = f" ({plural(way.block, 'neighbour')} of each stage)" if way.across else ""
@@ -104,5 +104,5 @@ def _describe_route(way: ReshardRoute, ways: int) -> str:
 
 
 def _peak_formula(order: str) -> str:
-    """Return the formula of a device's peak memory, for the `order` of a resharding."""
+    """Return the formula of a device's peak memory, for a reshard's `order`."""
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"

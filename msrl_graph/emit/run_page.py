@@ -1,8 +1,8 @@
 """The page of a running plan: its picture, and elements that change.
 
-Invariant: the page contains everything that it shows, except the facts of the run. It requests these facts from the
-server that served it, and from no other server. All text that comes from a program is escaped. Messages that arrive
-later are inserted only as text, never as HTML.
+Invariant: the page contains everything that it shows, except the data of the run. It requests these data from the
+server that served the page, and from no other server. All text that comes from a program is escaped. Messages that
+arrive later are inserted only as text, never as HTML.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The reasons for a plan: the choice of the search, and why the runners-up lose.
+"""The reasons for a plan: the choice of the search, and why other plans lose.
 
-Invariant: the figures of a runner-up are those that all passes compute for that plan. If only a lower bound is known,
-the text says so.
+Invariant: the figures of a runner-up (a plan that the search did not choose) are those that all passes compute for that
+plan. If only a lower bound is known, the text says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .text_page import WIDTH, Page
 def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, colour: bool = False) -> str:
     """Describe the search that chose the layouts of a plan.
 
-    For a plan whose layouts are all stated in the file, `other` is the result of a search without the stated layouts.
+    If the file states all layouts of the plan, `other` is the result of a search that ignores the stated layouts.
     """
     page = Page(width, colour)
     if plan.search is not None and other is None:
@@ -94,8 +94,8 @@ def _format_seconds(candidate: Candidate) -> str:
 def _describe_loss(candidate: Candidate, best: float) -> str:
     """Describe how much slower a candidate is than the chosen plan.
 
-    The text has the total loss and the four phases that differ most. For a candidate that cannot be used, it is the
-    reason.
+    `best` is the seconds of the chosen plan. The text has the total difference and the four phases that differ most.
+    For a candidate that cannot be used, the text is the reason.
     """
     if candidate.wrong:
         return f"does not fit: {candidate.wrong}"

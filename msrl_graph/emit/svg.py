@@ -1,6 +1,6 @@
 """A picture as SVG, drawn without another program, for pages and notebooks.
 
-Invariant: the result is well-formed XML. Text that comes from a program is plain text in the XML, whatever it contains.
+Invariant: the result is well-formed XML. Text that comes from a program cannot become XML markup, whatever it contains.
 Colors come from the CSS classes in drawing.html.j2, so the same drawing works on a light and on a dark page.
 """
 
@@ -31,8 +31,8 @@ def clean(text: str) -> str:
 def svg(picture: Picture) -> str:
     """Return a picture as an SVG element.
 
-    CSS classes: a box is `state` (a node of the graph) or `put` (inserted by a pass), and `cN` for the N-th group. The
-    class of an arrow is its kind.
+    The CSS class of a box is `state` (a node of the graph) or `put` (inserted by a pass). A box of the N-th group also
+    has the class `cN`. The class of an arrow is its kind.
     """
     boxes = {box.name: _measure_text(box.name, box.lines, 22, 14) for box in picture.boxes}
     labels = [
@@ -69,9 +69,9 @@ def svg(picture: Picture) -> str:
 
 
 def shorten(text: str, most: int = LONGEST) -> str:
-    """Shorten a text to the width of `most` letters by cutting its middle.
+    """Shorten a text to the width of `most` letters by cutting out its middle.
 
-    The beginning and the end are kept, because a node's name ends with its verb.
+    The beginning and the end of the text remain, because a node's name ends with its verb.
     """
     text = clean(text)
     if cell_len(text) <= most:
@@ -147,7 +147,8 @@ def _curve_path(points: Sequence[tuple[float, float]]) -> str:
 def _tip_path(points: Sequence[tuple[float, float]]) -> str:
     """Return the SVG path of the tip of an arrow.
 
-    The arrow ends vertically. The tip points down, or up for an arrow from a later box to an earlier one.
+    The last segment of the arrow is vertical. The tip points down, or up for an arrow from a later box to an earlier
+    one.
     """
     x, y = points[-1]
     offset = -7 if points[-1][1] >= points[0][1] else 7

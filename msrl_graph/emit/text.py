@@ -1,7 +1,7 @@
 """A plan as text: placements, traffic, memory and time, with sources and reasons.
 
-Invariant: every figure is printed with its source (measured, derived, datasheet, stated, assumed), every choice with
-its reason. At 100 columns no table is cut off; without a terminal there is no color.
+Invariant: every figure is printed with its source (measured, derived, datasheet, stated or assumed), and every choice
+with its reason. At 100 columns, no table is cut off. If the output is not a terminal, there is no color.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def _write_environment(page: Sheet, plan: Plan) -> None:
 def describe_saving(iteration: Figure, in_step: Figure) -> str:
     """Describe the share of an iteration's time that staleness saves.
 
-    `in_step` is the time of an iteration with all pools in step.
+    `in_step` is the time of an iteration if no pool may be ahead of the updates.
     """
     share = 1 - iteration.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
@@ -394,7 +394,7 @@ def _format_source(figure: Figure | None) -> str:
 
 
 def _count_parts(plan: Plan) -> str:
-    """Return the closing line, which counts states, controllers, edges and reshards."""
+    """Return the plan's last line: numbers of states, controllers, edges and reshards."""
     hosts = plan.cluster.nodes
     released = sum(reshard.released_bytes_per_device for reshard in plan.reshards)
     states, devices = plural(len(plan.placements), "state"), plural(plan.cluster.devices, "device")

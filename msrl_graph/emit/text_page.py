@@ -1,6 +1,7 @@
 """A page of text for users: headings, lines and tables.
 
-Invariant: without a terminal there is no color. No text of a program can control the terminal (`make_printable`).
+Invariant: if the output is not a terminal, there is no color. No text of a program can control the terminal
+(`make_printable`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Sheet(Protocol):
     ) -> None:
         """Write a table.
 
-        `right` is the indices of columns with figures, aligned right. `keep` is the indices of columns that never wrap.
+        `right` has the indices of columns with figures, which are aligned right. `keep` has the indices of columns that
+        never wrap.
         """
 
     def closing(self, text: str) -> None:

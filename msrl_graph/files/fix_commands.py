@@ -1,6 +1,6 @@
 """Help for unreadable files of models and data: commands that make them readable.
 
-Invariant: a function returns help only if the cause is found in the files themselves. Each command is run by a test.
+Invariant: a function returns help only if it finds the cause in the files themselves. Each command is run by a test.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def tokenizer(folder: Path | str) -> str:
 
 
 def tensor_names(folder: Path | str, present: Collection[str], missing: str) -> str:
-    """Return how to rename the tensors of a model's folder so that `missing` is found.
+    """Return how to rename the tensors in a model's folder so that `missing` is found.
 
-    `present` is the names of the tensors in the folder. Returns "" if a wrong prefix of the names is not the cause.
+    `present` has the names of the tensors in the folder. If the cause is not a wrong prefix of the names, returns "".
     """
     short_name = missing.removeprefix("model.")
     if f"module.{missing}" in present:

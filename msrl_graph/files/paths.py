@@ -1,7 +1,7 @@
 """Checks of paths that a user wrote.
 
-Invariant: the functions accept any text as a path. For a name that is too long or contains a NUL, methods of `Path`
-raise an error, but these functions return False.
+Invariant: the functions accept any text as a path. For a name that is too long or contains a NUL, they return False,
+although methods of `Path` raise an error.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _HUB = re.compile(r"(?:hf://|https://huggingface\.co/)?(?:datasets/)?([A-Za-z0-9
 def hub_name(target: str) -> str:
     """Return the model's name on the Hugging Face Hub if a text can be one, else "".
 
-    For example, it returns `Qwen/Qwen2.5-7B` for `https://huggingface.co/Qwen/Qwen2.5-7B`. A file name such as
-    `data/train.jsonl` is not a Hub name.
+    For example, the function returns `Qwen/Qwen2.5-7B` for `https://huggingface.co/Qwen/Qwen2.5-7B`. A file name such
+    as `data/train.jsonl` is not a Hub name.
     """
     match = _HUB.fullmatch(target)
     return match[1] if match and not match[1].endswith((".jsonl", ".parquet")) else ""

@@ -50,7 +50,7 @@ def make_folder(path: Path) -> None:
 def check_folder(path: Path, mode: int = ANY) -> None:
     """Raise NotPrivate unless `path` is a folder of this user.
 
-    The folder's mode must have none of the permission bits in `mode`.
+    The folder's mode must have none of the permission bits in `mode`, by default none for other users.
     """
     os.close(open_folder(path, mode))
 
@@ -100,8 +100,8 @@ def cache(*names: str) -> Path:
 
     The cache is the folder XDG_CACHE_HOME, by default ~/.cache. Later commands load what is stored in the returned
     folder, so other users must not be able to write to it. If the mode of an existing folder allows other users to
-    write, this permission is removed. Files that other users wrote before that still belong to those users, so
-    `check_file` and `check_folder` detect them. Raises OSError, NotPrivate.
+    write, this permission is removed. Files that other users wrote before still belong to those users, so `check_file`
+    and `check_folder` detect such files. Raises OSError, NotPrivate.
     """
     # os.path.expanduser, since Path.home raises if there is no home.
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
@@ -138,7 +138,7 @@ def _check(path: Path, status: os.stat_result, mode: int) -> None:
 
 
 def _owner_of_new_files(path: Path) -> int:
-    """Return the id of the user that owns new files in the folder of `path`.
+    """Return the id of the user who owns files that this process makes next to `path`.
 
     The owner can differ from the user of this process: for root on NFS with root_squash, and in some containers.
     """

@@ -14,7 +14,8 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 def read(path: Path, name: str, span: Span = NOWHERE) -> str:
     """Read the text of a program's file; `name` is the file's name in messages.
 
-    Raises Fault if the file cannot be read. `span` is the position of the Fault, if another file names this one.
+    Raises Fault if the file cannot be read. `span` is the position of the Fault, if another program file names this
+    file.
     """
     try:
         data = path.read_bytes()

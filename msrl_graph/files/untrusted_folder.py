@@ -1,7 +1,7 @@
 """Regular files of an untrusted folder, such as a downloaded model.
 
-Invariant: only regular files inside the folder are read. The check is made on the open file, not on its path, so it
-also holds if another process changes a link in the folder meanwhile.
+Invariant: only regular files inside the folder are read. The check is made on the open file, not on its path. So the
+check also holds if another process changes a link in the folder at the same time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class OutsideError(OSError):
 
 
 def roots(folder: Path) -> list[Path]:
-    """Return the real folders that the files of a folder may be in.
+    """Return the real folders in which the files of a folder may be.
 
     The first is the folder itself. For a snapshot in the Hugging Face cache, the second is the folder `blobs` of the
-    repository, because the files of a snapshot are links to it.
+    repository, because the files of a snapshot are links to files in `blobs`.
     """
     real = folder.resolve()
     return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]

@@ -1,9 +1,9 @@
 """Files at URLs that fsspec can read, and the copies of these files on a host.
 
-Invariant: a copy is complete or absent. It is fetched into a temporary folder next to its final path. Each file's size
-is compared with the size that the file system reported, and then the folder is renamed. The name of a copy contains a
-digest of the URL and the version, so a copy never changes. If several processes of a host need the same copy, one
-fetches it and the others wait. fsspec is imported only when a URL is read.
+Invariant: a copy is complete or absent. The files are fetched into a temporary folder next to the copy's final path.
+Each file's size is compared with the size that the file system reported, and then the folder is renamed. The name of a
+copy contains a digest of the URL and the version, so a copy never changes. If several processes of a host need the same
+copy, one fetches it and the others wait. fsspec is imported only when a URL is read.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def _list_files(url: str, folder: bool) -> RemoteListing:
 def _leads_outside(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bool:
     """Return whether a file is a link to a target outside its folder.
 
-    Such a file is not fetched, because a copy would contain the target. The target of a link is known only for files on
-    this host. In other file systems this function returns True for every link.
+    Such a file is not fetched, because a copy would contain the content of the target. The target of a link is known
+    only for files on this host. In other file systems this function returns True for every link.
     """
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         return escape(Path(path, file), Path(path)) is not None
@@ -186,7 +186,7 @@ def _leads_outside(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bo
 
 
 def _with_timeout(ask: Callable[[], T]) -> T:
-    """Run `ask` and return its result; raise TimeoutError after `ANSWER` seconds.
+    """Call `ask` and return its result; raise TimeoutError after `ANSWER` seconds.
 
     Without this limit, a file system may retry for minutes before it raises an error.
     """
@@ -219,7 +219,8 @@ def pin_version(url: str, folder: bool = False, span: Span = NOWHERE) -> str:
 def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = NOWHERE) -> Path:
     """Return the path of this host's copy of a file or folder at a URL. Raises Fault.
 
-    If there is no copy, it is fetched. `only` is the names of the files to copy from a folder; empty means all files.
+    If the host has no copy, the files are fetched. `only` has the names of the files to copy from a folder; if `only`
+    is empty, all files are copied.
     """
     match = _PIN.fullmatch(url)
     if match and (existing := _copy_path(url, match[2], only)).is_dir():
@@ -240,7 +241,8 @@ def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = 
 def fetch(url: str, files: Mapping[str, int | None], place: Path) -> None:
     """Fetch files below a URL into a new folder `place`.
 
-    The folder gets its name when it is complete. Raises errors of fsspec, which `report_errors` converts into a Fault.
+    `files` maps paths below the URL to sizes in bytes (None: unknown). The folder has a temporary name until it is
+    complete. Raises errors of fsspec, which `report_errors` converts into a Fault.
     """
     fs, path = open_filesystem(url)
     partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
@@ -259,9 +261,10 @@ def fetch(url: str, files: Mapping[str, int | None], place: Path) -> None:
 
 
 def names(url: str) -> list[str]:
-    """List the names in a folder at a URL; empty if there is no such folder.
+    """List the names of the files and folders in a folder at a URL.
 
-    Raises errors of fsspec, which `report_errors` converts into a Fault.
+    The list is empty if there is no folder at the URL. Raises errors of fsspec, which `report_errors` converts into a
+    Fault.
     """
     fs, path = open_filesystem(url)
     try:
@@ -275,9 +278,9 @@ def names(url: str) -> list[str]:
 def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) -> None:
     """Upload files and subfolders of a folder to a URL.
 
-    `wanted` is the names to upload; names that do not exist are skipped. With `atomic`, each file is uploaded under a
-    temporary name and renamed when it is complete, which costs a copy on some file systems. Raises OSError for every
-    error.
+    `wanted` has the names to upload; names that do not exist in the folder are skipped. With `atomic`, each file is
+    uploaded under a temporary name and renamed when it is complete, which costs a copy on some file systems. Raises
+    OSError for every error.
     """
     try:
         fs, path = open_filesystem(url)
@@ -299,9 +302,9 @@ def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) ->
 
 
 def remove(url: str, wanted: Sequence[str]) -> None:
-    """Remove the files and folders `wanted` below a URL; missing ones are skipped.
+    """Remove the files and folders with the names `wanted` below a URL.
 
-    Raises OSError.
+    Names that do not exist are skipped. Raises OSError.
     """
     try:
         fs, path = open_filesystem(url)
@@ -366,7 +369,11 @@ def _mark_used(place: Path, url: str, folder: bool) -> Path:
 
 @contextmanager
 def _lock_copy(place: Path, span: Span) -> Iterator[None]:
-    """Hold a lock, so that no other process of this host fetches the same copy."""
+    """Hold a lock in the `with` block, so that only this process fetches the copy.
+
+    The lock is for all processes of this host. `place` is the path of the copy. Raises Fault at `span` if copies cannot
+    be stored.
+    """
     try:
         private.cache(CACHE)
         if os.path.lexists(place):

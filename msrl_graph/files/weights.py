@@ -41,7 +41,7 @@ class WeightFiles:
 
 
 def weight_files(folder: Path | str) -> WeightFiles:
-    """Find the weight files of a folder; empty if the folder has no safetensors files.
+    """Find the weight files of a folder; none if it has no safetensors files.
 
     Raises OSError, and UnclearError if the files are incomplete or ambiguous.
     """
@@ -77,7 +77,7 @@ def candidate_weight_files(folder: Path | str) -> list[Path]:
 
 
 def _read_index(index: Path) -> dict[Path, frozenset[str]]:
-    """Read an index: the files that it names, each with the names of its tensors.
+    """Return the files that an index names, each with the names of its tensors.
 
     Raises UnclearError if the index is malformed.
     """

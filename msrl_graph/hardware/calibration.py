@@ -1,7 +1,7 @@
 """Measurements of this machine by `msrl-doctor --calibrate`.
 
-Invariant: if the default calibration file does not exist, it is ignored. If a calibration file that exists or that the
-user named cannot be used, there is one warning, and the assumed figures are used instead. The measuring is in
+Invariant: a default calibration file that does not exist is ignored. A calibration file that cannot be used, although
+it exists or the user named it, causes one warning, and the assumed figures are used instead. The measuring is in
 runtime/calibrate/measure.py.
 """
 
@@ -37,7 +37,7 @@ class MachineIdentity:
 class BusyRates:
     """The rates that each process of a machine reaches while all processes are busy.
 
-    The units are those of `Device`. A collective is (minimum seconds, bytes/s).
+    The units are those of the figures of `Device`. A collective is (minimum seconds, bytes/s).
     """
 
     threads: int
@@ -52,8 +52,8 @@ class BusyRates:
 class Calibration:
     """The measurements of a machine.
 
-    `busy` has the rates by the number of busy processes. `noise` is the median relative spread of repeated
-    measurements. `turn`, `handover`, `share` and `function` are seconds, as in `Overheads`.
+    The keys of `busy` are numbers of busy processes; the values are the rates of each process. `noise` is the median
+    relative spread of repeated measurements. `turn`, `handover`, `share` and `function` are seconds, as in `Overheads`.
     """
 
     version: int
@@ -71,7 +71,8 @@ class Calibration:
     def rates_for(self, ranks: int) -> BusyRates:
         """Return the rates of each rank when `ranks` ranks are busy.
 
-        If `ranks` exceeds the largest measured number of processes, the ranks share the rates of that number.
+        The rates were measured with certain numbers of busy processes. If `ranks` exceeds the largest of these numbers,
+        each rank gets a smaller fraction of the rates at this number.
         """
         measured_counts = sorted(self.busy)
         nearest = next((count for count in measured_counts if count >= ranks), measured_counts[-1])
@@ -155,7 +156,7 @@ def read(path: Path, span: Span = NOWHERE) -> Calibration | Diagnostic:
 
 
 def _find_invalid(calibration: Calibration) -> str:
-    """Describe a value of a calibration that is impossible; "" if there is none."""
+    """Describe an impossible value in a calibration; "" if there is none."""
     if not calibration.busy:
         return "nothing was measured"
     if any(

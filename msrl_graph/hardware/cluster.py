@@ -2,7 +2,7 @@
 
 Invariant: every figure has a `source` (measured, derived, datasheet, assumed or stated) and a `basis`, a text that says
 where the figure comes from. A figure of a device is a peak if `Device.peaks` lists its name, otherwise a rate that is
-reached. Of a peak, plans count only a share (SHARES).
+reached. For a peak, plans assume that only a fraction (SHARES) is reached.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """Return the rate at a size.
+    """Return the rate at a size, from a curve of measured rates.
 
-    Between two sizes of the curve, the rate is interpolated linearly on logarithmic scales. Beyond the ends it is
-    constant. So the time size / rate never falls as the size grows, unless it falls between two points of the curve.
+    Between two sizes of the curve, the rate is interpolated linearly on logarithmic scales. Beyond the first and the
+    last size, it is constant. So the time size / rate never falls as the size grows, unless it falls between two points
+    of the curve.
     """
     before = [point for point in curve if point[0] <= size] or [curve[0]]
     after = [point for point in curve if point[0] >= size] or [curve[-1]]
@@ -71,7 +72,7 @@ def rate_at(curve: Curve, size: float) -> float:
 class Collective:
     """The time of a collective among the devices of a host.
 
-    `least` is the latency in seconds. In addition, a device receives bytes at `rate` bytes/s.
+    The time is `least` seconds, plus the bytes that a device receives divided by `rate` bytes/s.
     """
 
     least: Figure
@@ -80,7 +81,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Overheads:
-    """The time that the runtime itself takes, in seconds."""
+    """The seconds that the runtime takes in addition to computing and moving data."""
 
     turn: Figure  # to begin and end an iteration
     handover: Figure  # until the next node has a node's rows, through the dock
@@ -94,8 +95,8 @@ class Overheads:
 class Device:
     """A type of device, such as `h100`, with its figures.
 
-    Figures are in bytes, bytes/s and FLOP/s, as a program states them; methods and properties return how much of a
-    figure counts. `resource` is Ray's name for one device. `curves` has rates that were measured at several sizes:
+    Figures are in bytes, bytes/s and FLOP/s, as a program states them. For a peak, methods and properties return the
+    fraction that is reached. `resource` is Ray's name for one device. `curves` has rates measured at several sizes:
 
     - `f32`, `bf16`: FLOP/s of a matrix product with these types, by its FLOP.
     - `attention`: FLOP/s of attention, by the FLOP of one head of a row.
@@ -127,7 +128,7 @@ class Device:
         return DEVICE_KINDS[self.backend]
 
     def rate(self, operation: str, size: float) -> Figure:
-        """Return the rate that an operation of a size reaches.
+        """Return the rate that an operation of the given size reaches.
 
         `operation` is `f32`, `bf16` or `attention` (FLOP/s), or `memory_bandwidth` or `layer` (bytes/s); see `curves`.
         """
@@ -147,12 +148,12 @@ class Device:
         return figure
 
     def share(self, name: str) -> float:
-        """Return the share of a figure that is reached: 1 if the figure is not a peak."""
+        """Return the fraction of a figure that is reached: 1 if it is not a peak."""
         return SHARES[name].value if name in self.peaks else 1.0
 
     @cached_property
     def _reached(self) -> dict[str, Figure]:
-        """The rate that is reached, by the name of each figure in SHARES."""
+        """The rates that are reached, by the names of the figures in SHARES."""
         reached = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
         for name in reached.keys() & {*self.peaks}:
             figure = reached[name]
@@ -172,7 +173,7 @@ class Device:
 
     @property
     def far_links(self) -> Figure:
-        """Bytes/s of each device in collectives between hosts; KeyError without a fabric."""
+        """Bytes/s per device in collectives between hosts; KeyError without a `fabric`."""
         return self._reached["fabric"]
 
     def collective(self, kind: str) -> Collective:
@@ -196,7 +197,7 @@ class ClusterSpec:
         return self.nodes * self.devices_per_node
 
     def between(self, devices: int) -> Figure:
-        """Return a host's bytes/s to other hosts, in collectives of `devices` per host."""
+        """Return a host's bytes/s to other hosts if `devices` of its devices communicate."""
         if self.device.fabric is None:
             return self.network
         fabric = self.device.far_links

@@ -2,8 +2,8 @@
 
 A kind also has settings, such as the environment variables that its collectives need.
 
-Invariant: everything that the package knows about a kind is in this file. No other file contains the name of a kind or
-of its collectives (the presets in cluster.py are names that programs use). What torch does with a kind is in
+Invariant: everything that msrl_graph knows about a kind is in this file. No other file contains the name of a kind or
+of its collectives, except the presets in cluster.py, whose names programs use. What torch does with a kind is in
 backends/devices.py.
 """
 
@@ -27,12 +27,12 @@ class DeviceKind:
     """A kind of device, such as CUDA devices.
 
     - `name`: the kind's name in a plan.
-    - `torch`: the kind's name in PyTorch. PyTorch knows the name after `plugin` is imported.
-    - `resource`: the resource of Ray that counts devices of the kind.
+    - `torch`: the kind's name in PyTorch. PyTorch knows the name after the module `plugin` is imported.
+    - `resource`: the name of the Ray resource that counts devices of the kind.
     - `collectives`: the backend of torch.distributed.
-    - `interfaces`: settings of the network interface of collectives, as `NAME=VALUE` with `{}` for the interface's
-      name. NCCL and HCCL take a bare name as a prefix, so their settings have `==`, which means an exact name.
-    - `visible`: the variable that lists the devices that a process can see (visibility_masks.py).
+    - `interfaces`: environment variables for the network interface of collectives, as `NAME=VALUE` with `{}` for the
+      interface's name. NCCL and HCCL take a bare name as a prefix, so the texts have `==`, which means an exact name.
+    - `visible`: the environment variable that lists the devices that a process can see (visibility_masks.py).
     - `files`: the pattern of the names in /dev of a host's devices.
     - `cards`: prefixes of the ids of manufacturer and model, as `lspci -n` prints them.
     - `settings`: a function that returns the environment variables that processes on such devices need.
@@ -67,7 +67,7 @@ class DeviceKind:
         return "host" if self.is_host else "device"
 
     def backends(self) -> str:
-        """Return the backends of a process group, as torch.distributed accepts them.
+        """Return the backends of a process group, in torch.distributed's format.
 
         The process group supports tensors of the device and of its host.
         """
@@ -88,7 +88,7 @@ class DeviceKind:
     def packages(self, needs: Iterable[str]) -> tuple[str, ...]:
         """Return the packages in `needs`, each followed by its adaptor for the kind.
 
-        They are the packages to install on hosts with such devices. The result has no duplicates.
+        These packages must be installed on hosts with such devices. The result has no duplicates.
         """
         adaptors = dict(self.adaptors)
         return tuple(dict.fromkeys(package for need in needs for package in (need, adaptors.get(need, need))))

@@ -1,7 +1,7 @@
 """Environment variables that a run sets, for a device kind or an engine.
 
-Invariant: each variable has a reason and the source of the reason. A variable that the user has set is not changed, but
-reported (`find_overridden`).
+Invariant: each variable has a reason and the source of the reason. If the user has set a variable, its value is not
+changed, but reported (`find_overridden`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def no_settings(wants: SettingConditions) -> Iterable[Setting]:
 
 
 def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """Return the settings that an environment sets to other values, with these values."""
+    """Return the settings that `environment` sets to other values, with these values."""
     return [
         (setting, environment[setting.name])
         for setting in settings
@@ -58,5 +58,5 @@ def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str])
 
 
 def missing_settings(settings: Iterable[Setting], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that an environment lacks, as variables with values."""
+    """Return the settings that `environment` does not set, as names and values."""
     return {setting.name: setting.value for setting in settings if setting.name not in environment}

@@ -1,8 +1,8 @@
 """Stacks (packages installed together for a device kind), and version conflicts.
 
-Invariant: everything that the project knows about versions that fit together is in this module, as data. Nothing is
-imported to find versions, and no package index is contacted. constraints/NAME.txt has the complete lock of a stack,
-written by constraints/resolve.py from this data.
+Invariant: this module contains, as data, everything that the project knows about package versions that work together.
+Nothing is imported to find versions, and no package index is contacted. constraints/NAME.txt has the complete lock of a
+stack, written by constraints/resolve.py from this data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Stack:
     - `kinds`: the device kinds that the stack is for.
     - `pythons`: the versions of Python that the stack is locked for.
     - `platform`: the platform of the stack's wheels.
-    - `pins`: the chosen versions, by package.
+    - `pins`: the chosen version of each package.
     - `extras`: the extras of this project that are also installed.
-    - `lowest`: whether dependencies have the lowest versions that are allowed instead of the newest.
+    - `lowest`: whether dependencies have the lowest allowed versions, or else the newest.
     - `elsewhere`: packages that belong to the stack but are not in the package index, each with where to get it.
     - `source`: where the pins come from.
 
-    The rest of the lock follows from these fields.
+    The lock of the stack is computed from these fields.
     """
 
     name: str
@@ -132,7 +132,7 @@ class VersionRange:
         return ", ".join(bound for bound in bounds if bound)
 
     def meets(self, other: VersionRange) -> bool:
-        """Return whether a version can be in this range and in the other."""
+        """Return whether some version is both in this range and in `other`."""
         least = max(numbers(self.least), numbers(other.least))
         return all(least < numbers(versions.below) for versions in (self, other) if versions.below)
 
@@ -208,7 +208,10 @@ RELEASES = (
 
 @dataclass(frozen=True)
 class VersionConflict:
-    """Two releases that need incompatible versions of a `package` (or of Python)."""
+    """Two releases that need incompatible versions of a third package, or of Python.
+
+    `package` is the third package.
+    """
 
     first: Release
     second: Release

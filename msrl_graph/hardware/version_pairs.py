@@ -1,8 +1,8 @@
 """Compatible versions of drivers, toolkits, torch and its plug-ins, and engines.
 
-Invariant: everything that the package knows about versions that work together is in this module, each pair with its
-source. The caller provides the versions; this module does not look for them. Drivers, CUDA, CANN and Python have the
-names that are defined below. All other packages have their names in `pip list`.
+Invariant: everything that msrl_graph knows about such versions is in this module, as pairs, each with its source. The
+caller provides the versions; this module does not look for them. Drivers, CUDA, CANN and Python have the names that are
+defined below. All other packages have their names in `pip list`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PYTHON = "Python"
 class VersionPair:
     """The versions of `other` that are compatible with releases of `package`.
 
-    The rule applies to the releases of `package` that begin with `release`. A version of `other` is compatible in one
-    of three cases, depending on which field is set:
+    The rule applies to the releases of `package` whose version begins with `release`. Exactly one of three fields is
+    set, and says which versions of `other` are compatible:
 
-    - `same`: its first `same` numbers are those of the package's version.
-    - `exact`: it begins with `exact`.
-    - `least`: it is at least `least`, and lower than `below` if that is set.
+    - `same`: versions whose first `same` numbers are those of the package's version.
+    - `exact`: versions that begin with `exact`.
+    - `least`: versions that are at least `least`, and lower than `below` if `below` is set.
     """
 
     package: str
@@ -86,8 +86,8 @@ PAIRS = (
 def find_broken_pairs(versions: Mapping[str, str]) -> Iterator[VersionPair]:
     """Yield the pairs whose versions are incompatible, in the order to fix them.
 
-    `versions` has the version of each installed package. A pair is skipped if one of its packages has no version. A
-    pair is also skipped if an earlier pair requires another version of one of its packages.
+    `versions` has the version of each installed package. A pair is skipped if one of its packages is not in `versions`.
+    A pair is also skipped if an earlier pair requires another version of one of its packages.
     """
     changed: set[str] = set()
     for pair in PAIRS:

@@ -66,8 +66,8 @@ def describe_problem(kind: DeviceKind, mask: str | None, count: int) -> str:
 def torch_index(assigned: Sequence[str], mask: str | None) -> int:
     """Return torch's number of the device that Ray assigned to this process.
 
-    It is the position of the device in the process's mask. Without a mask it is the host's number of the device. Raises
-    ValueError if the mask does not list the device.
+    The number is the position of the device in the process's mask. Without a mask, it is the host's number of the
+    device. Raises ValueError if the mask does not list the device.
     """
     if not assigned:
         return 0

@@ -1,21 +1,25 @@
 """Asynchronous schedule: pools that run ahead of the updates, and their weights.
 
-`staleness` and `every` decide which pools may run ahead of the updates, when such a pool begins an iteration, and with
-which version of the weights it generates.
+The attributes `staleness` and `every` of resharding edges decide which pools of devices may run ahead of the updates,
+when such a pool begins an iteration, and with which version of the weights it generates. The words of this module:
+
+- A pool is ahead of the updates if it may begin an iteration before the updates begin that iteration. Every other pool
+  is in step with the updates.
+- A pool is pipelined if it is ahead although it has both nodes of a resharding edge with `staleness`. Such a pool
+  generates for the next iteration, and then runs its other nodes for the current iteration. While it generates, the
+  rows that the other nodes read are computed.
+- The opening of an instruction stream is the part that is executed early, before the updates begin the iteration.
+- The functions' stream has the instructions of the processes that call Python functions.
 
 Invariant: iteration j generates with the weights of iteration j - staleness or newer weights. So a pool begins
 iteration j only when the updates have begun iteration j - staleness. Within an iteration, a pool that is ahead never
-waits for a pool in step, nor for a pool that has not begun the iteration. So work between two iterations, such as an
-evaluation, may wait for a pool that is ahead. A run and its simulation both use `PoolProgress`; the estimate uses the
-base class `Sends`.
+waits for a pool in step, nor for a pool that has not begun the iteration. So a pool that is ahead always ends the
+iteration that it has begun. Work between two iterations, such as an evaluation, may wait for this end.
 
-A pipelined pool has both nodes of a resharding edge with `staleness`. It generates for the next iteration, and then
-computes the rest of the current iteration, whose rows have arrived in the meantime. The opening of the pool is the part
-of its instructions that it executes early in this way.
+A run and its simulation both use `PoolProgress`. The estimate of the iteration time uses the base class `Sends`.
 
-A state has one value per iteration: a function that reads a state waits for the value of the previous iteration. So the
-part of the functions' stream that is executed early ends before the first function that reads a state. A generation
-that needs such a function cannot run ahead.
+A function that reads a state waits for the state's value from the previous iteration. So the opening of the functions'
+stream ends before the first function that reads a state. A generation that needs such a function cannot run ahead.
 """
 
 from __future__ import annotations
@@ -45,9 +49,9 @@ from .sequences import temperature_states
 def lead_of_pools(plan: Plan) -> dict[str, int]:
     """Return by how many iterations each pool may run ahead of the updates.
 
-    Pools in step are left out. A pipelined pool begins at most the next iteration early, since no other pool waits for
-    its weights. With `deterministic`, a pipelined pool runs ahead by its full `staleness`, since rows must be as old as
-    allowed.
+    Pools in step with the updates are left out. A pipelined pool runs ahead by at most one iteration, since no other
+    pool waits for its weights. With `deterministic`, a pipelined pool runs ahead by its full `staleness`, since rows
+    must then be generated with the oldest weights that are allowed.
     """
     staleness_of = staleness_of_edges(plan)
     if not any(staleness_of.values()):
@@ -65,10 +69,10 @@ def lead_of_pools(plan: Plan) -> dict[str, int]:
 
 
 def staleness_bounds(plan: Plan) -> dict[Edge, int]:
-    """Return the staleness bound in versions of each edge into a pool that is ahead.
+    """Return the bound on staleness, in versions, of edges into pools that are ahead.
 
-    The edges are resharding edges, as (src, dst). An edge into a pool in step is left out: it always sends the newest
-    weights, even if it states `staleness`.
+    The edges are resharding edges, as (src, dst). An edge into a pool in step is left out, since such an edge always
+    sends the newest weights, even if the program states `staleness` for the edge.
     """
     if not (lead_of_pool := lead_of_pools(plan)):
         return {}
@@ -85,8 +89,8 @@ def row_age_bound(plan: Plan) -> int:
     """Return the largest age that a row can have when it is trained on, in versions.
 
     The age of a token is the number of versions between the weights that drew the token and the trainer's weights. The
-    age of a row is the age of its oldest token. With `partial`, a row may be cut `cuts` times and be this many versions
-    older.
+    age of a row is the age of its oldest token. With partial rollout (`partial`), a row may be cut `cuts` times. Each
+    cut can make the row one version older.
     """
     lags = staleness_bounds(plan)
     return max(
@@ -100,7 +104,10 @@ def row_age_bound(plan: Plan) -> int:
 
 
 def fetched_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `staleness_bounds` whose weights come from another pool."""
+    """Return the edges of `staleness_bounds` between two pools, with their bounds.
+
+    The generation fetches the weights over such an edge, since the update is in another pool.
+    """
     pool_of = pools_of_nodes(plan)
     return {
         (src, dst): staleness
@@ -110,7 +117,7 @@ def fetched_edges(plan: Plan) -> dict[Edge, int]:
 
 
 def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return the nodes in the opening of each pipelined pool.
+    """Return, for each pipelined pool, the nodes that it runs in its opening.
 
     Pools that must be in step with the updates are left out.
     """
@@ -122,8 +129,9 @@ def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
 def late_states(plan: Plan) -> dict[str, int]:
     """Return the states that decide how rows are drawn, with their largest age.
 
-    These states give the sampling weights of the source, or temperatures. The age of a state's value is in iterations.
-    It is the largest number of iterations by which a pool may run ahead of the updates.
+    The sampling weights of the source or the temperature of a generation depends on such a state. The age is that of
+    the state's value, in iterations. It is at most the largest number of iterations by which any pool may run ahead of
+    the updates.
     """
     most = max(lead_of_pools(plan).values(), default=0)
     graph = plan.graph
@@ -140,11 +148,11 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 
     The opening is the part of a stream that may be executed before the updates begin the iteration.
 
-    - An evaluation's stream, and the stream of a pool that is not pipelined, have no opening: 0.
-    - The opening of a pipelined pool's stream ends after the last node of the pool's opening and the RELEASE and
-      SWAP_IN instructions that follow directly.
-    - The opening of the functions' stream has all instructions before the first function that reads a state, if
-      iterations may begin early.
+    - The stream of an evaluation and the stream of a pool that is not pipelined have no opening, so the result is 0.
+    - The opening of a pipelined pool's stream ends after the last node of `pipelined_openings` and the RELEASE and
+      SWAP_IN instructions that follow this node directly.
+    - The opening of the functions' stream has all instructions before the first function that reads a state. If no pool
+      may run ahead, the functions' stream has no opening.
     """
     if stream.pool == FUNCTIONS and stream.task == "train":
         late = functions_with_states(plan) if lead_of_pools(plan) else {}
@@ -173,15 +181,15 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 def skipping_edges(plan: Plan) -> dict[Edge, int]:
     """Return the edges of `fetched_edges` that skip versions, with their `every`.
 
-    Weights that were fetched over such an edge stay on the devices until the next fetch. So an iteration may generate
-    with the same weights as the previous iteration.
+    Weights that a generation fetched over such an edge remain on its devices until the next fetch. So an iteration may
+    generate with the same weights as the previous iteration.
     """
     many = {(reshard.src, reshard.dst): ReshardingEdgeAttributes.of(reshard).every for reshard in plan.graph.reshards()}
     return {edge: many[edge] for edge in fetched_edges(plan) if many[edge] > 1}
 
 
 def count_lanes(plan: Plan) -> int:
-    """Return how many iterations may be in progress at once."""
+    """Return the largest number of iterations that are in progress at the same time."""
     return 1 + max(lead_of_pools(plan).values(), default=0)
 
 
@@ -193,10 +201,11 @@ class Sends:
 
     An edge sends these versions:
 
-    - every `every`-th version,
+    - each `every`-th version,
     - the first version of the run,
     - a version of which a checkpoint is written, so that a resumed run draws the same rows,
-    - a version that an evaluation uses, since the copy of the previous version is then gone.
+    - a version that an evaluation uses, since this version replaces the generation's copy of the previously sent
+      version.
     """
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
@@ -222,10 +231,11 @@ class Sends:
         return version == self.first or any(version % many == 0 for many in self.multiples[edge])
 
     def newest(self, edge: Edge, now: int) -> int:
-        """Return the newest version that an edge has sent, which a generation then uses.
+        """Return the newest version that an edge has sent up to iteration `now`.
 
-        `now` is the iteration that the updates are in. Only versions with which the updates have begun an iteration
-        count.
+        `now` is the iteration that the updates are in. A generation that begins in this iteration uses the returned
+        version. The result is at most `now`, since version n exists for the edge only when the updates have begun
+        iteration n.
         """
         return next(version for version in count(now, -1) if self.sends(edge, version))
 
@@ -233,8 +243,9 @@ class Sends:
         """Return the iteration that updates must begin before a pool begins `number`.
 
         `number` is an iteration of the pool. The result is the first iteration whose version is sent and is not too old
-        for any generation of the pool. With `deterministic`, the version must not be from before the last checkpoint.
-        The reason is that a run that is resumed in this iteration would resume from that checkpoint.
+        for any generation of the pool. With `deterministic`, the version must also not be older than the last
+        checkpoint up to iteration `number`, since a run that is resumed in this iteration has no older weights than the
+        checkpoint.
         """
         saved = max((number - number % interval for interval in self.saves), default=0) if self.run.deterministic else 0
         least = max(number - self.leads[pool], saved, self.first)
@@ -245,9 +256,10 @@ class Sends:
         )
 
     def share(self, edge: Edge) -> float:
-        """Return the share of versions that an edge sends, in the long run.
+        """Return the fraction of all versions that an edge sends, in the long run.
 
-        An edge sends the multiples of several numbers. Their share is computed by inclusion and exclusion.
+        An edge sends every version that is a multiple of `every` or of the interval of checkpoints or evaluations. The
+        fraction of such versions is computed by inclusion and exclusion.
         """
         many = self.multiples[edge]
         subsets = chain.from_iterable(combinations(many, size) for size in range(1, len(many) + 1))
@@ -257,10 +269,10 @@ class Sends:
 class PoolProgress(Sends, ABC):
     """The progress of pools that may run ahead of the updates.
 
-    `begun` is the last iteration that each pool has begun. A pool begins iteration j when it has ended iteration j - 1
-    and the updates have begun an iteration whose weights are new enough for the pool. The generations of the pool use
-    the newest version that was sent. With `deterministic`, the pool begins as soon as the updates have the oldest
-    version that is allowed, and uses this version.
+    `begun` is the last iteration that each pool has begun. A pool begins iteration j when two conditions hold: the pool
+    has ended iteration j - 1, and the updates have begun an iteration whose weights are new enough for the pool. The
+    generations of the pool use the newest version that was sent. With `deterministic`, the pool begins as soon as the
+    updates have the oldest version that is allowed, and uses this version.
     """
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
@@ -278,8 +290,9 @@ class PoolProgress(Sends, ABC):
     ) -> Iterator[tuple[str, int]]:
         """Yield each pool that may begin an iteration, with the iteration.
 
-        `now` is the iteration that the updates are in. Only iterations for which `foreseen` returns True are yielded.
-        The caller must begin each yielded iteration before it asks for the next one.
+        `now` is the iteration that the updates are in. Iterations from `iterations` on, and iterations for which
+        `foreseen` returns False, are not yielded. The caller must begin each yielded iteration before it asks for the
+        next one.
         """
         more = True
         while more:
@@ -291,7 +304,7 @@ class PoolProgress(Sends, ABC):
                     yield pool, number
 
     def must_begin(self, now: int, pools: Collection[str]) -> bool:
-        """Return whether a pool must begin an iteration before the updates continue.
+        """Return whether the updates must wait until a pool begins an iteration.
 
         `now` is the iteration that the updates are in. Only with `deterministic` do the updates wait for a pool that
         may begin an iteration with the weights of `now`. If the pool began its iteration later, the iteration would
@@ -303,7 +316,11 @@ class PoolProgress(Sends, ABC):
         )
 
     def _may(self, pool: str, number: int, now: int) -> bool:
-        """Return whether a pool, and the pools that it waits for, may begin an iteration."""
+        """Return whether a pool may begin iteration `number`, with the updates in `now`.
+
+        Each other pool whose rows the pool waits for must have begun the iteration, or must also be able to begin the
+        iteration.
+        """
         return all(
             self.begun[other] >= number or (self.begun[other] == number - 1 and self._free(other, number, now))
             for other in (pool, *self.awaits[pool])
@@ -316,14 +333,18 @@ class PoolProgress(Sends, ABC):
         )
 
     def use_version(self, edge: Edge, version: int) -> bool:
-        """Record the version that a generation uses; return whether it must be fetched."""
+        """Record which version a generation uses; return whether it must be fetched.
+
+        `edge` is the resharding edge to the generation. If the edge skips versions, the version that the generation
+        used last is still on the devices and is not fetched again.
+        """
         stays = edge in self.sparse and self.last_version.get(edge) == version
         self.last_version[edge] = version
         return not stays
 
 
 def evaluations_of_edge(plan: Plan, edge: Edge) -> list[Evaluation]:
-    """Return the evaluations that use the weights of an edge."""
+    """Return the evaluations whose generation gets its weights over an edge."""
     takes = {stream.task for stream in plan.schedule if Instruction("RESHARD", *edge) in stream.instructions}
     return [evaluation for evaluation in plan.deploy.evaluations if evaluation.task in takes]
 
@@ -331,7 +352,8 @@ def evaluations_of_edge(plan: Plan, edge: Edge) -> list[Evaluation]:
 def awaited_pools(plan: Plan, pools_ahead: Mapping[str, int]) -> dict[str, set[str]]:
     """Return, for each pool in `pools_ahead`, the other pools whose rows it waits for.
 
-    Only waits within an iteration, and only pools in `pools_ahead`, are considered. Indirect waits are included.
+    Only pools in `pools_ahead` are considered, and only rows of the same iteration. If a pool waits for a second pool,
+    and the second pool waits for a third pool, the first pool also waits for the third pool.
     """
     pool_of = pools_of_nodes(plan)
     turns = find_openings(plan)[0]

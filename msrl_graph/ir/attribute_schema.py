@@ -26,8 +26,9 @@ _KEY = "attribute"
 class Attribute:
     """The kind, the default and the meaning of an attribute.
 
-    - `shown`: the text that documentation shows for a default that no program can state, such as "all rows".
-    - `must`: if not empty, the attribute is required, and this value is suggested if the attribute is missing.
+    - `shown`: the text that documentation shows as the default, such as "all rows", if no program can state the
+      default.
+    - `must`: if not empty, the attribute is required, and this value is suggested if a program does not state it.
     - `head`: whether the attribute is written before the braces of its statement, not between them.
     """
 
@@ -71,7 +72,7 @@ class DeclaredAttributes:
     @classmethod
     @functools.cache
     def declared(cls) -> Mapping[str, Attribute]:
-        """Return the declarations of the attributes between the braces, by name.
+        """Return the declarations of the attributes in a statement's braces, by name.
 
         The order of the declarations is the order of the documentation.
         """
@@ -84,9 +85,10 @@ class DeclaredAttributes:
 
     @classmethod
     def values(cls, stated: Mapping[str, Expr]) -> dict[str, Any]:
-        """Return the Python values of stated attributes by name.
+        """Return the Python values of the attributes that a program states, by name.
 
-        Unknown attributes, and expressions that do not have the kind of their attribute, are left out.
+        `stated` has the expression of each attribute. Unknown attributes, and expressions that do not have the kind of
+        their attribute, are left out.
         """
         known = cls._fields()
         values = dict[str, Any]()
@@ -97,18 +99,24 @@ class DeclaredAttributes:
 
     @classmethod
     def of_stated(cls, stated: Mapping[str, Expr]) -> Self:
-        """Return an instance with the stated values; other attributes have their defaults."""
+        """Return an instance with the values that a program states.
+
+        Attributes that the program does not state have their defaults.
+        """
         values = cls.values(stated) if stated else None
         return cls(**values) if values else cls._defaults()
 
     @classmethod
     @functools.cache
     def _defaults(cls) -> Self:
-        """Return the instance with only defaults, which nodes of a large graph share."""
+        """Return the instance in which all attributes have their defaults.
+
+        The instance is cached, since many nodes of a large graph use it.
+        """
         return cls()
 
     def list_changed(self, names: Iterable[str]) -> list[str]:
-        """Return the attributes among `names` whose values differ from their defaults."""
+        """Return those attributes among `names` whose values are not the defaults."""
         declared = self.declared()
         return [name for name in names if name in declared and getattr(self, name) != declared[name].default]
 

@@ -1,8 +1,8 @@
-"""Attributes of nodes, edges and workers, and the rules that follow from them.
+"""Attributes of nodes, edges and workers, and values that are computed from them.
 
 Invariant: code reads the typed value of an attribute, such as `UpdateAttributes.of(node).mini_batch`. The expression
-that the program states (`node.stated("mini_batch")`) is only for messages about the attribute. A declaration can be
-applied to any node. For a node with another verb, it has its defaults.
+that the program states (`node.stated("mini_batch")`) is only for messages about the attribute. `UpdateAttributes.of`
+and the like accept any node. For a node with another verb, they return the defaults.
 
 To add an attribute of `update`, add a field to `UpdateAttributes` and code in a pass or an engine that reads the field.
 An engine that does not support all attributes lists its supported attributes (`supported_attributes` in
@@ -51,21 +51,26 @@ class WorkerAttributes(DeclaredAttributes):
     """Attributes of `worker NAME : KIND { … }`, for kinds of workers with weights."""
 
     model: str = attr(
-        NameKind(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name"
+        NameKind(),
+        "",
+        "The name of the worker's model. The deploy's `model` statement of this name says which weights to load.",
+        "the kind's name",
     )
     follows: str = attr(
         NameKind(),
         "",
-        "For a `frozen` worker: the trained worker whose weights it takes over after an iteration. Its initial weights "
-        "are those of its model.",
-        "none: its weights never change",
+        "For a `frozen` worker: the trained worker whose weights this worker takes over after an iteration. It starts "
+        "with the weights of its own model.",
+        "none: the weights never change",
     )
-    every: int = attr(COUNT, 1, "With `follows`: it takes them over every `every` iterations.")
+    every: int = attr(
+        COUNT, 1, "With `follows`: the number of iterations from one such change of the weights to the next."
+    )
     decay: float = attr(
         NumericKind(0, 1),
         0.0,
-        "With `follows`: its weights become decay times themselves plus (1 - decay) times those of the worker that it "
-        "follows, an exponential moving average. 0 copies them.",
+        "With `follows`: the new weights are decay times this worker's weights plus (1 - decay) times the weights of "
+        "the followed worker, an exponential moving average. With 0, the weights are copied.",
     )
 
 
@@ -77,11 +82,11 @@ class SourceAttributes(NodeAttributes):
     weights: Expr | None = attr(
         CALL,
         None,
-        "The sampling weight of each row: a function of columns of the data and of states that returns one number of 0 "
-        "or more per row of the data. It gets the columns of all usable rows at once, as with `per = batch`. Each "
-        "iteration draws from all rows: within an iteration no row repeats before all have been drawn, over several "
-        "iterations a row comes as often as it is drawn. Rows of weight 0 are drawn only when no others are left, "
-        "which the run reports. If all weights are 0, the run ends.",
+        "The sampling weight of each row: a function of columns of the data and of states. It returns one number of 0 "
+        "or more per row of the data. One call gets the columns of all usable rows, as with `per = batch`. Each "
+        "iteration draws from all rows. Within an iteration, no row is drawn twice before all rows have been drawn; "
+        "in the next iteration, every row may be drawn again. Rows of weight 0 are drawn only when no others are "
+        "left, and the run reports this. If all weights are 0, the run ends.",
         "equal weights",
     )
 
@@ -90,79 +95,77 @@ class SourceAttributes(NodeAttributes):
 class GenerateAttributes(NodeAttributes):
     """Attributes of a `generate` node, which samples responses."""
 
-    samples: int = attr(COUNT, 1, "Responses per prompt: an iteration has this many times the rows of the source.")
+    samples: int = attr(COUNT, 1, "The number of responses per prompt. With 8, 128 prompts have 1,024 responses.")
     temperature: Expr = attr(
         TEMPERATURE,
         Expr("number", 1.0),
-        "Divides the logits; 0 takes the likeliest token. See [Temperatures](nodes.md#temperatures).",
+        "The number by which the logits are divided; 0 takes the likeliest token. See "
+        "[Temperatures](nodes.md#temperatures).",
     )
-    top_p: float = attr(SHARE, 1.0, "Draws from the likeliest tokens that together have this probability.")
-    top_k: int = attr(COUNT, 0, "Draws from this number of likeliest tokens.", "all")
+    top_p: float = attr(SHARE, 1.0, "Draws each token from the likeliest tokens that together have this probability.")
+    top_k: int = attr(COUNT, 0, "Draws each token from this number of likeliest tokens.", "all")
     stop: tuple[str, ...] = attr(
         StringKind(several=True),
         (),
-        (
-            "Strings that end a response, in addition to the end token: it ends as soon as its text, special tokens "
-            "included, contains one. The string stays part of the response."
-        ),
+        "Strings that end a response, in addition to the end token. A response ends as soon as its text, including "
+        "special tokens, contains one of the strings. The string remains part of the response.",
         "none",
     )
     max_tokens: int | None = attr(
-        COUNT,
-        None,
-        "The maximum length of a response, end token included.",
-        "the bound of the response",
+        COUNT, None, "The maximum length of a response, end token included.", "the bound of the response column"
     )
     partial: float = attr(
         NumericKind(0, 1),
         0.0,
-        "Partial rollout: the number of additional prompts in progress, as a share of those that an iteration takes. "
-        "With 0.5 and a source of 128, 192 prompts are in progress, and the iteration takes the first 128 whose "
-        "responses have all ended. The others continue in the next iteration, from their tokens, with its weights.",
+        "Partial rollout: the number of additional prompts in progress, as a share of the prompts that an iteration "
+        "takes. With 0.5 and a source of 128, 192 prompts are in progress, and the iteration takes the first 128 "
+        "whose responses have all ended. The other prompts are cut: the next iteration continues their responses "
+        "after the tokens that exist, with its own weights.",
         "0: each response is generated completely",
     )
     cuts: int = attr(
         COUNT,
         4,
-        "With `partial`: how often the responses of a prompt may be cut. A token is at most `staleness` + `cuts` "
-        "versions old.",
+        "With `partial`: the maximum number of times that the responses to a prompt may be cut. A token is at most "
+        "`staleness` + `cuts` versions old.",
     )
     overdue: str = attr(
         WordsKind(("wait", "drop_group")),
         "wait",
         "With `partial`: what happens to a prompt that has been cut `cuts` times. `wait`: the iteration continues "
-        "until its responses have all ended, even if the others wait for only a few. `drop_group`: if they have not "
-        "ended when the iteration has enough prompts, all of them are dropped: nothing is learned from them, and the "
-        "prompt is not drawn again before its turn in the data. They are [counted](../metrics.md#responses).",
+        "until all responses to the prompt have ended, even if only a few are left. `drop_group`: if they have not "
+        "ended when the iteration has enough prompts, all of them are dropped. Nothing is learned from them, and the "
+        "prompt is not drawn again before its turn in the data. Dropped responses are "
+        "[counted](../metrics.md#responses).",
     )
     environment: Expr | None = attr(
         ENVIRONMENT,
         None,
-        "Your class with `reset` and `step`, which exchange text or messages: several turns with tools "
-        "([how](../../guides/environments.md)). The response contains all turns, and its bound applies to their sum; "
-        "the other columns that are written come from the environment.",
+        "Your class with `reset` and `step`, which exchange text or messages with the policy: several turns with "
+        "tools ([how](../../guides/environments.md)). The response contains all turns, and its bound applies to their "
+        "sum. The other columns that the node writes come from the environment.",
         "none",
     )
     agent: Expr | None = attr(
         AGENT,
         None,
-        "Your function that calls the policy by itself, over an OpenAI-compatible endpoint of the run "
-        "([how](../../guides/agents.md)). The response contains its conversation; the other columns that are written "
-        "are what the function returns.",
+        "Your function that calls the policy over an OpenAI-compatible endpoint of the run "
+        "([how](../../guides/agents.md)). The response contains the conversation of the function with the policy. The "
+        "other columns that the node writes are what the function returns.",
         "none",
     )
     tool_calls: Expr | None = attr(
         TOOL_CALLS,
         None,
-        "With `agent`: the format in which the policy writes tool calls. Your function takes a text and returns the "
-        "text without the calls and a list of calls, each a name and its arguments.",
-        "that of the model's chat template",
+        "With `agent`: the format in which the policy writes tool calls, or your function that reads them. It takes a "
+        "text. It returns the text without the calls, and a list of the calls, each a name and its arguments.",
+        "the format of the model's chat template",
     )
     turns: int | None = attr(
         COUNT,
         None,
         "With `environment` or `agent`: the maximum number of answers of the policy per row.",
-        "limited by the response only",
+        "limited only by the length of the response",
     )
     conversations: int = attr(
         COUNT,
@@ -173,34 +176,34 @@ class GenerateAttributes(NodeAttributes):
     timeout: float = attr(
         TIME,
         math.inf,
-        "The time limit of one step of an `environment`, or of an `agent` for a row; after it, the call has failed.",
+        "The time limit of one step of an `environment`, or of an `agent` for one row; a longer call has failed.",
         "none",
     )
     on_failure: str = attr(
         WordsKind(("stop", "drop_row", "drop_group")),
         "stop",
         "What happens to a row whose `environment` or `agent` raises, takes too long or returns an invalid value. "
-        "`stop` ends the run; `drop_row` drops the row from the iteration, `drop_group` all responses to its prompt. "
-        "They are [counted and reported](../metrics.md#rows-that-failed).",
+        "`stop` ends the run. `drop_row` drops the row from the iteration. `drop_group` drops all responses to the "
+        "prompt of the row. Dropped rows are [counted and reported](../metrics.md#rows-that-failed).",
     )
     memory: int = attr(
         SIZE,
         2 * 10**9,
-        "With `on_failure`: the memory limit of a process with rows of the environment, on top of the memory that "
-        "loading its file takes.",
+        "With `on_failure`: the memory limit of a process that runs the environment, in addition to the memory that "
+        "the process uses after it has imported the environment's file.",
     )
 
     def under_way(self, prompts: int) -> int:
-        """Return the number of prompts in progress if an iteration takes `prompts`."""
+        """Return the number of prompts in progress while an iteration takes `prompts`."""
         return prompts + (max(1, round(self.partial * prompts)) if self.partial else 0)
 
     @property
     def waits(self) -> bool:
-        """Whether an iteration waits for prompts that were cut `cuts` times."""
+        """Whether an iteration waits for responses to prompts that were cut `cuts` times."""
         return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
-        """Return the tokens per response from one check for complete prompts to the next."""
+        """Return how many tokens a response grows between checks for complete prompts."""
         return max(1, math.ceil(longest / LOOKS))
 
     @property
@@ -212,7 +215,7 @@ class GenerateAttributes(NodeAttributes):
         return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
-        """Return the maximum number of tokens of a response whose column holds `bound`."""
+        """Return the maximum tokens of a response whose column can hold `bound` tokens."""
         return bound if self.max_tokens is None else min(bound, self.max_tokens)
 
 
@@ -228,8 +231,8 @@ class UpdateAttributes(NodeAttributes):
     loss: Expr = attr(
         LOSS,
         ABSENT,
-        "Terms of the package or a file, combined with `+`, `-` and `*`, such as `clip(0.2) + 0.001 * kl()`: see "
-        "[Losses](losses.md#losses).",
+        "Loss terms of msrl_graph or of your file, combined with `+`, `-` and `*`. An example is `clip(0.2) + 0.001 * "
+        "kl()`: see [Losses](losses.md#losses).",
         must="clip(0.2)",
     )
     optimizer: Expr = attr(
@@ -238,31 +241,29 @@ class UpdateAttributes(NodeAttributes):
     reduce: Expr = attr(
         REDUCE,
         Expr("word", "tokens"),
-        "How the losses of tokens are reduced to one: `tokens` is their mean over the mini-batch; `sequences` is the "
-        "mean over rows of each row's mean; `constant(n)` is the mean over rows of each row's sum / n.",
+        "How the losses of tokens are reduced to one number. `tokens`: the mean over the tokens of the mini-batch. "
+        "`sequences`: the mean over rows of each row's mean. `constant(n)`: the mean over rows of each row's sum / n.",
     )
     masked_rows: str = attr(
         WordsKind(("count", "skip")),
         "count",
-        "With `sequences` or `constant(n)`: rows without a token in the loss, since a mask excludes all of them or the "
-        "row is empty. `count`: each counts as a row with the loss 0. `skip`: the mean is over the other rows, as in "
-        "verl.",
+        "With `reduce = sequences` or `constant(n)`: how a row counts if none of its tokens is in the loss, since a "
+        "mask excludes all of them or the row is empty. `count`: as a row with the loss 0. `skip`: not at all, so the "
+        "mean is over the other rows, as in verl.",
     )
     mini_batch: int | None = attr(
         COUNT,
         None,
-        (
-            "Rows per optimizer step. The seed decides which rows belong to which step, newly in each epoch; the order "
-            "of arrival never does. All rows are used: if it does not divide them, the last step of an epoch has the "
-            "rest. So 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout must divide "
-            "it."
-        ),
+        "The number of rows per optimizer step. The seed decides for each epoch which rows belong to which step; the "
+        "order in which rows arrive does not. If `mini_batch` does not divide the number of rows, the last step of an "
+        "epoch has the remaining rows. So 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of "
+        "the layout must divide `mini_batch`.",
         "all rows",
     )
-    epochs: int = attr(COUNT, 1, "Passes over the rows of an iteration.")
-    clip_grad: float = attr(NumericKind(0, above=True), 1.0, "The 2-norm to which the gradient is clipped.")
-    after: int = attr(COUNT_OR_0, 0, "The first iteration in which it runs.")
-    every: int = attr(COUNT, 1, "It runs every `every` iterations.")
+    epochs: int = attr(COUNT, 1, "The number of passes over the rows of an iteration.")
+    clip_grad: float = attr(NumericKind(0, above=True), 1.0, "The 2-norm to which a larger gradient is clipped.")
+    after: int = attr(COUNT_OR_0, 0, "The first iteration in which the update runs; iterations are counted from 0.")
+    every: int = attr(COUNT, 1, "The update runs every `every` iterations.")
 
     def step_rows(self, rows: N) -> int | N:
         """Return the rows per optimizer step: `mini_batch`, or all `rows` of an iteration."""
@@ -277,7 +278,7 @@ class UpdateAttributes(NodeAttributes):
         return iteration >= self.after and (iteration - self.after) % self.every == 0
 
     def steps_in_run(self, rows: int, iterations: int) -> int:
-        """Return an upper bound of a run's optimizer steps: filters may leave fewer rows."""
+        """Return an upper bound of a run's optimizer steps; filters may leave fewer rows."""
         return self.steps(rows) * max(0, -(-(iterations - self.after) // self.every))
 
     @property
@@ -293,50 +294,51 @@ class CallAttributes(NodeAttributes):
     call: Expr | None = attr(
         CALL,
         None,
-        "The function. Columns bind to its parameters by name; `f(reward = score)` binds another one. Options are "
-        "passed in the call by position or by name.",
+        "The function. A column is passed to the parameter of the same name; `f(reward = score)` passes the column "
+        "`score` to the parameter `reward`. Options are passed in the call by position or by name.",
         "must be given, except in a filter",
     )
     per: str = attr(
         PER,
         Node.per,
-        "What one call gets: `row`: one row; a column: all rows that share the row of that column (`prompt`: the group "
-        "of a prompt); `batch`: all remaining rows of the iteration.",
+        "What one call gets. `row`: one row. The name of a column: all rows below one row of that column (`prompt`: "
+        "the group of a prompt). `batch`: all remaining rows of the iteration.",
     )
     keep: Expr | None = attr(
         KEEP,
         None,
-        "A filter: rows for which it is not true leave the iteration. With `per`, a call filters one group: the whole "
-        "group or some of its rows leave.",
+        "A filter: a row leaves the iteration if this comparison or call is false for the row. With `per`, one call "
+        "filters one group: the whole group or some of its rows leave.",
         "every row",
     )
     select: Expr | None = attr(
         CALL,
         None,
-        "A filter: the function returns the indices of the rows that stay, in order. An index may be repeated up to "
-        "1,024 times, or as often as there are rows if that is more.",
+        "A filter: the function returns the indices of the rows that remain, in order. An index may be repeated up to "
+        "1,024 times, or up to the number of rows if there are more.",
         "every row",
     )
     refill: int = attr(
         COUNT,
         0,
-        "With a filter: the maximum number of additional rounds of prompts, until as many groups remain as the source "
-        "has rows. Excess groups are cut in the order of the source. If the rounds do not suffice, the run ends with "
-        "an error.",
+        "With a filter: the maximum number of additional rounds of prompts. Rounds are added until as many groups "
+        "remain as the source has rows. If more groups remain, the last in the order of the source are dropped. If "
+        "the rounds do not suffice, the run ends with an error.",
         "no refill",
     )
     adaptive: bool = attr(
         FlagKind(),
         False,
-        "With `refill` and with `per` a column of the source: each iteration draws the number of prompts that likely "
-        "suffices at once, according to the share that passed in previous iterations. In all, it draws no more prompts "
-        "than `refill` allows.",
+        "With `refill`, if `per` is a column of the source: each iteration first draws the number of prompts that is "
+        "likely to suffice, according to the share of prompts that passed the filter in previous iterations. In all, "
+        "an iteration draws no more prompts than `refill` allows.",
     )
     on_failure: str = attr(
         WordsKind(("stop", "leave")),
         "stop",
-        "With `call`: what happens to the row (with `per`: the group) of a call that raises or returns an invalid "
-        "value. `stop` ends the run; with `leave` it leaves the iteration, [counted](../metrics.md#rows-that-failed).",
+        "With `call`: what happens if a call raises or returns an invalid value. `stop`: the run ends. `leave`: the "
+        "row of the call (with `per`: the group) leaves the iteration and is "
+        "[counted](../metrics.md#rows-that-failed).",
     )
 
     @classmethod
@@ -345,7 +347,7 @@ class CallAttributes(NodeAttributes):
 
     @property
     def functions(self) -> tuple[Expr, ...]:
-        """The calls of the node. A filter may have a comparison in place of a call."""
+        """The calls of the node; a filter may have a comparison in place of a call."""
         return tuple(called for called in (self.call, self.keep, self.select) if called is not None)
 
 
@@ -356,26 +358,22 @@ class SampleEdgeAttributes(EdgeAttributes):
     stream: int | None = attr(
         COUNT,
         None,
-        (
-            "B may begin when this number of units (rows, or groups with `per`) is ready, and takes them batch by "
-            "batch, so that stages overlap."
-        ),
+        "B may begin when this number of units (rows, or groups with `per`) is ready. B gets the units batch by "
+        "batch, so that A and B compute at the same time.",
         "all rows at once",
     )
     stream_tokens: int | None = attr(
         COUNT,
         None,
-        (
-            "Like `stream`, but counts the tokens of the units that are ready: batches take equal time for rows of any "
-            "length. With both, the limit that is reached first applies."
-        ),
+        "Like `stream`, but counts the tokens of the units that are ready: batches take equal time for rows of any "
+        "length. With both attributes, the limit that is reached first applies.",
         "all rows at once",
     )
     balance: str = attr(
         WordsKind(("tokens",)),
         "",
-        "`tokens` distributes rows among the ranks of B by length.",
-        "by number",
+        "`tokens` distributes rows among the ranks of B by the lengths of the rows.",
+        "by the number of rows",
     )
 
 
@@ -386,18 +384,17 @@ class ReshardingEdgeAttributes(EdgeAttributes):
     staleness: int = attr(
         COUNT_OR_0,
         0,
-        (
-            "The bound on the age of B's weights, in versions: 0 is synchronous. On devices of its own, B continues "
-            "while A trains. On the same devices it is one version behind: it generates for the next iteration before "
-            "A trains on the current one, whose rewards are computed meanwhile. Each row records the version that "
-            "generated it."
-        ),
+        "The bound on the age of B's weights, in versions; 0 means synchronous. With devices of its own, B continues "
+        "to generate while A trains. If A and B share devices, B's weights are one version behind: B generates for "
+        "the next iteration before A trains on the current iteration, whose rewards are computed meanwhile. Each row "
+        "records the version that generated it.",
     )
     every: int = attr(
         COUNT,
         1,
-        "Sends only every `every`-th version, and the versions of checkpoints and evaluations. B generates with its "
-        "current weights until the next version arrives. `every = n` needs at least `staleness = n - 1`.",
+        "Sends only every `every`-th version of the weights, and the versions of checkpoints and evaluations. B "
+        "generates with its current weights until the next version arrives. `every = n` needs a `staleness` of n - 1 "
+        "or more.",
     )
 
 
@@ -411,10 +408,10 @@ CALLED = {
 
 
 def place_of_call(node: Node) -> str:
-    """Return the place of a node's call in the program, as text.
+    """Return the line and file of a node's call as text, for use in a sentence.
 
-    A node without a call has the place of the node itself. In a node that extends another node, the call is on another
-    line than the node, often in another file.
+    For a node without a call, it is the line of the node. If a node extends another node, the call may be in the other
+    node, often in another file.
     """
     calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
     return next((span.place for span in calls if span.line), node.span.place)

@@ -1,4 +1,4 @@
-"""The number of concurrent calls of a function node on a host.
+"""The number of calls of a node's Python function that a host makes concurrently.
 
 Invariant: results do not depend on this number, so it belongs to the deployment and not to the algorithm.
 """
@@ -17,14 +17,14 @@ MAX_ASYNC_CALLS = 256  # of one `async def` function; a file that needs fewer us
 def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> int:
     """Return the number of concurrent calls of a node's function on one host.
 
-    `workers` is the number of worker processes per host. `signature` is the signature of the function, or None if it is
-    unknown. The result depends on the function:
+    `workers` is the number of worker processes per host. `signature` is the signature of the function, or None if the
+    signature is unknown. The result depends on what the node calls:
 
-    - A comparison or a function of the package: 1. The function host itself calls it, since the call is faster than a
-      message to a worker.
-    - A function that gets the whole batch: 1, since it is called only once.
+    - A comparison or a function of msrl_graph itself: 1. The function host makes this call in its own process, since
+      the call is faster than a message to a worker process.
+    - A function that gets the whole batch (`per = batch`): 1, since it is called only once.
     - An `async` function: MAX_ASYNC_CALLS.
-    - Any other function: one call per worker process, or 1 if it is marked `parallel=False`.
+    - Any other function: one call per worker process, or 1 if the function is marked `parallel=False`.
     """
     call = CallAttributes.of(node).functions[0]
     if call.kind != "call" or ":" not in str(call.value) or node.per == "batch":

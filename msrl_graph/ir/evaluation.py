@@ -1,4 +1,6 @@
-"""Evaluations of a plan.
+"""Evaluations of a plan: their options, their columns and their figures.
+
+A figure is a number that an evaluation reports, such as the mean of a column or pass@8.
 
 Invariant: an `Evaluation` has the resolved values of `EvaluateOptions`, and the evaluation's name and span in the
 program.
@@ -16,7 +18,7 @@ from .graph import Graph, Node
 class Draw:
     """Sampling settings of a generation in an evaluation.
 
-    - `samples`: the number of responses per row; 0 means the same number as in training.
+    - `samples`: the number of responses to each row; 0 means the same number as in training.
     - `temperature`: None means the same temperature as in training.
     """
 
@@ -35,7 +37,7 @@ class Evaluation:
 
     - `data`: the name of the data. `report`: the columns whose means are reported.
     - `samples`, `temperature`: settings of the generations that read prompts. 0 and None mean the same as in training.
-    - `draws`: settings of single generations.
+    - `draws`: settings of single generations, which replace `samples` and `temperature`.
     - `name`: "" means that the evaluation has the name of the data.
     - `at`: the k of pass@k and best@k, and of maj@k if `vote` is set.
     - `passing`: a response passes if its value in the reported column is at least this number.
@@ -64,7 +66,7 @@ class Evaluation:
 
     @property
     def task(self) -> str:
-        """The name of the evaluation's tasks in instruction streams and metrics."""
+        """The name of this evaluation in instruction streams and metrics."""
         return self.name or self.data
 
     @property
@@ -74,15 +76,18 @@ class Evaluation:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether the figures need the rows of all processes, not only sums per process."""
+        """Whether the figures are computed from the rows of all processes together.
+
+        If not, one sum per process is sufficient.
+        """
         return bool(self.at or self.by)
 
     def draw(self, graph: Graph, node: Node) -> Draw:
         """Return the sampling settings of a generation in this evaluation.
 
-        Settings in `draws` for the generation come first. For a setting that `draws` leaves open, a generation that
-        reads prompts uses the setting of the evaluation. A generation that reads the text of another generation samples
-        as in training.
+        The settings that `draws` states for the generation have priority. For a setting that `draws` does not state, a
+        generation that reads prompts uses the setting of the evaluation. A generation that reads the text of another
+        generation samples as in training.
         """
         own = next((draw for draw in self.draws if draw.generation == node.name), Draw(node.name))
         reads_prompts = graph.level(node) == 0
@@ -93,7 +98,7 @@ class Evaluation:
         )
 
     def samples_of(self, graph: Graph) -> dict[str, int]:
-        """Return the stated numbers of responses per row, by generation.
+        """Return the stated number of responses to each row, by generation.
 
         A generation without a stated number samples as in training and is left out.
         """
@@ -110,5 +115,5 @@ class Evaluation:
         )
 
     def title(self, column: str) -> str:
-        """Return the title of a figure."""
+        """Return the title under which the mean of a column is shown."""
         return self.label if self.label and column == self.report[0] else f"{column} on {self.task}"

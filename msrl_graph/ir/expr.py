@@ -1,6 +1,6 @@
-"""Evaluated expressions of a program.
+"""Expressions of a program, in which each param is replaced by its value.
 
-Invariant: an expression is immutable, and each param in it is replaced by its value.
+Invariant: an expression is immutable.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Value = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Expr:
-    """An evaluated expression.
+    """An expression of a program, in which each param is replaced by its value.
 
     - `kind`: `number`, `string`, `bool`, `quantity`, `word` (an option's word), `column`, `state`, `call`, `list`,
       `neg` (a negated number) or an operator sign.
-    - `value`: the literal, or the name of the column, state or function. A quantity has its value in bytes, bytes/s,
+    - `value`: the literal, or the name of the column, state or function. The value of a quantity is in bytes, bytes/s,
       FLOP/s or seconds; `unit` says in which of them.
     - `args`: the operands of an operator, the items of a list, or the arguments of a call.
     - `keys`: the argument names of a call; "" for a positional argument.
@@ -46,7 +46,7 @@ class Expr:
         return (self,) if self.kind == "call" else tuple(call for part in self.args for call in part.calls())
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a call by name: its arguments that bind no columns."""
+        """Return the options of a call: the arguments that are not columns, by name."""
         return {
             key: argument.literal()
             for key, argument in zip(self.keys, self.args, strict=True)
@@ -54,7 +54,7 @@ class Expr:
         }
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that a call passes by name, by parameter.
+        """Return the columns that a call passes as named arguments, by parameter.
 
         For example, the result for `f(reward = score)` is `{"reward": "score"}` if `score` is a column.
         """

@@ -1,7 +1,7 @@
-"""The flow of rows along sample edges: order of nodes, columns of edges.
+"""The flow of rows along sample edges: the order of nodes, the columns of edges.
 
 Invariant: the module never imports torch. It imports networkx only in `digraph` and for edges that form a cycle, since
-this import would take a quarter of the compiler's start time.
+the import of networkx would take a quarter of the compiler's start time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Flow:
         return src == dst or dst in self.after(src)
 
     def digraph(self) -> nx.DiGraph[str]:
-        """Return a networkx graph with the names of the nodes and the sample edges."""
+        """Return a networkx graph with the nodes' names as nodes and the sample edges."""
         import networkx as nx
 
         digraph: nx.DiGraph[str] = nx.DiGraph()
@@ -49,9 +49,9 @@ class Flow:
 
     @cached_property
     def knots(self) -> list[list[str]]:
-        """The strongly connected components that contain a cycle, as names of nodes.
+        """The strongly connected components of the sample edges that contain a cycle.
 
-        The components are those of the sample edges. An algorithm that passes the checks has none.
+        Each component is a list of names of nodes. An algorithm that passes the checks has no such component.
         """
         place = {node.name: index for index, node in enumerate(self.graph.nodes)}
         return [] if all(place[edge.src] < place[edge.dst] for edge in self.graph.samples()) else knots(self.digraph())
@@ -62,9 +62,9 @@ class Flow:
 
     @cached_property
     def _writers_above(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The bit of each writer, and for each node the bits of the writers before it.
+        """The bit of each writer, and for each node the bits of all writers before it.
 
-        The first dict has a bit for each writer that is not connected to all of its readers by a direct edge. The
+        The first dict has a bit for a writer if some node reads its column without a direct edge from the writer. The
         second dict has, for each node, the bits of the writers from which a path leads to the node.
         """
         graph = self.graph
@@ -93,9 +93,9 @@ class Flow:
         return bits, above
 
     def arrives(self, column: str, node: str) -> bool:
-        """Return whether a path of sample edges leads from a column's writer to a node.
+        """Return whether sample edges lead from the writer of a column to a node.
 
-        The column must have at least one reader in the graph.
+        The edges may form a path through other nodes. The column must have at least one reader in the graph.
         """
         writer = self.graph.writer(column).name
         bits, above = self._writers_above
@@ -105,9 +105,9 @@ class Flow:
     def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """The columns that each sample edge carries, by (src, dst).
 
-        Each column that a node reads is carried to the node by one edge. If an edge leads from the writer of the column
-        to the node, it is this edge. If not, it is the first edge into the node whose start is the end of a path from
-        the writer.
+        Each column that a node reads is carried to the node by exactly one edge: the direct edge from the writer of the
+        column. If there is no direct edge, several edges into the node may end a path from the writer. The first of
+        these edges carries the column.
         """
         graph = self.graph
         columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}
@@ -145,9 +145,10 @@ def knots(flow: nx.DiGraph[str]) -> list[list[str]]:
 
 
 def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
-    """Return the nodes in dependency order.
+    """Return the nodes so that each node comes after the nodes that it reads from.
 
-    The source is first, and ties are ordered by name. Nodes of a cycle, and nodes after a cycle, are last.
+    The source is first, and nodes that may be in any order are ordered by name. Nodes of a cycle, and nodes after a
+    cycle, are last.
     """
     waits: dict[str, set[str]] = {name: set() for name in nodes}
     for edge in edges:

@@ -1,8 +1,8 @@
 """The graph of an algorithm, independent of its placement.
 
-Invariant: a Graph is immutable, its names are resolved, and its expressions are evaluated as far as params reach. Each
-node, edge, column, state and worker has its span in the program. The graph is logical: it has one node per worker
-state, never one node per rank.
+Invariant: a Graph is immutable, its names are resolved, and each param in its expressions is replaced by its value.
+Each node, edge, column, state and worker has its span, the range of text in the program that declares it. The graph is
+logical: it has one node per worker state, never one node per rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Column:
     """A field of the rows of a level.
 
     Level 0 has the rows of the source (prompts). Each generation adds a level below the level of its prompts. `per` is
-    the column that is named after `per` in the type: this column has one value for each row of that column.
+    the column after the word `per` in the type. With the type `f32 per prompt`, this column has one value for each
+    prompt.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Worker:
 
     @property
     def following_description(self) -> str:
-        """Which worker this worker follows, and how, as text; "" if it follows none."""
+        """The worker whose weights this worker follows, and how, as text; "" if none."""
         if not self.follows:
             return ""
         how = f" every {self.every} iterations" if self.every > 1 else ""
@@ -98,7 +99,7 @@ class Worker:
 class WithAttributes:
     """A node or an edge with its attributes, as the program states them.
 
-    `attributes` has expressions. For typed values, use a declaration: `UpdateAttributes.of(node)`.
+    `attributes` has expressions. For typed values, use a class of attributes.py: `UpdateAttributes.of(node)`.
     """
 
     attributes: dict[str, Expr]
@@ -125,7 +126,7 @@ class Node(WithAttributes):
     - `per`: the rows that one call gets. `row` means one row, `batch` all rows, and the name of a column, such as
       `prompt`, all rows below one row of that column.
     - `states`: the states that the node reads, with the values that the previous iteration left.
-    - `gives`: if the node sets states, all columns and states that it writes, in order.
+    - `gives`: if the node sets states, all columns and states that it writes, in the order of the program.
     - `whole` (of an update): whether a term of its loss needs all rows of the mini-batch at once.
     - `scores` (of an update): the token columns for which a term of its loss uses one score per row.
     """
@@ -150,7 +151,7 @@ class Node(WithAttributes):
 
     @property
     def weight_columns(self) -> tuple[str, ...]:
-        """The columns of the source from which its sampling weights are computed."""
+        """The columns from which the sampling weights of the source are computed."""
         call = self.stated("weights")
         return () if call is None else tuple(name for name in self.writes if name in call.columns().values())
 
@@ -165,13 +166,13 @@ class Node(WithAttributes):
 
     @property
     def cuts(self) -> bool:
-        """Whether responses of the generation may continue in the next iteration."""
+        """Whether responses of this generation may continue in the next iteration."""
         stated = self.stated("partial")
         return stated is not None and float(stated.literal()) > 0
 
     @property
     def fails(self) -> bool:
-        """Whether a failed row is dropped from the iteration, instead of ending the run."""
+        """Whether a row that fails at this node is dropped, instead of ending the run."""
         stated = self.stated("on_failure")
         return stated is not None and stated.value != "stop"
 
@@ -342,7 +343,8 @@ class Graph(GraphViews):
     def row_column(self, level: int) -> str:
         """Return the column that names the rows of a level.
 
-        It is the first column of tokens that is written at this level, or else the first column.
+        It is the first column of tokens that is written at this level. If no column of tokens is written, it is the
+        first column that is written at this level.
         """
         columns = [
             column
@@ -355,20 +357,19 @@ class Graph(GraphViews):
         )
 
     def common(self, one: int, other: int) -> int:
-        """Return the deepest level that both levels are equal to or under."""
+        """Return the deepest level of which both levels are descendants, or equal to it."""
         while one != other:
             one, other = (self.under[one], other) if self.depth(one) >= self.depth(other) else (one, self.under[other])
         return one
 
     def fan(self, level: int, above: int = 0) -> int:
-        """Return the number of rows of `level` under each row of `above`, before filters."""
+        """Return the number of rows of `level` below each row of `above`, before filters."""
         return max(1, self.rows[level] // max(1, self.rows[above]))
 
     def row_level(self, node: Node) -> int:
         """Return the level of the rows that a node makes.
 
-        For a generation, it is the level of the responses. For other nodes, it is the level of the rows that they work
-        on.
+        For a generation, it is the level of the responses. For other nodes, it is the level of the rows that they read.
         """
         return max([self.level(node), *(self.column(column).level for column in node.writes)], key=self.depth)
 
@@ -380,7 +381,7 @@ class Graph(GraphViews):
     def optional(self) -> frozenset[str]:
         """The columns that may lack values: single numbers that no node reads.
 
-        Such a column is used only for its mean.
+        A run uses such a column only to report the column's mean.
         """
         read = {column for node in self.nodes for column in (*node.reads, *node.weight_columns)}
         return frozenset(

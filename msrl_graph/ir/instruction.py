@@ -1,4 +1,7 @@
-"""Instructions for the processes of a pool, and the walk through their streams.
+"""Instructions for the processes of a pool, and the execution of their streams.
+
+An instruction stream is the list of instructions that a pool executes in one iteration or evaluation. A `Walk` is the
+position in the streams; a `Walker` is the code that acts on each instruction.
 
 Invariant: all code that executes, times or checks instruction streams implements `Walker`, which has a method per
 instruction, and uses a `Walk`. A new instruction is added to `Op`. mypy then reports the code that does not handle the
@@ -47,28 +50,28 @@ class Walker(ABC):
     """
 
     def ready(self, pool: str, node: str, /) -> bool:
-        """Return whether RUN of a node can be executed immediately.
+        """Return whether the RUN instruction of a node can be executed immediately.
 
-        A walker that can only block until the rows arrive returns True, and blocks in `run`.
+        A walker that cannot ask whether rows have arrived returns True, and waits for the rows in `run`.
         """
         return True
 
     def weights_ready(self, pool: str, src: str, dst: str, /) -> bool:
-        """Return whether RESHARD can be executed immediately.
+        """Return whether the RESHARD instruction of an edge can be executed immediately.
 
-        A walker that can only block until the weights arrive returns True, and blocks in `reshard`.
+        A walker that cannot ask whether the weights have arrived returns True, and waits for the weights in `reshard`.
         """
         return True
 
     @abstractmethod
     def run(self, pool: str, node: str, /) -> None:
-        """RUN: compute a node as long as the node gets rows."""
+        """RUN: compute a node until the node gets no more rows."""
 
     @abstractmethod
     def reshard(self, pools: Sequence[str], src: str, dst: str, /) -> None:
         """RESHARD: move the weights of the update `src` to the generation `dst`.
 
-        The method is called once for all `pools` that take part.
+        The method is called once for all pools whose streams have this instruction; `pools` are their names.
         """
 
     @abstractmethod
@@ -77,29 +80,29 @@ class Walker(ABC):
 
     @abstractmethod
     def swap_in(self, pool: str, node: str, /) -> None:
-        """SWAP_IN: start to copy the weights of an update back from host memory."""
+        """SWAP_IN: start to copy the weights of the update `node` back from host memory."""
 
     @abstractmethod
     def wait(self, pool: str, node: str, /) -> None:
-        """WAIT: wait until the weights of the update are back on the devices."""
+        """WAIT: wait until the weights of the update `node` are back on the devices."""
 
     @abstractmethod
     def again(self, pool: str, node: str, rounds: int, /) -> bool:
-        """AGAIN: return whether the filter needs another round of prompts.
+        """AGAIN: return whether the filter `node` needs another round of prompts.
 
         `rounds` is the number of rounds that have already run.
         """
 
 
 class Walk:
-    """The progress of pools through their instruction streams of one task.
+    """The positions of pools in their instruction streams of one task.
 
-    The pools advance in parallel, and a process walks only the stream of its own pool. A RESHARD is executed when all
-    pools whose streams have this instruction have reached it.
+    The pools advance in parallel; a process of a run advances only its own pool. A RESHARD is executed when all pools
+    whose streams have this instruction have reached it.
     """
 
     def __init__(self, streams: Mapping[str, Sequence[Instruction]], begin: int = 0) -> None:
-        """Begin a walk; `begin` instructions of each stream are already done."""
+        """Begin at the first instruction of each stream, or after `begin` instructions."""
         self.streams = streams
         self._position = dict.fromkeys(streams, begin)
         self._rounds = dict.fromkeys(streams, 1)
@@ -117,7 +120,7 @@ class Walk:
         return stream[index] if index < len(stream) else None
 
     def advance(self, pool: str, walker: Walker) -> bool:
-        """Execute the next instruction of a pool; return whether that was possible."""
+        """Execute the next instruction of a pool, if possible; return whether it was."""
         stream = self.streams[pool]
         index = self._position[pool]
         if index == len(stream):
@@ -154,17 +157,20 @@ class Walk:
         return True
 
     def finish(self, walker: Walker) -> bool:
-        """Execute all instructions that are possible; return whether all streams ended."""
+        """Execute instructions of all pools until none is possible.
+
+        Return whether all streams ended.
+        """
         while any(self.advance(pool, walker) for pool in self.streams):
             pass
         return all(self.step(pool) is None for pool in self.streams)
 
 
 def find_round_start(stream: Sequence[Instruction], index: int) -> int:
-    """Return the index where a walk continues after an AGAIN at `index`.
+    """Return the index at which another round starts, after an AGAIN at `index`.
 
-    This is the index of the RUN of the round's first node. If the weights that this node needs were released after that
-    RUN, it is the index of the RESHARD that moves the weights to the node.
+    A round starts with the RUN of its first node. If the weights of this node were released after that RUN, the round
+    starts with the RESHARD that moves the weights to the node.
     """
     other = stream[index].other
     begin = [
@@ -182,7 +188,7 @@ def find_round_start(stream: Sequence[Instruction], index: int) -> int:
 
 
 def nodes_run(streams: Iterable[InstructionStream], task: str = "train") -> list[str]:
-    """Return the nodes that the streams of a task run, stream by stream."""
+    """Return the nodes that the streams of a task run, one stream after another."""
     return [
         instruction.node
         for stream in streams

@@ -115,7 +115,10 @@ class NameKind:
 
 @dataclass(frozen=True)
 class QuantityKind:
-    """A number above 0 with a unit; with `whole`, fractions of the unit are dropped."""
+    """A number above 0 with a unit.
+
+    With `whole`, the value in the base unit, such as bytes, is rounded down to a whole number.
+    """
 
     unit: str
     example: str
@@ -169,7 +172,7 @@ class DrawsKind:
 
 @dataclass(frozen=True, eq=False)
 class FormKind:
-    """An expression that is read together with its node (dsl/node_calls.py).
+    """An expression whose meaning depends on its node (dsl/node_calls.py reads it).
 
     `takes` describes the expressions that are accepted. With `word`, the value is a word instead of an expression.
     """

@@ -1,6 +1,6 @@
 """Guesses of the intended writer of a column that has no writer or two writers.
 
-Invariant: a function returns a single node only if there is no sign that another node was meant. If there is one, the
+Invariant: a function returns a single node only if nothing suggests that another node was meant. If something does, the
 function returns no node, or all possible nodes.
 """
 
@@ -17,7 +17,8 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a column seems to be named after a node.
 
     The column is named after the node if a word of one name begins with a word of the other name. Words of one or two
-    letters do not count. Columns of a frozen worker are often called `ref_…`, and columns of a trained worker `old_…`.
+    letters do not count. For a frozen worker, the words of the node also include `reference`, which begins with the
+    `ref` of `ref_…`. For a trained worker, they include `old`.
     """
     words = _words(node)
     worker = next((candidate for candidate in graph.workers if candidate.name == node.worker), None)
@@ -32,7 +33,7 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
 
 
 def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str) -> list[Node]:
-    """Return the writers of `column` that may be meant to write `other`.
+    """Return the writers of `column` that were probably meant to write `other`.
 
     A writer that reads `other` is left out. If the names of the columns and nodes suggest exactly one writer, the
     result is this writer. If not, the result is all writers that are left.
@@ -48,7 +49,7 @@ def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str
 
 
 def find_idle_writer(graph: Graph, column: str) -> Node | None:
-    """Return the function node that was likely meant to write a column, or None.
+    """Return the function node that was probably meant to write a column, or None.
 
     Such a node calls a function and writes nothing. It is named after the column, or an edge leads from the node to a
     reader of the column. The result is None if there is not exactly one such node.
@@ -65,5 +66,5 @@ def find_idle_writer(graph: Graph, column: str) -> Node | None:
 
 
 def _words(node: Node) -> set[str]:
-    """Return the words of a node's label, worker and verb."""
+    """Return the words in the names of a node, of its worker and of its verb."""
     return {*re.split(r"[._]", node.name), *node.worker.split("_"), *node.verb.split("_")}

@@ -1,7 +1,7 @@
 """Names of the built-in metrics.
 
-Invariant: a run reports these metrics without being asked, as keys of a line of metrics.jsonl. So a reported column
-must have a name that is not in this list.
+Invariant: every run reports these metrics, as keys of a line of metrics.jsonl. So a column that a program reports must
+have a name that is not in this list.
 """
 
 from __future__ import annotations

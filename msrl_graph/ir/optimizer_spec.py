@@ -1,4 +1,4 @@
-"""Optimizers: the update rule of each tensor, and its optimizer states.
+"""Optimizers: the rule that updates each tensor, and the rule's optimizer states.
 
 Invariant: the module does not import torch, and a spec depends only on the optimizer's call in the program. The planner
 counts memory with this spec, and engines take optimizer steps with this spec.
@@ -22,7 +22,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The update rule of tensors.
+    """A rule that updates tensors, such as AdamW.
 
     - `name`: the class of torch.optim. `options`: the options of this class, without the learning rate.
     - `keeps`: the optimizer states by name, each in bytes per element. Each state has as many elements as the weights.
@@ -36,13 +36,14 @@ class Rule:
 
     @property
     def bytes(self) -> float:
-        """The bytes of all optimizer states, per element of the tensor."""
+        """The bytes of all optimizer states of this rule, per element of the tensor."""
         return sum(self.keeps.values())
 
     def state_bytes(self, master: bool) -> float:
         """Return the bytes per element of the optimizer states and float32 copies.
 
-        With `master`, the weights have a type other than float32, so the optimizer updates a float32 copy of them.
+        With `master`, the weights have a type other than float32, so the optimizer updates a float32 copy of the
+        weights.
         """
         return self.bytes + MASTER * master
 
@@ -51,9 +52,10 @@ class Rule:
 class OptimizerSpec:
     """An optimizer: which rule updates which tensors.
 
-    - `rule`: the rule of all tensors, or if `matrices` is set, of all tensors except the matrices of the layers.
+    - `rule`: the rule of all tensors. If `matrices` is set, it is the rule of all tensors except the matrices of the
+      layers.
     - `matrices`: the rule of the matrices of the layers.
-    - `runs`: False if the optimizer is only for planning. `why`: the reason for this.
+    - `runs`: whether an engine can run the optimizer. If False, it is only for planning, and `why` is the reason.
     """
 
     rule: Rule
@@ -62,7 +64,7 @@ class OptimizerSpec:
     why: str = ""
 
     def rule_of(self, tensor: Tensor) -> Rule:
-        """Return the rule of a tensor.
+        """Return the rule that updates a tensor.
 
         The embedding, the head, norms and biases do not count as matrices of layers. Each expert is a matrix of its
         own.
@@ -72,7 +74,7 @@ class OptimizerSpec:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules, in the order in which an engine applies them."""
+        """The optimizer's rules, in the order in which an engine applies them."""
         return (self.rule,) if self.matrices is None else (self.rule, self.matrices)
 
 

@@ -46,29 +46,33 @@ OF_DEVICE = "of the device"
 
 @dataclass(frozen=True)
 class ClusterOptions(DeclaredAttributes):
-    """Options of `cluster NAME { … }`. Stated figures replace the preset's figures."""
+    """Options of `cluster NAME { … }`.
+
+    A figure that the program states replaces the figure of the preset `device`.
+    """
 
     device: str = attr(
         StringKind(known=tuple(DEVICES)),
         "",
-        (
-            'A preset: see below. `"here"` is this machine as measured by `msrl-doctor --calibrate`; `"cpu"` is an '
-            "assumed one."
-        ),
+        'A preset of devices: see below. `"here"` is this machine, as measured by `msrl-doctor --calibrate`. `"cpu"` '
+        "is a CPU with assumed figures.",
         must='"cpu"',
     )
     nodes: int = attr(COUNT, 1, "The number of hosts.")
-    devices_per_node: int = attr(COUNT, 1, "Devices per host. On CPUs a device is a process with one core.")
+    devices_per_node: int = attr(
+        COUNT, 1, "The number of devices per host. On CPUs, a device is a process with one core."
+    )
     network: Figure | float = attr(
         RATE,
         NETWORK,
-        "The bandwidth reached between two hosts, each way, for rows and, without `fabric`, for collectives.",
+        "The bandwidth that is reached between two hosts, each way. Rows use this bandwidth. Collectives also use it "
+        "if there is no `fabric`.",
     )
     interface: str = attr(
         StringKind(),
         "",
-        "The network interface between ranks of different hosts, such as `eth1`; the same name on every host.",
-        "that of the host's address in Ray",
+        "The network interface that connects ranks on different hosts, such as `eth1`, by the same name on each host.",
+        "the interface with the host's address in Ray",
     )
     memory: float | None = attr(BYTES, None, "The memory of a device.", OF_DEVICE)
     memory_bandwidth: float | None = attr(RATE, None, "The memory bandwidth of a device.", OF_DEVICE)
@@ -81,7 +85,7 @@ class ClusterOptions(DeclaredAttributes):
     fabric: float | None = attr(
         RATE,
         None,
-        "The bandwidth between hosts for collectives, per device. A device without it uses `network`.",
+        "The bandwidth between hosts for collectives, per device. A device without a fabric uses `network`.",
         OF_DEVICE,
     )
     host_memory: float | None = attr(BYTES, None, "The memory of a host, shared by its devices.", OF_DEVICE)
@@ -94,7 +98,7 @@ class ClusterOptions(DeclaredAttributes):
 class ModelOptions(DeclaredAttributes):
     """Options of `model NAME = "…" { … }`."""
 
-    dtype: str | None = attr(DTYPE, None, "The type of the weights.", "of the config")
+    dtype: str | None = attr(DTYPE, None, "The type of the weights.", "the type in the model's config")
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class LayoutOptions(DeclaredAttributes):
     If `dp` is 0, the placement chooses it. If `etp` is 0, the engine chooses it.
     """
 
-    tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: shards matrices and heads.")
+    tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: shards matrices and attention heads.")
     cp: int = attr(COUNT, Layout.cp, "Context parallelism: shards sequences.")
     pp: int = attr(NumericKind(1, 10_000, whole=True), Layout.pp, "Pipeline parallelism: divides layers into stages.")
     dp: int = attr(COUNT, 0, "Data parallelism: divides rows.", "the rest of the pool")
@@ -112,100 +116,99 @@ class LayoutOptions(DeclaredAttributes):
         COUNT, Layout.ep, "Expert parallelism: distributes whole experts over the ranks of a stage (tp · cp · dp)."
     )
     etp: int = attr(
-        COUNT, 0, "Tensor parallelism of each expert, over the same ranks.", "chosen by the engine: see below"
+        COUNT, 0, "Tensor parallelism of each expert, over the same ranks as `ep`.", "chosen by the engine: see below"
     )
     vpp: int = attr(
-        NumericKind(1, 100, whole=True),
-        Layout.vpp,
-        "Interleaved stages: the number of chunks of layers on each stage.",
+        NumericKind(1, 100, whole=True), Layout.vpp, "Interleaved stages: the number of chunks of layers on each stage."
     )
     stages: tuple[int, ...] = attr(
-        CountsKind(), Layout.stages, "Layers of each of the pp · vpp chunks, in order.", "even"
+        CountsKind(), Layout.stages, "The number of layers of each of the pp · vpp chunks, in order.", "even"
     )
     zero: int = attr(
         NumericKind(0, 3, whole=True),
         Layout.zero,
-        "ZeRO over dp: 0 shards nothing, 1 the optimizer, 2 also gradients, 3 also weights (arXiv:1910.02054).",
+        "ZeRO over dp: 0 shards nothing, 1 the optimizer states, 2 also gradients, 3 also weights (arXiv:1910.02054).",
     )
-    cp_kind: str = attr(WordsKind(("ring", "ulysses")), Layout.cp_kind, "How attention handles sharded sequences.")
+    cp_kind: str = attr(WordsKind(("ring", "ulysses")), Layout.cp_kind, "How attention computes on sharded sequences.")
 
 
 @dataclass(frozen=True)
 class EngineOptions(DeclaredAttributes):
-    """Options of `engine NODES = NAME { … }`. Each engine supports some of them."""
+    """Options of `engine NODES = NAME { … }`; each engine supports some options."""
 
-    dtype: str | None = attr(DTYPE, None, "The type that it computes in.", "of the model")
-    memory: float = attr(SHARE, 0.9, "The share of a device's memory that a generator may use, weights included.")
+    dtype: str | None = attr(DTYPE, None, "The type in which the engine computes.", "of the model")
+    memory: float = attr(SHARE, 0.9, "The share of a device's memory that a generation may use, weights included.")
     micro_batch: int | None = attr(
         COUNT,
         None,
-        "Rows (of a generator: prompts) that a rank computes at once. It does not change results: a loss term computes "
-        "the value of a row from that row alone, which a run tests before it begins, or it is a term of the whole "
-        "mini-batch, which needs an additional pass.",
+        "The number of rows (for a generation: of prompts) that a rank computes at one time. It does not change "
+        "results. A loss term computes the value of a row from that row alone; a run tests this before it begins. A "
+        "term of the whole mini-batch needs an additional pass.",
         "limited by memory",
     )
     offload: str = attr(
         WordsKind(("none", "optimizer", "weights", "all")),
         "none",
-        "What is in host memory when it is not in use: the optimizer states of an update, the weights of a node that "
-        "are never updated.",
+        "What is in host memory when it is not in use. `optimizer`: the optimizer states of an update. `weights`: the "
+        "weights of a node that are never updated. `all`: both.",
     )
     recompute: str = attr(
         WordsKind(("none", "full")),
         "none",
-        "`full` recomputes activations in the backward pass and keeps only the input of each layer.",
+        "`full` recomputes activations in the backward pass and stores only the input of each layer.",
         "the plan chooses",
     )
     activations: str = attr(
         WordsKind(("keep", "offload")),
         "keep",
-        "`offload`: the activations that an update keeps for the backward pass (with `recompute = full` the inputs of "
-        "layers) are in host memory in between.",
+        "`offload`: the activations that an update stores for the backward pass are in host memory between the two "
+        "passes. With `recompute = full`, these activations are the inputs of layers.",
     )
     compile: str = attr(
         WordsKind(("none", "layers")),
         "none",
-        "`layers`: compiles each layer with torch.compile into fewer, fused kernels; the first passes take up to a "
-        "minute longer. Only for dense models, and not with `tp`.",
+        "`layers` compiles each layer with torch.compile into fewer, fused kernels. The first passes take up to a "
+        "minute longer. Only dense models without `tp` can be compiled.",
     )
     python: str = attr(
         StringKind(),
         "",
-        "The Python interpreter of the pool's processes on each host, such as `/opt/vllm/bin/python`: an environment "
-        "of its own, for packages that clash with those of other pools "
+        "The Python interpreter of the pool's processes on each host, such as `/opt/vllm/bin/python`. Its environment "
+        "may have packages that clash with the packages of other pools "
         "([how](../../guides/engines.md#an-environment-for-a-pool)).",
-        "that of the run",
+        "the interpreter of the run",
     )
 
 
 @dataclass(frozen=True)
 class DockOptions(DeclaredAttributes):
-    """`dock { … }`. `deadline` is in seconds; `capacity` 0 means all of host memory."""
+    """Options of `dock { … }`.
+
+    `deadline` is in seconds; `capacity` 0 means that rows may use all of the host memory.
+    """
 
     mode: str = attr(
         WordsKind(("distributed", "central")),
         "distributed",
-        "`central` uses one warehouse for all hosts, the conventional replay buffer, for comparison.",
+        "`central` uses one warehouse for all hosts, like the usual replay buffer, for comparison.",
     )
     deadline: float = attr(
         TIME,
         600.0,
-        "The maximum length of a wait, from when a row was last computed, written or handed out on any host. After it, "
-        "the run ends with a report of which process waits for what.",
+        "The maximum time for which a node waits while no row is computed, written or assigned on any host. After "
+        "this time, the run ends with a report of which process waits for what.",
     )
     capacity: int = attr(
         SIZE,
         0,
-        "The host memory that rows may take on each host; the rows that a node waits for must fit (`dock-starves`).",
-        "none",
+        "The host memory that rows may use on each host; the rows that a node waits for must fit (`dock-starves`).",
+        "the memory of the host",
     )
     imbalance: float = attr(
         NumericKind(1),
         1.0,
-        (
-            "The largest share of rows that a group may get, relative to an even share, so that rows are computed on "
-            "the host that has them; 1: as even as possible."
-        ),
+        "The largest share of rows that a data-parallel group may get, as a multiple of an even share. With a larger "
+        "number, more rows are computed on the host that has them. With 1, the shares are as even as possible.",
     )
     span: Span = NOWHERE
 
@@ -217,19 +220,17 @@ class ReshardOptions(DeclaredAttributes):
     mode: str = attr(
         WordsKind(("swap", "naive")),
         "swap",
-        (
-            "`swap` moves the update's weights to host memory during generation (allgather-swap); `naive` keeps them "
-            "on the device, for comparison."
-        ),
+        "`swap` moves the update's weights to host memory during generation (allgather-swap). `naive` leaves these "
+        "weights on the device, for comparison.",
     )
     order: str = attr(
         WordsKind(("direct", "staged")),
         "",
-        "`direct` gathers, then swaps out; `staged` swaps out, then gathers from the host, with less memory and more "
-        "time.",
+        "`direct` gathers the weights of the generation, and then swaps out the weights of the update. `staged` swaps "
+        "out first, and then gathers from host memory, which needs less memory and more time.",
         "the plan chooses",
     )
-    bucket: int = attr(SIZE, 0, "The bytes that are gathered at once.", "the plan chooses")
+    bucket: int = attr(SIZE, 0, "The number of bytes that are gathered at one time.", "the plan chooses")
     span: Span = NOWHERE
 
 
@@ -245,36 +246,34 @@ class EvaluateOptions(DeclaredAttributes):
         NameKind(),
         "",
         "The data to evaluate on. Several evaluations, each with a name of its own, may use the same data.",
-        "the data of its name",
+        "the data with the evaluation's name",
     )
     report: tuple[str, ...] = attr(
         NameKind(several=True),
         (),
-        (
-            "Columns whose means are reported: `f32` columns with one number per row, written by a function, an "
-            "environment or a reward model."
-        ),
+        "Columns whose means are reported: `f32` columns with one number per row, written by a function, an "
+        "environment or a reward model.",
         must="reward",
     )
-    every: int = attr(COUNT, 0, "It also runs every `every` iterations.", "only before and after")
+    every: int = attr(COUNT, 0, "The evaluation also runs after every `every` iterations.", "only before and after")
     samples: int = attr(
         COUNT,
         0,
         "Responses per prompt, for all generations that read only columns of the source. A generation that reads the "
-        "text of another one samples as in training, unless `draws` names it.",
+        "text of another generation samples as in training, unless `draws` has settings for it.",
         "as in training",
     )
     temperature: float | None = attr(
         NumericKind(0),
         None,
-        "The temperature of the same generations; 0 takes the likeliest token.",
+        "The temperature of the generations to which `samples` applies; 0 takes the likeliest token.",
         "as in training",
     )
     draws: tuple[Draw, ...] = attr(
         DrawsKind(),
         (),
-        "Settings of single generations, such as `[draw(critic.generate, samples = 2, temperature = 0)]`. Settings "
-        "that are left out do not change.",
+        "Sampling settings of single generations, such as `[draw(critic.generate, samples = 2, temperature = 0)]`. A "
+        "setting that is left out does not change.",
         "none",
     )
     at: tuple[int, ...] = attr(
@@ -288,20 +287,20 @@ class EvaluateOptions(DeclaredAttributes):
     vote: str = attr(
         NameKind(),
         "",
-        "The column with the answer of each response, text or a number; `maj@k` uses the most frequent answer.",
+        "The column with the answer of each response: text or a number. `maj@k` uses the most frequent answer.",
         "none",
     )
     by: str = attr(
         NameKind(),
         "",
-        "A column of the source, such as `data_source`: each figure is also reported for the rows of each of its "
-        "values, at most 100.",
+        "A column of the source, such as `data_source`. Each figure is also reported separately for the rows of each "
+        "value of this column, for at most 100 values.",
         "none",
     )
     label: str = attr(
         StringKind(),
         "",
-        "The title of the first reported column in the curve and in the last lines.",
+        "The title of the first reported column in the curve and in the last lines that a run prints.",
         "`COLUMN on NAME`",
     )
     best: str = attr(
@@ -311,11 +310,11 @@ class EvaluateOptions(DeclaredAttributes):
         "[written and kept](../../guides/evaluating.md#the-best-checkpoint).",
         "none",
     )
-    goal: str = attr(WordsKind(("maximize", "minimize")), "maximize", "Which value of the figure `best` is better.")
+    goal: str = attr(WordsKind(("maximize", "minimize")), "maximize", "Whether a better `best` is larger or smaller.")
     patience: int = attr(
         COUNT,
         0,
-        "Training ends after this number of evaluations in a row without a better figure `best`.",
+        "Training ends after this number of evaluations in a row in which the figure `best` did not improve.",
         "never",
     )
 
@@ -334,35 +333,40 @@ class Run(DeclaredAttributes):
         0,
         "Decides the order of the data, all sampling, and which rows are in which mini-batch.",
     )
-    save: int = attr(COUNT, 0, "Writes a checkpoint every `save` iterations, and after the last.", "none")
+    save: int = attr(
+        COUNT, 0, "Writes a checkpoint after every `save` iterations, and after the last iteration.", "none"
+    )
     keep: int = attr(COUNT, 2, "The number of newest checkpoints to keep.")
     resume: str = attr(StringKind(), "", "The folder or URL of a run or a checkpoint to resume from.", "")
     listen: str = attr(
         StringKind(),
         "",
-        "Where the endpoints of [agents](../../guides/agents.md#the-endpoint) listen: an interface, such as `eth1`, or "
-        "an address of the host.",
+        "Where the endpoints of [agents](../../guides/agents.md#the-endpoint) listen: a network interface, such as "
+        "`eth1`, or an address of the host.",
         "the host itself, 127.0.0.1",
     )
-    restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are restarted before the run ends.")
+    restarts: int = attr(
+        COUNT_OR_0, 3, "How often processes that died are restarted. If processes die again, the run ends."
+    )
     function_workers: int = attr(
         COUNT,
         1,
-        "Processes per host that call your functions, "
-        "[each for another row or group](../../guides/functions.md#parallel-calls); 1: calls run one after another.",
+        "The number of processes per host that call your functions, [each for another row or "
+        "group](../../guides/functions.md#parallel-calls). With 1, calls run one after another.",
     )
     on_nan: str = attr(
         WordsKind(("stop", "skip")),
         "stop",
-        "The reaction to NaN and infinite numbers: `stop` ends the run, `skip` leaves out the optimizer steps that "
-        "they would reach.",
+        "The reaction to NaN and infinite numbers. `stop` ends the run. `skip` leaves out the optimizer steps that "
+        "such numbers would reach.",
     )
     deterministic: bool = attr(
         FlagKind(),
         False,
-        "With `staleness`: an iteration generates with the oldest weights that are allowed, but none from before the "
-        "last checkpoint. So a seed gives the same rows even if processes are slow or killed. Otherwise it uses the "
-        "newest weights that are available. Without `staleness` a run is always deterministic.",
+        "With `staleness`: an iteration generates with the oldest weights that are allowed, but not with weights from "
+        "before the last checkpoint. So a seed gives the same rows even if processes are slow or killed. If it is "
+        "false, an iteration generates with the newest weights that are available. Without `staleness`, a run is "
+        "always deterministic.",
     )
     warn_flat: int = attr(
         COUNT_OR_0,
@@ -371,30 +375,24 @@ class Run(DeclaredAttributes):
         "never ([when training goes wrong](../../guides/training_problems.md)).",
     )
     warn_truncated: float = attr(
-        NumericKind(0, 1),
-        0.5,
-        "Warns if more than this share of responses is cut at their bound; 1: never.",
+        NumericKind(0, 1), 0.5, "Warns if more than this share of responses is cut at the maximum length; 1: never."
     )
     warn_entropy: float = attr(
-        NumericKind(0, 1),
-        0.1,
-        "Warns if the entropy falls below this share of its first value; 0: never.",
+        NumericKind(0, 1), 0.1, "Warns if the entropy falls below this share of its first value; 0: never."
     )
     warn_kl: float = attr(
-        NumericKind(0),
-        1.0,
-        "Warns if `loss/kl` or `clip/kl` exceeds this number of nats per token; 0: never.",
-        "1.0",
+        NumericKind(0), 1.0, "Warns if `loss/kl` or `clip/kl` exceeds this number of nats per token; 0: never.", "1.0"
     )
     max_drift: float | None = attr(
         NumericKind(0),
         None,
-        "The largest allowed difference between the log-probabilities of trainer and generator with the same weights "
-        "in an iteration: nats per token, on average ([`logp_drift`](../../guides/training_problems.md#drift)).",
+        "The largest drift: the mean difference, in nats per token, between the log-probabilities that trainer and "
+        "generator compute with the same weights in an iteration "
+        "([`logp_drift`](../../guides/training_problems.md#drift)).",
         "any",
     )
     on_drift: str = attr(
-        WordsKind(("warn", "stop")), "warn", "The reaction to more than `max_drift`: `warn`, or `stop` the run."
+        WordsKind(("warn", "stop")), "warn", "The reaction to more drift than `max_drift`: `warn`, or `stop` the run."
     )
     span: Span = NOWHERE
 

@@ -65,7 +65,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine and its options; `chosen` is a text about the origin of the choice."""
+    """An engine, its options, and where the choice comes from (`chosen`)."""
 
     name: str
     options: dict[str, Value] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class EngineChoice:
     span: Span = NOWHERE
 
     def shared(self) -> dict[str, Value]:
-        """Return the options that nodes with shared weights have in common.
+        """Return the options in which nodes that share weights must agree.
 
         These are all options except `micro_batch`.
         """
@@ -122,15 +122,16 @@ class Deployment:
         )
 
     def evaluation(self, task: str) -> Evaluation | None:
-        """Return the evaluation whose tasks have the name `task`; None for training."""
+        """Return the evaluation with the task name `task`; None for training."""
         return next((evaluation for evaluation in self.evaluations if evaluation.task == task), None)
 
 
 @dataclass(frozen=True)
 class Placement(DeviceRange):
-    """The devices of a node: the first `layout.devices` of a pool, or the hosts' CPUs.
+    """The devices of a node, or the hosts on whose CPUs the node runs.
 
-    Nodes that run on the hosts' CPUs are in the pool `functions`.
+    A node with weights has the first `layout.devices` devices of its pool. Nodes that run on the hosts' CPUs are in the
+    pool `functions`.
     """
 
     node: str
@@ -185,8 +186,9 @@ class ReshardRoute:
     """How one kind of weights is moved to the ranks that generate with them.
 
     - `of`: the kind of weights: weights, embeddings or experts. `how`: in place, all-gather, all-to-all or send.
-    - `block`: the number of consecutive ranks that exchange weights. For 2, ranks 0 and 1 do, ranks 2 and 3, and so on.
-    - `across`: whether layers change their pipeline stage. Then the same block of every stage takes part.
+    - `block`: the number of consecutive ranks that exchange weights. If it is 2, ranks 0 and 1 exchange weights, and
+      ranks 2 and 3, and so on.
+    - `across`: whether layers change their pipeline stage. If so, the same block of every stage takes part.
     - `ranks`: the number of ranks that take part, in all stages. `bytes`: the bytes that the busiest device receives.
     """
 
@@ -202,8 +204,8 @@ class ReshardRoute:
 class Reshard:
     """The plan of a resharding edge: an allgather-swap, or a `send` to another pool.
 
-    If the other pool may run ahead, the update sends a copy of its weights, which it makes as it begins (`copied`).
-    Bytes are those of the busiest device.
+    If the other pool may run ahead, the update sends a copy of its weights. The update makes this copy when it begins
+    (`copied`). Bytes are those of the busiest device.
     """
 
     src: str
@@ -225,7 +227,7 @@ class Reshard:
 
     @property
     def name(self) -> str:
-        """The edge as the program writes it; ranks count the edge's bytes under this name."""
+        """The edge as the program writes it; ranks report the edge's bytes by this name."""
         return f"{self.src} => {self.dst}"
 
     @property
@@ -322,7 +324,7 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True)
 class PlanNote:
-    """A choice or a remark, with its reason."""
+    """A choice of the compiler or a remark, with its reason."""
 
     about: str
     text: str
@@ -364,7 +366,7 @@ class Plan(PlanViews):
         return next((pool for pool in self.pools if 0 <= pool.rank(device, per_host) < pool.devices), None)
 
     def on_hosts(self, pool: str) -> list[int]:
-        """Return the number of devices of a pool on each host."""
+        """Return how many devices of a pool each host has."""
         placed = self.pool(pool)
         per_host = self.cluster.devices_per_node
         counts = [0] * self.cluster.nodes
@@ -386,7 +388,7 @@ class Plan(PlanViews):
         return [placement.device(layout.rank(tp=0, dp=group), per_host) // per_host for group in range(layout.dp)]
 
     def environment_of(self, place: int | str) -> ProcessEnvironment:
-        """Return the environment of the processes of a pool or of a device."""
+        """Return the process environment of a pool (by name) or of a device (by number)."""
         pool = self.pool_of(place) if isinstance(place, int) else self.pool(place)
         environments = (
             environment for environment in self.surroundings if pool is not None and environment.pool == pool.name
@@ -404,7 +406,7 @@ class Plan(PlanViews):
 
 
 def from_json(text: str | bytes) -> Plan:
-    """Decode a plan from JSON; verify.py checks it.
+    """Decode a plan from JSON, without verifying it (verify.py does this).
 
     Raises msgspec.ValidationError or DecodeError.
     """

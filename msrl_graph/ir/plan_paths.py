@@ -29,7 +29,7 @@ def make_absolute(plan: Plan) -> Plan:
 
 
 def pin_urls(plan: Plan) -> Plan:
-    """Pin each URL of a model or a data file to its current version.
+    """Append to each URL of a model or data file the current version of its content.
 
     So all processes read the same version of a file. Raises Fault.
     """
@@ -41,7 +41,7 @@ def pin_urls(plan: Plan) -> Plan:
 
 
 def copy_to_host(plan: Plan, data: bool = True) -> Plan:
-    """Replace URLs by paths of copies on this host, which are fetched if missing.
+    """Replace URLs by paths of copies on this host; fetch copies that are missing.
 
     URLs of models are always replaced. URLs of data are replaced if `data` is true. Raises Fault.
     """
@@ -53,7 +53,10 @@ def copy_to_host(plan: Plan, data: bool = True) -> Plan:
 
 
 def copy_model_heads(plan: Plan) -> Plan:
-    """Replace URLs of models by paths of copies of the files that the compiler reads."""
+    """Replace URLs of models by paths of local copies without the weights.
+
+    A copy has only the files that the compiler reads. Raises Fault.
+    """
     return _replace_urls(
         plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data.path
     )

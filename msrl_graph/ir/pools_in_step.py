@@ -5,8 +5,8 @@ pools may run ahead of the updates (async_schedule.py). A pipelined pool has bot
 `staleness`, and runs some of its nodes for the next iteration before it ends the current iteration. These nodes are the
 opening of the pool.
 
-Invariant: a pool is in step if it runs a generation with the newest weights, runs an update, or waits for rows of a
-node that is in step. For a pipelined pool, only the nodes of its opening decide.
+Invariant: a pool is in step if one of its nodes is in step. A node is in step if it is an update, generates with the
+newest weights, or waits for rows of a node in step. Of a pipelined pool, only the nodes of its opening count.
 """
 
 from __future__ import annotations

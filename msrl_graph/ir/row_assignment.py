@@ -1,8 +1,12 @@
-"""Assignment of the units of a round to data-parallel groups.
+"""Assignment of rows to data-parallel groups, by the controller of a node.
 
-Invariant: the result depends only on the arguments, and each unit is assigned to exactly one group. A unit stays on the
-host that has most of its data, and together with the other units of its prompt. Units are separated or moved to another
-host only if a group's share would exceed `imbalance` times an even share.
+The controller assigns units: single rows, or with `per` all rows below one row. It assigns all units of one round of
+prompts together.
+
+Invariant: the result depends only on the arguments, and each unit is assigned to exactly one group. A unit is assigned
+to the host that has most of its data, and to the same group as the other units of its prompt. Units of a prompt are
+separated, or a unit is assigned to another host, only if a group's load would otherwise exceed `imbalance` times an
+even share.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Units:
-    """The units to assign.
+    """The units to assign; each field has one value per unit.
 
     - `prompts`: the prompt of each unit.
     - `homes`: the host that has most of each unit's data; -1 if this host has no group.
@@ -46,10 +50,10 @@ class Units:
 def assign_units(
     units: Units, hosts: Sequence[int], imbalance: float = 1.0, had: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return the positions of the units of each group, ascending.
+    """Return, for each group, the positions of its units in `units`, ascending.
 
-    `hosts` is the host of each group. `had` is the load that each group got before: on each host, the heaviest share
-    goes to the group with the smallest earlier load.
+    `hosts` is the host of each group. `had` is the load that each group got in earlier rounds. On each host, the
+    heaviest share goes to the group with the smallest earlier load.
 
     Example: there are 8 units of equal weight, 6 of them on host 0, and a group on each of two hosts. Then 2 units move
     to host 1. With `imbalance = 1.5`, no unit moves.
@@ -79,7 +83,7 @@ def assign_units(
 def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
     """Return the units of each host.
 
-    `room` is the load that each host may get. If possible, no host gets more than this.
+    `room` is the load that each host may get. If possible, no host gets more than this load.
     """
     bins: dict[int, list[int]] = {host: [] for host in room}
     homeless: dict[int, list[int]] = {}
@@ -98,10 +102,10 @@ def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
 
 
 def _assign_to_groups(units: Units, own: list[int], groups: int, most: float) -> list[list[int]]:
-    """Partition the units of one host among its groups.
+    """Partition the units `own` of one host among its `groups` groups.
 
     Units of equal weight are split into even ranges. Units of different weights are partitioned by the method of
-    Karmarkar and Karp.
+    Karmarkar and Karp; `most` is the load that a group may get.
     """
     if units.weights is None:
         return split(sorted(own, key=lambda unit: (units.prompts[unit], unit)), groups)
@@ -119,10 +123,11 @@ def _group_by_key(units: Iterable[int], key: Callable[[int], int]) -> list[list[
 
 
 def _balance(units: Units, bins: list[list[int]], room: Sequence[float]) -> list[list[int]]:
-    """Move units out of bins whose load exceeds their room; return the new bins.
+    """Move units out of bins whose load exceeds their `room`; return the new bins.
 
-    First all units of a prompt move together, then single units. Each move takes the largest item that fits. No unit
-    moves twice.
+    A bin is the units of one host or one group, and `room` is the load that each bin may get. First, all units of a
+    prompt in a bin move together. If this is not enough, single units move. Each move takes the heaviest of them that
+    fits. No unit moves twice.
     """
     excess = [units.load(own) - most for own, most in zip(bins, room, strict=True)]
     moved: list[list[int]] = [[] for _ in bins]
@@ -163,10 +168,12 @@ class _Item:
 def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
     """Partition items by the largest differencing method (Karmarkar and Karp 1982).
 
+    Return the indices of the items in each of `parts` parts, ascending. The loads of the parts differ by no more than
+    the heaviest item.
+
     A partial solution is a list of parts, and its difference is the load of its heaviest part minus the load of its
     lightest part. Each step merges the two partial solutions with the largest differences: the heaviest part of one
-    solution with the lightest part of the other, and so on. The items of a part are in ascending order. The loads of
-    the resulting parts differ by no more than the heaviest item.
+    solution with the lightest part of the other, and so on.
     """
     if parts == 1 or not weights:
         return [[*range(len(weights))], *([] for _ in range(parts - 1))]
@@ -188,7 +195,7 @@ def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
 def _leaves(items: Any) -> Iterator[int]:
     """Yield the items in nested pairs.
 
-    The pairs may be nested as deep as there are items, so the function does not recurse.
+    The depth of the nesting can be the number of items, so the function does not recurse.
     """
     todo = [items]
     while todo:
@@ -200,7 +207,7 @@ def _leaves(items: Any) -> Iterator[int]:
 
 
 def split(items: Sequence[T], parts: int) -> list[list[T]]:
-    """Split items into even ranges, the longer ones first."""
+    """Split items into `parts` even ranges; the first ranges may have one item more."""
     size, rest = divmod(len(items), parts)
     ends = [part * size + min(part, rest) for part in range(parts + 1)]
     return [list(items[start:end]) for start, end in pairwise(ends)]

@@ -1,5 +1,8 @@
 """Row sets that nodes work on: their parents, row numbers and passed filters.
 
+A row set is a set of rows of one level that were made together. A level has a second row set after a `select`, which
+may repeat rows.
+
 Invariant: the row sets of a graph are a tree. A generation makes a row set below the set from which it generates. A
 `select` makes a row set below the set from which it selects. The number of a row gives the rows above it without
 communication. With N responses per prompt, response r belongs to prompt r // N. The k-th repeat of row r is row r + k *
@@ -51,8 +54,8 @@ class Sieve:
     - `rows`: the set of the rows that enter this node. `remaining`: the set of the rows that remain, which is the same
       set unless rows may repeat.
     - `refill`: the maximum number of extra rounds of prompts that the filter may request.
-    - `failures`: whether the node is a generation or function, not a filter, whose failed rows leave. This also happens
-      in evaluations.
+    - `failures`: whether the node is not a filter but a generation or function, whose failed rows leave. Failed rows
+      leave in evaluations, too.
     - `generates`: whether the node is a generation.
     """
 
@@ -65,7 +68,7 @@ class Sieve:
 
     @property
     def column(self) -> str:
-        """The name of the dock's column that says how often each row is repeated."""
+        """The name of the dock's column with the number of times that each row continues."""
         return f"{self.node}.times"
 
 
@@ -75,10 +78,10 @@ class Rowsets:
 
     - `columns`: the set of each column's rows. `nodes`: the set that each node works on.
     - `units`: the set of the units that each node gets. With `per = prompt`, it is the set of prompts.
-    - `sieves`: the filters of the graph. A check makes sure that at most one filter is `refilling`.
-    - `passed`: the filters before each node, in the order of the graph.
-    - `disjoint`: nodes that would need rows of two sets of which neither is above the other, with the two sets. A check
-      rejects these nodes.
+    - `sieves`: the nodes where rows leave the iteration, by name. A check makes sure that at most one is `refilling`.
+    - `passed`: the sieves that the rows of each node have passed before the node, in the order of the graph.
+    - `disjoint`: the two sets, for each node that would need rows of two sets on different branches of the tree. A
+      check rejects these nodes.
     """
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
@@ -101,7 +104,7 @@ class Rowsets:
         return next((index for index in chain(self.sets, rows) if self.sets[index].level == level), 0)
 
     def add(self, graph: Graph, node: Node) -> None:
-        """Add a node to the row sets; all nodes before it must have been added."""
+        """Add the row sets of a node; all nodes before the node must have been added."""
         before = {
             sieve.node: sieve
             for edge in graph.into(node.name)
@@ -160,7 +163,7 @@ def rowsets(graph: Graph) -> Rowsets:
 
 
 def find_refill(graph: Graph) -> tuple[str, frozenset[str]]:
-    """Return the filter that refills, and the nodes that work in rounds of prompts.
+    """Return the filter with `refill`, and the nodes that work in rounds of prompts.
 
     These nodes are the filter and all nodes before the filter. In a graph without such a filter, the result is "" and
     an empty set.
@@ -173,8 +176,8 @@ def nodes_upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
     """Return the nodes that are needed to compute columns.
 
     These nodes are the writers of the columns and, recursively, the writers of the columns that these nodes read. The
-    source, which provides the states of a row, is always included. A column without a writer, which a check rejects,
-    needs no node.
+    source is always included, since it also writes the values of states with which a row is drawn. A column without a
+    writer, which a check rejects, needs no node.
     """
     needed = {source.name for source in graph.verb("source")}
     todo = [*columns]
@@ -195,17 +198,17 @@ def chain(sets: Sequence[Rowset], rows: int) -> list[int]:
 
 
 def common(sets: Sequence[Rowset], one: int, other: int) -> int:
-    """Return the deepest set that both sets are equal to or under."""
+    """Return the deepest set that is equal to, or above, each of two sets."""
     above = {*chain(sets, one)}
     return next(index for index in chain(sets, other) if index in above)
 
 
 class Numbers:
-    """The numbering of rows in one pass over a graph.
+    """The numbering of rows in one iteration or one evaluation.
 
     - `prompts`: the number of prompts in all rounds.
-    - `samples`: the number of rows that a generation makes of each row, for generations where it differs from the
-      program.
+    - `samples`: the number of rows that a generation makes of each row, by generation. A generation that is left out
+      has the number that the program states.
     - `size`: the maximum number of rows of each set, without repeats.
     - `space`: a bound for each set: the numbers of its rows are below this bound.
     - `repeats`: for each set, how often a `select` may repeat a row.

@@ -1,4 +1,4 @@
-"""Record of a search over layouts: its extent, its choice, its reasons.
+"""The record of a search over layouts: its candidates, its choice and the reasons.
 
 Invariant: a record is plain data. The same program gives the same record, unless a budget of seconds ended the search.
 """
@@ -38,8 +38,8 @@ class Rival:
 
     - `ahead`: whether the rival is asynchronous.
     - `seconds`: the time of an iteration of the rival; 0 if no candidate of its kind fits.
-    - `mean`, `bound`: the staleness of the asynchronous candidate, which is either the rival or the choice. The weights
-      that generate are `mean` versions old on average, and a row is at most `bound` versions old.
+    - `mean`, `bound`: the staleness of the asynchronous candidate, which is either the rival or the choice. Its weights
+      for generation are `mean` versions old on average, and its rows are at most `bound` versions old.
     """
 
     ahead: bool
@@ -54,10 +54,10 @@ class SearchRecord:
     """The record of a search.
 
     - `candidates`: the number of combinations of pools and layouts that the devices and engines allow.
-    - `evaluated`: the number of candidates that went through all passes.
+    - `evaluated`: the number of candidates that went through all passes of the compiler.
     - `seconds`: the time of an iteration with the best candidate; 0 if no candidate fits.
     - `bound`: a lower bound of the time of an iteration with any candidate.
-    - `optimal`: whether no candidate is better than the best one, according to the plan's own cost model.
+    - `optimal`: whether no candidate is faster than the best one, according to the plan's own cost model.
     """
 
     candidates: int
@@ -77,10 +77,10 @@ class SearchRecord:
 
     @property
     def gap(self) -> float:
-        """The largest possible gain of another candidate, as a fraction of `seconds`."""
+        """The largest time that another candidate could save, as a fraction of `seconds`."""
         return 0.0 if self.optimal or not self.seconds else max(0.0, 1 - self.bound / self.seconds)
 
     @property
     def percent(self) -> str:
-        """The gap in percent as text, with two digits."""
+        """The result of `gap` as a text in percent, with two digits."""
         return f"{max(0.01, 100 * self.gap):.2g} %"

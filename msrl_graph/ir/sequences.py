@@ -1,5 +1,8 @@
 """The token columns that a node with weights computes on.
 
+A node scores a column if it computes a number for each token of the column, such as a log-probability or a value. The
+other token columns that the node reads are context.
+
 Invariant: for each row and each column that a node scores, the node computes on one sequence: the context, followed by
 the scored column. A node that scores no column computes on one sequence per row, the context alone. For a generation,
 the columns that it writes count as scored columns.
@@ -62,7 +65,7 @@ def sequences(graph: Graph, node: Node) -> Sequences:
 def scores_texts(graph: Graph, node: Node) -> bool:
     """Return whether a node's number for a token is the score of the text up to it.
 
-    This is so for a reward model, and the score at the last token is the score of the row. For other workers, the
+    The result is True for a reward model; the score at the last token is the score of the row. For other workers, the
     number of a token is computed from the hidden state before the token: the prediction of a policy, or the value of a
     value worker.
     """
@@ -76,11 +79,12 @@ def is_tokens(graph: Graph, column: str) -> bool:
 
 
 def length_columns(graph: Graph, node: Node) -> dict[str, int]:
-    """Return the columns that determine the length of a node's rows, with factors.
+    """Return the columns whose lengths add up to the length of a node's row.
 
-    The length of a row is the sum over the columns of factor times length. For a node with weights, the columns are the
-    tokens that the node computes on; responses that do not exist yet are left out. For a function, they are the token
-    columns that it reads, or all columns that it reads if it reads no tokens.
+    Each column is mapped to the number of times that its length counts. For a node with weights, the columns are the
+    tokens that the node computes on; the context counts once per scored column. The responses that a generation writes
+    are left out, since they do not exist before the generation. For a function, the columns are the token columns that
+    it reads, or all columns that it reads if it reads no tokens.
     """
     if graph.worker(node.worker).kind != "function":
         read = sequences(graph, node)
@@ -116,9 +120,10 @@ def temperature(graph: Graph, column: str) -> Expr:
 
 
 def temperature_exprs(graph: Graph, node: Node) -> tuple[Expr, ...]:
-    """Return the columns and states that hold the temperatures of a node's samples.
+    """Return the columns and states that hold the temperatures for a node.
 
-    The node samples at these temperatures, or it scores tokens that were sampled at these temperatures.
+    A generation samples at these temperatures. Other nodes of a policy score tokens that were sampled at these
+    temperatures.
     """
     if node.verb == "generate":
         exprs = [GenerateAttributes.of(node).temperature]
@@ -130,7 +135,7 @@ def temperature_exprs(graph: Graph, node: Node) -> tuple[Expr, ...]:
 
 
 def drawn_name(state: str) -> str:
-    """Return the name of the value that a state had when rows were drawn with it.
+    """Return the name of the value that a state had when rows were drawn.
 
     This value may be older than the value that the previous iteration left.
     """
@@ -138,21 +143,24 @@ def drawn_name(state: str) -> str:
 
 
 def temperature_name(stated: Expr) -> str:
-    """Return the name of a temperature's values: a column, or `drawn_name` of a state."""
+    """Return the name of the values of a temperature.
+
+    The name is that of the column, or `drawn_name` of the state.
+    """
     return drawn_name(str(stated.value)) if stated.kind == "state" else str(stated.value)
 
 
 def temperature_states(graph: Graph, node: Node) -> tuple[str, ...]:
-    """Return the states from which a node takes the temperatures of its rows."""
+    """Return the states that hold the temperatures of a node's rows."""
     return tuple(dict.fromkeys(str(expr.value) for expr in temperature_exprs(graph, node) if expr.kind == "state"))
 
 
 def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
-    """Return the states of which a node reads the value that the last iteration left.
+    """Return the states that a node reads with the value from the previous iteration.
 
-    The source reads states only for its weights, and generations and infers read states only as temperatures. These
-    states are used for drawing rows, which may happen ahead of the updates, with an older value. So the result is empty
-    for such nodes.
+    The result is empty for the source, generations and infers. The source reads states only for its weights, and
+    generations and infers read states only as temperatures. Such states are used for drawing rows, which may happen
+    ahead of the updates, with an older value.
     """
     return () if node.verb in ("source", "generate", "infer") else node.states
 
@@ -192,10 +200,10 @@ def conversations(graph: Graph, column: str) -> int:
 
 
 def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
-    """Return the scored columns that may hold several conversations.
+    """Return, for each scored column with several conversations, its begins column.
 
-    Each scored column is mapped to the name of its begins column, which only the dock knows. The begins column marks
-    the tokens at which conversations begin.
+    The begins column marks the tokens at which conversations begin. Only the dock has this column; the program does not
+    declare it.
     """
     columns = (
         name for name in sequences(graph, node).scored if is_tokens(graph, name) and conversations(graph, name) > 1
@@ -204,7 +212,7 @@ def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
 
 
 def source_worker(graph: Graph) -> Worker | None:
-    """Return the worker whose tokenizer made the tokens of the source.
+    """Return the worker whose tokenizer makes the tokens of the source.
 
     The worker is a policy if there is one, or else another worker with weights. Of several such workers, it is the
     first trained worker, or else the first worker. The result is None if no worker has weights.
@@ -215,15 +223,16 @@ def source_worker(graph: Graph) -> Worker | None:
 
 
 def nodes_with_weights(graph: Graph) -> list[Node]:
-    """Return the nodes with weights."""
+    """Return the nodes of all workers with weights."""
     kinds = {worker.name: worker.kind for worker in graph.workers}
     return [node for node in graph.nodes if kinds.get(node.worker, "function") != "function"]
 
 
 def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return the source's columns that are responses, with the columns before each.
+    """Return the source's columns that are responses, each with its context.
 
-    A column of the source is a response if some node scores it and no node has it as context.
+    A column of the source is a response if some node scores it and no node has it as context. The context is given as
+    the columns of the source that precede the response in a sequence.
     """
     read = [sequences(graph, node) for node in nodes_with_weights(graph)]
     source_columns = {column for node in graph.verb("source") for column in node.writes}
@@ -237,7 +246,7 @@ def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def columns_before(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return columns that are never first in a sequence, with the columns before each."""
+    """Return columns that never begin a sequence, with the columns that precede them."""
     contexts: dict[str, tuple[str, ...]] = {}
     first = set[str]()
     for read in (sequences(graph, node) for node in nodes_with_weights(graph)):
@@ -257,7 +266,8 @@ def token_columns(graph: Graph) -> list[str]:
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a node's model reads a column: tokens, or text to be tokenized.
 
-    Environments and agents read their text themselves, without the model.
+    A generation with an environment or agent does not read text with the model, since the environment or agent reads
+    it.
     """
     return is_tokens(graph, column) or (
         graph.column(column).element == "text" and GenerateAttributes.of(node).partner is None
@@ -265,7 +275,7 @@ def _is_read(graph: Graph, node: Node, column: str) -> bool:
 
 
 def bound(graph: Graph, column: str) -> int:
-    """Return the maximum number of tokens of a column.
+    """Return the maximum number of tokens of a column in one row.
 
     A text column without a stated maximum has the sum of the bounds of the columns that its writer reads, but at least
     TEXT_TOKENS. Columns whose bound is unknown are left out of the sum.
@@ -282,9 +292,9 @@ def bound(graph: Graph, column: str) -> int:
 
 
 def reads_tempered(graph: Graph, node: Node) -> Node:
-    """Return a node with the temperatures of its samples added to what it reads.
+    """Return a node that also reads the columns and states of its temperatures.
 
-    Temperatures are columns or states. The results of the node depend on its temperatures.
+    The results of the node depend on its temperatures, which `temperature_exprs` returns.
     """
     if node.verb == "source":
         return node

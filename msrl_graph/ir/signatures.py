@@ -1,7 +1,7 @@
 """Signatures of the Python functions that programs call: parameters, never bodies.
 
-Invariant: signatures are read from source code, which is never run. Functions of the package and functions of users'
-files are read in the same way.
+Invariant: signatures are read from source code, which is never run. Functions of msrl_graph itself and functions in
+users' files are read in the same way.
 
 A decorator of the function states how the function is used:
 
@@ -10,28 +10,28 @@ A decorator of the function states how the function is used:
 - `@loss_term`: a term of a loss. `@loss_term(scope="mini_batch")`: a term that needs all rows of the mini-batch in one
   call.
 - `@optimizer`: an optimizer. `@schedule`: a learning rate.
-- `@option`: a function whose call is a value for options. An option accepts the call if the option is annotated with
-  the function's return type.
+- `@option`: a function that makes a value for options of other functions. An option accepts a call of this function if
+  the option is annotated with the function's return type.
 
 Parameters are of three kinds:
 
 - Positional parameters bind columns by name. A column may be missing if its parameter has a default.
 - `*columns` binds all other columns that the node reads, in the order in which the node reads them.
-- Keyword-only parameters are options. A call gives options in their order or by name. An option that is annotated
+- Keyword-only parameters are options. A call passes options in their order or by name. An option that is annotated
   `Sequence[float]` gets all the numbers of the call. The values of options with a plain type are checked. Plain types
   are those of Python, and the types of registry.py: `Count`, `Positive`, `NotNegative`, `Share`, `Below`, `Betas`,
   `Rate`.
 
-The runtime fills some parameters:
+A program does not pass the following parameters; the runtime passes their values:
 
-- Of a function or an environment's method: `rng`, `tokenizer` and `iteration`.
-- Of an agent: also `base_url`, `api_key` and `model`, with which the agent calls the policy.
-- Of a schedule: `step`, the number of the optimizer step counted from 1, and `last`, the number of the run's last step.
+- To a function or an environment's method: `rng`, `tokenizer` and `iteration`.
+- To an agent: also `base_url`, `api_key` and `model`, with which the agent calls the policy.
+- To a schedule: `step`, the number of the optimizer step counted from 1, and `last`, the number of the run's last step.
   Other positional parameters of a schedule bind states.
-- Of a loss term: `rng`, but only if the scope of the term is the mini-batch, since draws for a micro-batch would depend
-  on its size.
+- To a loss term: `rng`, but only if the scope of the term is the mini-batch, since draws for a micro-batch would depend
+  on the size of the micro-batch.
 
-The runtime also fills these parameters of a loss term, with the concatenated rows of a micro-batch or of the
+The runtime also passes these parameters to a loss term, with the concatenated rows of a micro-batch or of the
 mini-batch:
 
 - `logp`: the log-probability of each response token under the weights being updated.
@@ -41,8 +41,8 @@ mini-batch:
 - `lengths`: the number of response tokens of each row.
 - `NAME_lengths`: for each row, the number of tokens in the column that the parameter NAME binds.
 - `rounding`: a number of nats. The `logp` of a token may differ by this number between two forward passes with the same
-  weights, since the passes round in different orders. If a term has a kink at equal log-probabilities, the sign of a
-  smaller difference means nothing.
+  weights, since the passes round in different orders. If a term has a kink where two log-probabilities are equal, the
+  sign of a difference below `rounding` means nothing.
 
 Some annotations of a loss term have a meaning:
 
@@ -51,7 +51,7 @@ Some annotations of a loss term have a meaning:
 - A parameter annotated `Scores` binds a column of token ids. The parameter receives one number per row: the score that
   the reward model being updated gives to the row's context followed by the tokens of this column. The number is nan if
   there are no tokens.
-- A term that returns `Rows` gives one number per row. Other terms give one number per token.
+- A term that is annotated to return `Rows` returns one number per row. Other terms return one number per token.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ ENDPOINT = ("base_url", "api_key", "model")  # filled for agents
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only parameter.
+    """A keyword-only parameter of a function.
 
     - `words`: the words that the option accepts.
     - `kind`: the annotated plain type, or None.
@@ -112,7 +112,7 @@ class Signature:
     - `scores`: the parameters that receive one score per row: the score of the text up to the end of their column.
     - `rest`: the parameter `*columns`, which binds all other columns; "" if there is none.
     - `together`: parameters (options included) of which a call must pass all or none.
-    - `fills`: the parameters that the runtime fills.
+    - `fills`: the parameters whose values the runtime passes.
     - `scope`: the rows that one call needs. `rows`: whether a loss term returns one number per row.
     - `gives`: what the annotation says of each result: an array per row (`list[Array]`), a number per row, or ""
       (unknown).
@@ -143,7 +143,10 @@ class Signature:
         return {"seed", "options"} <= {option.name for option in self.options}
 
     def unfit(self, kind: str) -> list[str]:
-        """Return the inputs that a kind of worker does not provide, as keys of GIVEN_BY."""
+        """Return the inputs of the function that a kind of worker does not provide.
+
+        The inputs are keys of GIVEN_BY.
+        """
         bound = [name for name, parameters in (("LogProbs", self.logps), ("Scores", self.scores)) if parameters]
         return [name for name, kinds in GIVEN_BY.items() if name in (*self.fills, *bound) and kind not in kinds]
 
@@ -185,9 +188,9 @@ def coroutines(source: str) -> set[str]:
 
 
 def describe_binding(source: str, name: str) -> str:
-    """Describe what a top-level name of a Python source is, if it is not a function.
+    """Describe what a name of a Python source is, if it is not a function.
 
-    Return "a class", "assigned", "imported" or "".
+    Return "a class", "assigned" or "imported". Return "" if the source does not bind the name at its top level.
     """
     for item in ast.parse(source).body:
         if isinstance(item, ast.ClassDef) and item.name == name:
@@ -203,9 +206,9 @@ def describe_binding(source: str, name: str) -> str:
 
 
 def read_agents(source: str) -> dict[str, Signature]:
-    """Read the signatures of all top-level functions of a Python source, as agents.
+    """Read all top-level functions of a Python source as agents; return signatures.
 
-    `async` functions are included.
+    The result is by name; `async` functions are included.
     """
     functions = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
     return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in functions}
@@ -295,7 +298,7 @@ def _kind(item: Def) -> CallKind:
 
 
 def _is_filled(kind: CallKind, name: str, names: set[str]) -> bool:
-    """Return whether the runtime fills a parameter of a loss term or a schedule."""
+    """Return whether the runtime passes a parameter to a loss term or a schedule."""
     if kind != "loss":
         return kind == "schedule" and name in OF_STEP
     return name in (*FILLED, ROUNDING) or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)
@@ -311,7 +314,7 @@ def _option(parameter: ast.arg, required: bool, makers: dict[str, set[str]]) -> 
 
 
 def _names(annotation: ast.expr | None) -> set[str]:
-    """Return the names in an annotation, including quoted ones."""
+    """Return the names in an annotation, including names in quotes."""
     parts = [*ast.walk(annotation)] if annotation else []
     return {name for part in parts if isinstance(name := getattr(part, "id", getattr(part, "value", None)), str)}
 
@@ -338,7 +341,7 @@ def _words(annotation: ast.expr | None) -> tuple[str, ...]:
 
 
 def _plain(annotation: ast.expr | None) -> Plain | None:
-    """Return the plain type of an annotation, or None if it does not have exactly one.
+    """Return the plain type in an annotation, or None if there is not exactly one.
 
     Examples are `float`, `"float"`, `float | None` and `Optional[float]`.
     """

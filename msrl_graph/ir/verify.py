@@ -27,7 +27,8 @@ def names(plan: Plan) -> Iterator[str]:
     """Verify names and expressions.
 
     Each name must be the name of a node, column, worker, pool or model of the plan. Each expression must have the
-    number of operands that its kind needs. For a program, the checks ensure this; but a plan file may have been edited.
+    number of operands that its kind needs. The checks of a program ensure this, but a plan file may have been edited by
+    hand.
     """
     if not plan.pools:
         yield "it does not say which devices its states share"
@@ -155,8 +156,8 @@ def placements(plan: Plan) -> Iterator[str]:
     """Verify placements.
 
     Every node must have one placement: a function on the hosts, a node with weights on the devices of its pool. No two
-    pools may share a device. Only generations may place replicas next to each other (`inner` > 1). The ranks of nodes
-    that train are in the order that the program states, since process groups and FSDP2 number ranks in this order.
+    pools may share a device. Only generations may have their data-parallel replicas on neighboring ranks (`inner` > 1).
+    All other nodes have the default order of ranks, in which process groups and FSDP2 number ranks.
     """
     if not _every_node_once(plan, [placement.node for placement in plan.placements]):
         yield _describe_incomplete("place")
@@ -270,7 +271,7 @@ def schedule(plan: Plan) -> Iterator[str]:
 
 
 def _list_misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instruction, str]]:
-    """Yield each instruction that must not be in a stream, with the reason."""
+    """Yield each instruction that does not belong in a stream, with the reason."""
     edges = {
         (reshard.src, reshard.dst): {plan.placement(node).pool for node in (reshard.src, reshard.dst)}
         for reshard in plan.reshards
@@ -294,10 +295,10 @@ def _list_misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instr
 
 
 class _Streams(Walker):
-    """A simulated walk through the instruction streams of one task.
+    """A simulated execution of the instruction streams of one task.
 
-    The walk tracks how often each node must still run, and which weights are on the devices. A filter with `refill`
-    requests one more round of prompts.
+    The simulation tracks how often each node must still run, and which weights are on the devices. It assumes that a
+    filter with `refill` requests one more round of prompts.
     """
 
     def __init__(self, plan: Plan, task: str, streams: Sequence[InstructionStream]) -> None:

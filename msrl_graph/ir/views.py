@@ -1,7 +1,8 @@
 """Text, HTML and networkx views of graphs and plans in Python.
 
-Invariant: a view shows the same content as the command line. `ir` does not import packages above it: the root package
-sets `emitter`, which loads a module of `emit` on first use. A process that runs or sends a plan loads no such module.
+Invariant: a view shows the same content as the command line. `ir` does not import packages that import `ir`, such as
+`emit`. The root package sets `emitter`, which loads a module of `emit` on first use. A process that runs or sends a
+plan loads no such module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ emitter: Callable[[str], ModuleType] = import_module  # loads a module of emit b
 
 
 class GraphViews:
-    """The methods of a Graph that need packages above this one, or networkx."""
+    """The methods of a Graph that need `emit` or networkx."""
 
     def __str__(self: Graph) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile --emit graph` shows."""
@@ -49,7 +50,7 @@ class GraphViews:
 
 
 class PlanViews:
-    """The methods of a Plan that need packages above this one."""
+    """The methods of a Plan that need `emit`."""
 
     def explain(self: Plan, width: int = 100) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile` shows; `width` is in characters.

@@ -20,15 +20,16 @@ class Workload:
     - `prompts`: the number of different prompts with which these rows begin. 8 responses to 2 prompts are 8 rows of 2
       prompts.
     - `prompt`: the number of tokens of each prompt. `response`: the number of tokens of each response.
-    - `after`: whether the last token of a row is an input of the model. Its hidden state is needed only for a score; a
-      policy needs no prediction after the last token.
-    - `batches`: the number of micro-batches before an optimizer step.
+    - `after`: whether the last token of a row is an input of the model. The hidden state of this token is needed only
+      for a score; a policy needs no prediction after the last token.
+    - `batches`: the number of micro-batches per optimizer step.
     - `divided`: whether weights at rest are sharded over dp. `trained`: whether the weights have an optimizer.
     - `activations_away`: whether activations are in host memory between the forward and the backward pass.
     - `optimizer_away`: the bytes of optimizer state that are in host memory between steps.
     - `on_host`: whether the devices are cores of a host.
     - `entropy` (of an update): whether the loss uses the entropy.
-    - `scores_other_ids` (of an update): whether it has log-probabilities of token ids other than the row's tokens.
+    - `scores_other_ids` (of an update): whether the loss uses log-probabilities of token ids other than the row's
+      tokens.
     - `optimizer` (of an update): the optimizer.
     """
 
@@ -61,26 +62,26 @@ class Workload:
 def micro_batches(rows: int, size: int, layout: Layout) -> int:
     """Return the number of micro-batches of at most `size` rows for `rows` rows.
 
-    Interleaved pipeline stages take micro-batches in groups of pp (arXiv:2104.04473, section 2.2). For such stages, the
-    number is rounded up to a multiple of pp, so some micro-batches are smaller or empty.
+    Interleaved pipeline stages process micro-batches in groups of pp (arXiv:2104.04473, section 2.2). For such stages,
+    the number is rounded up to a multiple of pp, so some micro-batches are smaller or empty.
     """
     number = max(1, -(-rows // size))
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 
 def kv_elements(model: Model, layout: Layout) -> int:
-    """Return the number of KV-cache elements per token on one rank, over its layers."""
+    """Return the number of KV-cache elements per token on one rank, for its layers."""
     per_layer = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
     return layout.most_layers(model.layers) * per_layer
 
 
 def in_flight(work: Workload, stage: int) -> float:
-    """Return the number of micro-batches whose activations a stage keeps at once.
+    """Return how many micro-batches have their activations on a stage at one time.
 
-    One micro-batch means the activations of all layers of the pipeline stage. With the schedule of one forward, one
-    backward (arXiv:2104.04473), the number is pp - stage. With interleaved stages, the stage keeps 2 (pp - stage - 1) +
-    (vpp - 1) pp + 1 chunks, and each chunk is 1 / vpp of the stage's layers. The stage never keeps more than all
-    micro-batches of an optimizer step.
+    The activations of a micro-batch are those of all layers of the pipeline stage. With the schedule of one forward,
+    one backward (arXiv:2104.04473), the number is pp - stage. With interleaved stages, the stage stores activations of
+    2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, and each chunk is 1 / vpp of the stage's layers. The number is never
+    larger than that of all micro-batches of an optimizer step.
     """
     pp = work.layout.pp
     vpp = work.layout.vpp

@@ -16,11 +16,11 @@ CORRECTION = "e_score_correction_bias"
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether each tp rank copies a tensor, with a gradient of its own tokens.
+    """Return whether each tp rank has a copy of a tensor and a gradient of its own.
 
-    With sequence parallelism (arXiv:2205.05198), each tp rank has a copy of such a tensor, and computes the gradient
-    from its part of the tokens. The score head is an exception: each rank has a copy of it, but computes the gradient
-    from all tokens.
+    With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from its part of the
+    tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from all
+    tokens.
     """
     return tensor.tp_dim < 0 and tensor.name != HEAD
 
@@ -32,7 +32,7 @@ class ExpertSizes:
     - `number`: the number of experts.
     - `active`: the number of experts that a router picks for each token.
     - `intermediate`: the intermediate size of one expert.
-    - `shared`: the intermediate size of all shared experts together, which every token passes.
+    - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
     - `first`: the first layer that has experts.
     - `corrected`: whether a bias corrects the router's scores (arXiv:2412.19437).
     """
@@ -49,8 +49,9 @@ class ExpertSizes:
 class Latent:
     """The sizes of multi-head latent attention (arXiv:2405.04434).
 
-    `q_rank` and `kv_rank` are the ranks of the latents; with `q_rank` 0, queries have no latent. `nope`, `rope` and
-    `value` are the sizes of a head's parts: without rotary position, with rotary position, and of the value.
+    `q_rank` and `kv_rank` are the sizes of the latent vectors: of queries, and of keys and values. With `q_rank` 0,
+    queries have no latent vector. The other fields are sizes per head. `nope` is the size of a key's part without
+    rotary position, `rope` the size of its part with rotary position, and `value` the size of a value.
     """
 
     q_rank: int
@@ -101,8 +102,8 @@ class Model(Shape):
     def fixed(self) -> tuple[Tensor, ...]:
         """The tensors that training does not change: the bias of each router's scores.
 
-        Each engine reads these tensors from the model's folder, without sharding and in float32, whatever the dtype of
-        the weights is. Resharding never moves them.
+        Each engine reads these tensors from the model's folder. They are not sharded, and are in float32 even if the
+        weights have another dtype. Resharding never moves them.
         """
         if self.experts is None or not self.experts.corrected:
             return ()
@@ -124,9 +125,9 @@ class Model(Shape):
 
     @cached_property
     def scoring(self) -> Model:
-        """This model with a head that returns one number per token instead of logits.
+        """This model, but with a head that returns one number per token instead of logits.
 
-        It is the model of a value worker or of a reward model.
+        A value worker or a reward model has such a model.
         """
         head = Tensor(HEAD, (1, self.hidden), layer=self.layers, layers=self.layers)
         body = tuple(
@@ -172,5 +173,5 @@ class Model(Shape):
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of keys and values per token, over all layers and heads."""
+        """The bytes of the KV cache for one token, over all layers and heads."""
         return self.layers * self.kv_elements * (4 if self.dtype == "f32" else 2)

@@ -1,7 +1,7 @@
-"""Checks of a model's config.json: each field that an engine reads.
+"""Checks of the fields of a model's config.json that an engine reads.
 
-Invariant: from a config that passes the checks, each engine builds the model that was planned for. Engines get the
-config's fields from `fields`, and never read the file themselves.
+Invariant: if a config passes the checks, each engine builds from it the model for which the plan was made. Engines get
+the config's fields from `fields`, and never read the file themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LAYERS = 4096
 class FieldKind(NamedTuple):
     """The allowed values of a field: a description, a check, and a conversion.
 
-    `words` describes the values in messages, `holds` checks a value, and `make` converts a value to the field's type.
+    `words` is the description for messages. The function `holds` returns whether a value is allowed. The function
+    `make` converts a value to the field's type.
     """
 
     words: str
@@ -176,7 +177,7 @@ POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
 
 
 def find_config_error(config: Config, family: str) -> ConfigError | None:
-    """Return the first error in the config.json of a model of `family`, or None."""
+    """Return the first error in a model's config.json, or None; `family`: the model's."""
     for name, kind in FIELDS.items():
         if (value := config.get(name)) is not None and not kind.holds(value):
             return ConfigError(name, f"has {_format_value(value)} for `{name}`, which must be {kind.words}")
@@ -232,9 +233,10 @@ def _check_heads(config: Config, family: str) -> ConfigError | None:
 
 
 def _check_router(config: Config, family: str) -> ConfigError | None:
-    """Check a router that first chooses groups of experts, then experts in the groups.
+    """Check a router that chooses groups of experts, and then experts in these groups.
 
-    A group is chosen by the scores of its two best experts (arXiv:2412.19437), so it needs two or more experts.
+    A group is chosen by the scores of its two best experts (arXiv:2412.19437), so a group must have two or more
+    experts.
     """
     if family != "deepseek_v3":
         return None
@@ -299,9 +301,10 @@ def _check_rope(config: Config) -> ConfigError | None:
 
 
 def _normalize_scaling(table: Config) -> Config:
-    """Return how positions are scaled, with the kind under the name `rope_type`.
+    """Return a config's table of position scaling with uniform field names.
 
-    Configs name the kind `rope_type` or `type`. `rope_theta` and null values are left out.
+    Configs name the kind of scaling `rope_type` or `type`; the result has `rope_type`. `rope_theta` and null values are
+    left out.
     """
     kind = table.get("rope_type", table.get("type", "default"))
     return {
@@ -362,7 +365,7 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def count_positions(config: Config, family: str) -> int:
-    """Return the largest number of positions of a sequence, with scaled positions."""
+    """Return the largest number of positions of a sequence, with position scaling."""
     stated: int = config.get("max_position_embeddings") or POSITIONS.get(family, 32768)
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if table.get("rope_type", table.get("type")) in ("linear", "dynamic", "yarn"):

@@ -1,4 +1,4 @@
-"""The tokens that end a response, as a model's folder names them."""
+"""The tokens that end a response, as the files in a model's folder state them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def read_end_tokens(folder: Path) -> tuple[list[int], str]:
     """Return the ids of tokens that end a response, and the tokenizer's `eos_token`.
 
     The ids are from generation_config.json. If that file has no ids, they are from config.json. `eos_token` is from
-    tokenizer_config.json, or "" if that file has no `eos_token`. A caller uses `eos_token` if the number of ids is not
-    1. Raises OSError and ValueError for a file that cannot be read. A missing file counts as an empty file.
+    tokenizer_config.json, or "" if that file has no `eos_token`. A caller needs `eos_token` only if the number of ids
+    is not 1. Raises OSError and ValueError for a file that cannot be read. A missing file counts as an empty file.
     """
     stated = (_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
     ids: int | list[int] = next((ids for ids in stated if ids is not None), [])

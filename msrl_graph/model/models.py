@@ -3,8 +3,8 @@
 The presets are in presets.py.
 
 Invariant: tensors are derived from an architecture, never read from weights. Their names are those in the safetensors
-files. Their order is the model's own: embedding, layers, norm, head. Families differ in the biases and norms of the
-attention, in its latent form (arXiv:2405.04434), and in their experts. The experts of a layer form one tensor per
+files. Their order is the order in the model: embedding, layers, norm, head. Families differ in three ways: the biases
+and norms of the attention, latent attention (arXiv:2405.04434), and experts. The experts of a layer form one tensor per
 projection. Heads for multi-token prediction are left out.
 """
 
@@ -69,7 +69,7 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
 
     - A name without a slash: a preset.
     - A folder, relative to `folder`.
-    - A model's name on the Hugging Face Hub, if it means a preset and no such folder exists.
+    - A model's name on the Hugging Face Hub, if a preset has this name and no such folder exists.
     - The URL of a folder.
 
     `dtype` (f32 or bf16) overrides the dtype of the model's config. Raises Fault: unknown-model, not-yet (an
@@ -90,7 +90,7 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
 def _load_url(url: str, dtype: str | None, span: Span) -> Model:
     """Load the model of a folder at a URL.
 
-    The model's `path` is the URL with the version of its content that was read.
+    The model's `path` is the URL, with the version of the folder's content that was read.
     """
     path = urls.pin_version(url, True, span)
     folder = urls.copy(path, True, SHAPE, span)
@@ -109,7 +109,7 @@ def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: 
 
 
 def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
-    """Return the diagnostic of an unknown model, with help to name it correctly."""
+    """Return the diagnostic of an unknown model, with help to correct the name."""
     shape = "a plan needs only the model's `config.json`, in a folder"
     if hub:
         message = (
@@ -134,7 +134,7 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
 
 
 def read_config(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
-    """Read the config.json of a model's folder; `name` is the folder in messages.
+    """Read the config.json of a model's folder; messages call the folder `name`.
 
     Raises Fault (unknown-model) if the file cannot be read or is not a JSON object.
     """
@@ -304,7 +304,7 @@ def _list_projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, in
 def _iterate_attention(shape: Shape, make: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
     """Yield the tensors of attention with grouped key-value heads.
 
-    A head is never split between ranks: if there are more ranks than key-value heads, heads are copied.
+    A head is never split between ranks. If there are more ranks than key-value heads, several ranks have the same head.
     """
     unit = shape.head_dim
     q = shape.heads * shape.head_dim

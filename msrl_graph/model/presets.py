@@ -1,8 +1,8 @@
-"""Presets: models that a plan knows by name, without a folder.
+"""Presets: models that msrl_graph knows by name, so that a plan needs no folder.
 
 Invariant: a preset's fields are those of the model's own config.json, as published with its weights, and its parameter
-count is the published one (tests/model/test_models.py). A name means a preset if it differs from the preset's name only
-in case, in the owner on the Hub, and in words that change no size (`Instruct`, `Base`, a date). Any other name is
+count is the published one (tests/model/test_models.py). A name matches a preset if it differs from the preset's name
+only in case, in the owner on the Hub, and in words that change no size (`Instruct`, `Base`, a date). Any other name is
 unknown.
 """
 
@@ -105,7 +105,7 @@ TOKENIZERS = {
 
 
 def find_preset(target: str) -> str:
-    """Return the preset that a name, or a name on the Hub, means; "" if none."""
+    """Return the preset that matches a name or a name on the Hub; "" if none does."""
     name = _normalize_name(target)
     for candidate in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
         if (preset := _SIZES.get(candidate, candidate)) in PRESETS:
@@ -114,7 +114,7 @@ def find_preset(target: str) -> str:
 
 
 def download(hub: str) -> str:
-    """Return help that says how to download the folder of a model from the Hub."""
+    """Return a help text that says how to download a model's folder from the Hub."""
     folder = f"./{hub.rsplit('/', 1)[-1]}"
     return f'download it, `hf download {hub} --local-dir {folder}`, and name the folder: `"{folder}"`'
 
@@ -125,7 +125,7 @@ def _normalize_name(target: str) -> str:
 
 
 def find_tokenizer_name(name: str) -> str | None:
-    """Return the name of a preset's tokenizer; None if it has none."""
+    """Return the name of the tokenizer that a preset uses; None if it has none."""
     preset = find_preset(name)
     prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
     return TOKENIZERS.get(prefix)
@@ -144,7 +144,7 @@ def find_similar_preset(hub: str) -> str:
 
 
 def suggest_presets(target: str) -> str:
-    """Return help for an unknown preset: the most similar preset, or all presets."""
+    """Return a help text for an unknown preset: the most similar one, or all presets."""
     name = _normalize_name(target)
     numbers = _find_numbers(name)
     for tolerance in (0.0, 0.1):  # 33b is close to 32b, and 8b is another model than 7b
@@ -159,7 +159,7 @@ def suggest_presets(target: str) -> str:
 def _match_numbers(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
     """Return whether the numbers in a name are those of a preset's name.
 
-    The last number is the model's size. It may differ by the share `tolerance`.
+    The last number is the model's size. It may differ from the preset's size by the fraction `tolerance`.
     """
     pairs = [*zip(map(float, numbers), map(float, preset), strict=False)]
     exact = len(pairs) if len(numbers) < len(preset) else len(preset) - 1

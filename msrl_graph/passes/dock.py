@@ -1,8 +1,8 @@
-"""The dock: a controller for every node, a warehouse on every host.
+"""The pass that plans docks: a controller per node, and a warehouse on every host.
 
 Source: arXiv:2507.19017, figure 4. Invariant: a controller is informed only of the columns that its node reads. Each
-controller is placed on the host with the fewest busy devices. Of several such hosts, the host is chosen whose
-controllers serve the fewest data-parallel groups, then a host with ranks of the node.
+controller is placed on the host with the fewest busy devices. Ties are decided in favor of the host whose controllers
+serve the fewest data-parallel groups, and then of a host with ranks of the node.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Python interpreter and the environment variables of each pool's processes.
 
-The variables are those that the pool's devices and engines need. Invariant: a variable occurs once in a pool. If two
-sources of variables need different values, the first source wins, and a note reports the other value. The devices are
-the first source; the engines follow in the order of the graph.
+The variables are those that the pool's devices and engines need. Invariant: a variable occurs once in a pool. If
+devices or engines need different values of a variable, the value for the devices is used, or else the value for the
+engine whose node is first in the graph. A note reports the other values.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Without staleness, the seconds of an iteration are the length of its critical path. The throughput is in tokens per
 second and device (arXiv:2507.19017, eq. 5). Invariant: this module only adds up seconds; cost/time.py computes the
-seconds of each operation. Every row has the length of its bound. Nothing is measured in this module. The source of a
-figure is the weakest source of its inputs, and its basis is its formula. The work of Python functions is not counted,
-and a note says so.
+seconds of each operation. Every row has the greatest length that its columns allow. Nothing is measured in this module.
+The source of a figure is the least certain source of its inputs, and its basis is its formula. The work of Python
+functions is not counted, and a note says so.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ EXCHANGE = "gradient exchange"
 class EstimateTime(Pass):
     """The pass that estimates time.
 
-    `engines` are the engine specs by name. `rows` are the responses of an iteration, if their lengths are known. If
-    `rows` is None, all rows have the length of their bound.
+    `engines` are the engine specs by name. `rows` are the token counts of all responses of an iteration, if they are
+    known. If `rows` is None, all rows have the greatest length that their columns allow.
     """
 
     name = "estimate"
@@ -144,7 +144,7 @@ class EstimateTime(Pass):
         return self._seconds(costs), replace(exchange, value=exchange.value * costs.steps())
 
     def _seconds(self, node: Costs) -> Figure:
-        """Return the seconds for all rows of an iteration, without gradient exchanges."""
+        """Return a node's seconds for all rows of an iteration, except gradient exchanges."""
         if node.graph_node.verb == "generate":
             return self._generation_seconds(node)
         plan = node.plan
@@ -222,7 +222,10 @@ class EstimateTime(Pass):
 
 
 def _scale_by_share(figure: Figure, share: float) -> Figure:
-    """Scale a cost that occurs only in a share of the iterations."""
+    """Return the mean cost per iteration of what occurs only in some iterations.
+
+    `share` is the fraction of the iterations in which the cost `figure` occurs.
+    """
     if share == 1:
         return figure
     return replace(
@@ -231,7 +234,7 @@ def _scale_by_share(figure: Figure, share: float) -> Figure:
 
 
 def describe_filters(graph: Graph) -> str:
-    """Return a note that filters are not run, with their names; "" without filters."""
+    """Return a note that lists the filters that the plan ignores; "" without filters."""
     names = [node.name for node in graph.nodes if "keep" in node.attributes or "select" in node.attributes]
     return (
         f"rows that filters drop count as kept, and the rounds of a refill are not counted: {', '.join(names)}"
@@ -243,8 +246,8 @@ def describe_filters(graph: Graph) -> str:
 def _throughput(plan: Plan, iteration: Figure) -> Figure:
     """Return the throughput in tokens per second and device (eq. 5).
 
-    The tokens are those of the first generation's rows at their bounds. Without a generation, the tokens are those of
-    the rows that the first update reads.
+    The tokens are those of the first generation's rows, each of the greatest length. If there is no generation, they
+    are those of the rows that the first update reads.
     """
     nodes = [graph_node.name for graph_node in plan.graph.verb("generate")] or [
         graph_node.name for graph_node in plan.graph.verb("update")

@@ -1,7 +1,7 @@
 """The peak memory of each phase, on a device and on a host.
 
-Invariant: every phase is listed, even if it does not fit; checks/memory.py reports phases that do not fit. Items are
-those of the busiest device and of the busiest host.
+Invariant: every phase is listed, even if it does not fit; checks/memory.py reports phases that do not fit. The bytes
+are those of the busiest device and of the busiest host, by item.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CountMemory(Pass):
     def devices(self, plan: Plan) -> list[PhaseMemory]:
         """Return the memory of every phase on every pool's devices.
 
-        The plan needs no docks. It needs reshards only if the caller wants the phase "reshard".
+        The plan may be without docks. It may be without reshards, if the caller does not need the phase "reshard".
         """
         return [entry for pool in plan.pools for entry in self._pool_phases(plan, pool.name)]
 
@@ -103,11 +103,12 @@ class CountMemory(Pass):
         )
 
     def _building_phases(self, plan: Plan, pool: str) -> Iterator[PhaseMemory]:
-        """Yield the memory of generation engines while they are built.
+        """Yield the memory of a pool's devices while each generation engine is built.
 
-        The engines are built one after the other, before anything else, and free their own memory again. On devices
-        where no process group can be created while these engines sleep, they are built last. The device then also holds
-        what it holds during a generation.
+        Normally, generation engines are built one after the other, before anything else is loaded. Each of them frees
+        the memory of its KV cache before the next one is built. Some devices cannot create process groups while an
+        engine's memory is freed. On these devices, generation engines are built last, when the device also holds all
+        other items that it holds during a generation.
         """
         early = plan.cluster.device.kind.groups_beside_sleep
         nodes = [*plan.graph.verb("generate")]
@@ -128,7 +129,7 @@ class CountMemory(Pass):
             )
 
     def _items_before_update(self, plan: Plan, pool: str, node: str) -> dict[str, int]:
-        """Return the bytes by item during a generation before the first update."""
+        """Return a device's bytes by item during a generation before any update has run."""
         items = holdings.generation_items(plan, self.engines, node)
         return {item: size for item, size in items.items() if not item.endswith(LATER)} | holdings.masters(
             plan, self.engines, pool
@@ -215,7 +216,8 @@ class CountMemory(Pass):
     ) -> PhaseMemory:
         """Return a phase's memory on the busiest host.
 
-        `offloaded_bytes` are by item. `rows` is the number of bytes of an iteration's rows.
+        `offloaded_bytes` are the bytes of each offloaded item. `rows` is the number of bytes of all rows of an
+        iteration.
         """
         cluster = plan.cluster
         items = dict(offloaded_bytes)
@@ -254,10 +256,11 @@ class CountMemory(Pass):
 
 
 def _rounds_by_column(graph: Graph) -> dict[str, int]:
-    """Return for each column the number of rounds whose rows the dock may hold.
+    """Return how many rounds of each column's rows the dock may hold.
 
-    A refilling filter may ask for further rounds of prompts in an iteration. Columns that are written after such a
-    filter are not in the result, because the dock holds rows of one round of them.
+    A refilling filter may request further rounds of prompts in an iteration. The dock holds the rows of all these
+    rounds for the columns that are written before the filter. It holds one round of all other columns, which are not in
+    the result.
     """
     rounds_of: dict[str, int] = {}
     for filter in (node for node in graph.nodes if CallAttributes.of(node).refill):

@@ -1,7 +1,7 @@
 """All passes, in the order in which they run.
 
-Invariant: this is the only list of passes. The compiler runs the passes of this list, the search evaluates combinations
-with them, and advice uses them to find out what fits.
+Invariant: this is the only list of passes. The compiler runs the passes of this list. The search uses the same list to
+evaluate combinations, and advice uses it to find out which changes make a plan fit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .traffic import CountTraffic
 
 
 def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True) -> Passes:
-    """Return all passes.
+    """Return all passes of the compiler, in order.
 
     `place` is the pass that places nodes: the search, or a pass that follows a given decision. `engines` are the engine
-    specs by name. `compare` is passed to InsertResharding.
+    specs by name. `compare` is the option of the same name of the pass InsertResharding.
     """
     return Passes(
         (

@@ -1,9 +1,9 @@
-"""Resharding: each `=>` becomes an allgather-swap, or a send between two pools.
+"""The pass that plans how the weights on each resharding edge `=>` are moved.
 
-The pass plans the steps of each resharding edge, with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes
-are those of the busiest device (rank 0). In mode swap, exactly the update's weights leave the device, whatever the two
-layouts are. In mode naive no weights leave the device. In mode send none leave either, because the generation is on
-other devices.
+On the same devices, weights are moved by an allgather-swap; between two pools, they are sent. The pass plans the steps
+of each edge, with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes are those of the busiest device
+(rank 0). The mode decides which weights leave the update's devices. In the mode `swap`, all of the update's weights are
+moved to host memory, for any two layouts. In the mode `naive`, and between two pools, no weights leave.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class InsertResharding(Pass):
     """The pass that plans resharding.
 
     `engines` are the engine specs by name. If `compare` is True, the pass also counts the elements that naive
-    resharding would leave on the devices. Nothing else needs that number.
+    resharding would leave on the devices. The plan reports this number only for comparison.
     """
 
     name = "reshard"
@@ -70,8 +70,9 @@ class InsertResharding(Pass):
         """Plan a send between two pools, bucket by bucket.
 
         Several generation ranks of a host may need the same box (an index range in each dimension of a tensor). One of
-        them receives the box from the update ranks that hold parts of the box, and passes it on to the other ranks.
-        Each update rank sends exactly the overlap of the box with its own box.
+        these ranks receives the box from the update ranks that hold parts of it, and passes it on to the other
+        generation ranks. Each update rank sends exactly the overlap of the needed box with the box that the update rank
+        holds.
         """
         cluster = plan.cluster
         model = plan.model(edge.src)
@@ -127,9 +128,9 @@ class InsertResharding(Pass):
         moved = _sum_movements([movement for _, movement in choices])
 
         def movement_key(tensor: Tensor) -> tuple[Tensor, int, int]:
-            """Return a key that is equal for tensors that move the same way.
+            """Return a key that is equal for tensors that are moved between the same ranks.
 
-            Tensors of different layers have different keys only if their pipeline stages differ.
+            The tensors of two layers have different keys only if the pipeline stages of the layers differ.
             """
             source_stage, target_stage = (
                 side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target)
@@ -219,10 +220,10 @@ def list_routes(
 
 
 def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
-    """Group weights into families that are gathered in the same blocks of ranks.
+    """Group weights into families, each with its own blocks of ranks that gather it.
 
-    Experts are a family of their own, because they are sharded over a mesh of their own. A vocabulary that two engines
-    pad to different sizes is a family of its own, because it is cut at other rows than the other weights.
+    Experts are a separate family, because they are sharded over a mesh of their own. An embedding that two engines pad
+    to different sizes may be a separate family, because padding changes the rows at which it is cut.
     """
     families: dict[str, tuple[TensorKind, ...]] = {}
     for kind in kinds:
@@ -237,10 +238,10 @@ def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -
 
 
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
-    """Return lower bounds for the seconds of a reshard, by instruction.
+    """Return lower bounds for the seconds of a reshard, by instruction and node.
 
-    The weights that the first and the last host lack must come in over the network. Weights that are swapped are copied
-    to host memory and back.
+    The weights that are missing on the first and the last host must arrive over the network. Weights that are swapped
+    are copied to host memory and back.
     """
     cluster = plan.cluster
     model = plan.model(edge.src)
@@ -258,10 +259,10 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
 def _choose_route(
     name: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> tuple[ReshardRoute, Movement]:
-    """Choose the route of a family of weights.
+    """Choose the route of a family of weights, and count what it moves.
 
-    The default is an all-gather within the smallest blocks of ranks. An all-to-all, which sends each rank exactly what
-    it needs, is chosen if it moves at most half as much as the all-gather.
+    The default is an all-gather within blocks of ranks that are as small as possible. An all-to-all sends each rank
+    exactly what the rank needs. It is chosen if it moves at most half of what the all-gather moves.
     """
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, kind.tensor.layers) for kind in kinds)
@@ -276,7 +277,7 @@ def _choose_route(
 def _sum_movements(movements: list[Movement]) -> Movement:
     """Return the sum of the movements of one resharding edge.
 
-    The movements follow one another. The busiest device is assumed to be the same in all movements.
+    The movements are made one after the other. The busiest device is assumed to be the same device in all movements.
     """
     return Movement(
         *(
@@ -294,10 +295,10 @@ def _count_wanted(tensor: Tensor, target: Side) -> int:
 def _order_by_stage(
     tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool
 ) -> Mapping[str, int]:
-    """Return the sizes of tensors in the order in which buckets are filled.
+    """Return the sizes of tensors, in the order in which tensors are put into buckets.
 
-    The order is the model's order. If layers change their pipeline stage (`across`), the order alternates between the
-    layers of all stages, so that all stages send.
+    The order is normally the model's order. If layers change their pipeline stage (`across`), the order takes one layer
+    of each stage in turn, so that all stages send at the same time.
     """
     if not across:
         return {tensor.name: sizes[tensor.name] for tensor in tensors}
@@ -325,9 +326,11 @@ def _split_into_buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str
 
 
 def _choose_order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:
-    """Return the order of a reshard, `direct` or `staged`, and the reason.
+    """Return when the update's weights leave the device, and the reason.
 
-    `others`, `update`, `generate` and `bucket` are bytes per device.
+    The order is `direct` if they leave after the generation's weights have arrived, and `staged` if they leave first.
+    The bytes per device are: `update` and `generate` for the two copies of the weights, `bucket` for the buffer, and
+    `others` for everything else.
     """
     options = plan.deploy.reshard
     capacity = holdings.capacity(plan.cluster).value
@@ -359,10 +362,11 @@ def _copy_seconds(cluster: ClusterSpec, amount: int) -> Figure:
 
 
 def _seconds(cluster: ClusterSpec, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
-    """Return the seconds of a movement from the update's to the generation's devices.
+    """Return the seconds to move weights from the update's devices to the generation.
 
-    Between hosts, the bytes of the busiest host go over its links, and the bytes that are passed on within the host go
-    over device links. Within a host, the devices of another pool share the sending evenly.
+    If weights cross hosts, the bytes of the busiest host use the links between hosts, and the bytes that are passed on
+    within a host use the links between devices. If both pools are on the same host, the update's devices share the
+    sending evenly.
     """
     if not moved.received:
         return Figure(0.0, "derived", "every rank has its slices")

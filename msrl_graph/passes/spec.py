@@ -1,7 +1,7 @@
 """The interface of a pass, and sequences of passes.
 
-Invariant: passes run in the order of their sequence, after the passes that they need. A caller that wants a part of a
-sequence states it by the names of passes. Therefore a new pass needs only one file and one line in the list of passes.
+Invariant: passes run in the order of their sequence, each after the passes that it needs. A caller that wants only some
+passes of a sequence selects them by name. Therefore a new pass needs only one file and one line in the list of passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..ir.plan import Plan
 class Pass(ABC):
     """A function `Plan -> Plan`.
 
-    `needs` are the names of the passes whose parts of the plan this pass reads. The fields of a subclass are its
+    `needs` are the names of the passes whose fields of the plan this pass reads. The fields of a subclass are its
     options.
     """
 
@@ -26,12 +26,12 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, plan: Plan) -> Plan:
-        """Return the plan with the part that this pass fills in."""
+        """Return the plan with the fields that this pass fills in."""
 
     def verify(self, plan: Plan) -> Iterator[str]:
-        """Yield the errors in the part of the plan that this pass fills in, as text.
+        """Yield the errors in the fields of the plan that this pass fills in, as text.
 
-        The checks are in ir/verify.py. They assume that the parts of all earlier passes are correct. A pass that only
+        The checks are in ir/verify.py. They assume that the fields of all earlier passes are correct. A pass that only
         adds notes yields no errors.
         """
         return iter(())
@@ -53,11 +53,11 @@ class Passes:
         return [step.name for step in self.steps].index(name)
 
     def until(self, name: str) -> Passes:
-        """Return the passes from the first to the named one."""
+        """Return the passes from the first one to the one with the name `name`."""
         return Passes(self.steps[: self._place(name) + 1])
 
     def after(self, name: str) -> Passes:
-        """Return the passes that follow the named one."""
+        """Return the passes that follow the pass with the name `name`."""
         return Passes(self.steps[self._place(name) + 1 :])
 
     def only(self, *names: str) -> Passes:
@@ -70,9 +70,9 @@ class Passes:
         return plan
 
     def verify(self, plan: Plan) -> Iterator[str]:
-        """Yield the errors in the parts of the plan that these passes fill in.
+        """Yield the errors in the fields of the plan that these passes fill in.
 
-        Only the first error is certain, because each check assumes that the parts of earlier passes are correct.
+        Only the first error is certain, because each check assumes that the fields of earlier passes are correct.
         """
         for step in self.steps:
             yield from step.verify(plan)

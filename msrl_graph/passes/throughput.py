@@ -1,17 +1,17 @@
 """The time between the ends of two iterations, from the seconds of instructions.
 
-The instructions are followed along the streams of all pools. The pools run in parallel, while rows arrive over the
-sample edges.
+The instructions of all pools are followed in order. The pools run in parallel, while rows arrive over the sample edges.
+Invariant: this module only adds up seconds, and the result never decreases if an instruction takes longer.
 
-Invariant: this module only adds up seconds, and the result never decreases if an instruction takes longer. Without
-staleness, an iteration takes the length of its critical path. If pools may be ahead of the updates, an iteration takes
-the mean of a long run. All pools then run equally many iterations, and no cycle of dependencies can run faster than its
-seconds divided by the iterations that it spans (a maximum cycle mean; Baccelli et al., Synchronization and Linearity,
-1992).
+Without staleness, an iteration takes the length of its critical path. With staleness, the pools of generations may be
+ahead: they may begin an iteration before the updates have finished earlier iterations. An iteration then takes the mean
+of a long run. Over a long run, all pools complete the same number of iterations, so the slowest cycle of dependencies
+decides: its seconds, divided by the number of iterations that it spans (a maximum cycle mean; Baccelli et al.,
+Synchronization and Linearity, 1992).
 
-If not every version of the weights is sent, iterations differ by their position between two sent versions. Each
-position is then a vertex of its own in the graph of dependencies. The first iterations, which fill the pipeline, are
-not counted. Checkpoints and evaluations are not counted either.
+If a resharding edge sends only every n-th version of the weights, iterations differ by their position between two sent
+versions. The graph of dependencies then has one vertex for each pool and position. The first iterations, which fill the
+pipeline, are not counted. Checkpoints and evaluations are not counted either.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROUNDS = 50  # the staleness of the long run is simulated over this many times t
 class _Arc:
     """A dependency between the iterations of two pools.
 
-    `dst` begins an iteration at least `seconds` after `src` began the iteration that is `iterations` earlier. The
-    dependency holds for iterations of `dst` at the position `place` between two sent versions. `path` is the chain of
-    nodes that takes the seconds.
+    An iteration n of the pool `dst` begins at least `seconds` after the pool `src` began its iteration n -
+    `iterations`. The dependency is valid only for iterations of `dst` at the position `place` between two sent versions
+    of the weights. `path` is the chain of nodes that takes these seconds.
     """
 
     src: str
@@ -51,10 +51,10 @@ class _Arc:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The seconds between the ends of two iterations, and the reason.
+    """The seconds between the ends of two iterations, and what limits them.
 
-    `arcs` are the dependencies between pools, if pools may be ahead of the updates. `places` is the number of positions
-    between two sent versions of the weights.
+    `why` is the explanation. `arcs` are the dependencies between pools, if pools may be ahead of the updates. `places`
+    is the number of positions between two sent versions of the weights.
     """
 
     seconds: float
@@ -63,9 +63,9 @@ class Throughput:
     places: int = 1
 
     def mean_staleness(self, plan: Plan) -> float:
-        """Return the mean age, in versions, of the weights that generate.
+        """Return how many versions old the weights of generations are, on average.
 
-        The mean is over a long run and over the resharding edges of all pools that may be ahead.
+        The mean is over a long run and over the resharding edges of all pools that may be ahead of the updates.
         """
         sends = Sends(plan)
         run = plan.deploy.run
@@ -107,7 +107,7 @@ def critical_path(plan: Plan, seconds: Seconds) -> tuple[float, str]:
 def estimate_pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
     """Return the throughput of a plan.
 
-    `seconds` is by instruction and node. `around` are the seconds to begin and to end an iteration.
+    The keys of `seconds` are (instruction, node). `around` is the number of seconds to begin and to end an iteration.
     """
     if not lead_of_pools(plan):
         length, path = critical_path(plan, seconds)
@@ -127,9 +127,9 @@ def estimate_pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
 
 
 def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
-    """Return the dependencies between pools.
+    """Return the dependencies between the iterations of pools.
 
-    Each pool that may be ahead of the updates begins its iterations independently. All other pools begin an iteration
+    A pool that may be ahead of the updates begins its iterations independently. All other pools begin an iteration
     together, when the previous iteration has ended completely.
     """
     edges = frozenset(fetched_edges(plan))
@@ -186,9 +186,10 @@ def _find_slowest_cycle(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
 
 
 def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
-    """Return a cycle with more seconds per iteration than `rate`, or None.
+    """Return a cycle of dependencies slower than `rate` seconds per iteration.
 
-    Longest paths are computed as in the Bellman-Ford algorithm. Only paths around such a cycle grow without end.
+    The result is None if there is no such cycle. Longest paths are computed as in the Bellman-Ford algorithm, with
+    `rate` subtracted for each iteration. Only paths around a slower cycle become longer without limit.
     """
     rounding = 1e-12 * max(arc.seconds for arc in arcs)
     ends = {arc: ((arc.src, (arc.place - arc.iterations) % places), (arc.dst, arc.place)) for arc in arcs}
@@ -217,7 +218,7 @@ def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_
 def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
     """Return the instructions of each pool's training stream.
 
-    The instructions of an opening are included; `_parts` splits them off.
+    In contrast to `_parts`, the result has one stream for each pool.
     """
     return {
         stream.pool: stream.instructions
@@ -227,10 +228,10 @@ def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
 
 
 def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
-    """Return the training streams, with the openings of pipelined pools split off.
+    """Return the training streams, with the opening of each pipelined pool split off.
 
-    A pipelined pool runs the opening of a later iteration before the rest of the current iteration. In the result, the
-    opening is a stream of its own.
+    The opening is the first part of a stream. A pipelined pool runs the opening for a later iteration before it runs
+    the rest of its stream for the current iteration. In the result, the opening is a stream of its own.
     """
     parts: dict[str, Sequence[Instruction]] = {}
     for stream in plan.schedule:
@@ -242,7 +243,10 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 
 
 def _functions_after_opening(plan: Plan) -> list[str]:
-    """Return the functions that wait for those of the previous iteration, in order."""
+    """Return the functions that a pipelined plan runs after its opening, in order.
+
+    They wait until the same functions of the previous iteration are done.
+    """
     stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
     first = count_opening(plan, stream)
     return [instruction.node for instruction in stream.instructions[first:] if instruction.op == "RUN"] if first else []
@@ -253,10 +257,11 @@ def _opening_name(pool: str) -> str:
 
 
 class _Clock(Walker):
-    """The time in each pool during an iteration.
+    """A calculation of when each node of one iteration starts and ends.
 
-    A function starts when its rows have arrived. A node on devices also waits for its turn in its stream. On a CPU
-    cluster, ranks use all cores, so the functions' seconds are added to the seconds of the ranks.
+    A function starts when its rows have arrived. A node on devices must also wait until earlier instructions of its
+    stream are done. On a CPU cluster, ranks use all cores, so the functions' seconds are added to the seconds of the
+    ranks.
     """
 
     def __init__(
@@ -270,13 +275,13 @@ class _Clock(Walker):
         opened: float = 0.0,
         returns: Mapping[str, float] | None = None,
     ) -> None:
-        """Run the streams; each stream starts at its time in `begins`.
+        """Calculate all times; each stream starts at the time that `begins` has for it.
 
         - Streams that are not in `begins` start as soon as their first rows arrive.
-        - `fetches` are the edges whose weights the update copies and the generation fetches. `copies` are the times at
-          which these copies exist. At other edges the two pools wait for each other.
-        - `opened` is the time at which the source has its rows.
-        - `returns` are the times at which swapped-in weights are back on the device.
+        - `fetches` are the resharding edges whose weights the update copies and the generation fetches later. `copies`
+          are the times at which these copies exist. At other resharding edges, the two pools wait for each other.
+        - `opened` is the time at which the source of prompts has its rows.
+        - `returns` are the times at which swapped-out weights are back on the device.
         """
         self.plan = plan
         self.seconds = seconds
@@ -308,7 +313,7 @@ class _Clock(Walker):
         self.length = max(self.done.values(), default=0.0) + self.taken
 
     def path(self, pool: str = "") -> str:
-        """Return the chain of nodes up to the last node of a pool, or of all pools."""
+        """Return the nodes that delay the last node of a pool (of all pools if "")."""
         last = self.before[pool] if pool else max(self.done, key=lambda node: (self.done[node], node), default="")
         chain = []
         while last:
@@ -317,7 +322,7 @@ class _Clock(Walker):
         return " > ".join(reversed(chain))
 
     def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
-        """Return the end time and chain of nodes of each given pool, and of the updates."""
+        """Return the end time and delaying nodes of each given pool, and of the updates."""
         ends_of = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
         return ends_of | {UPDATES: (self.length, self.path())}
 
@@ -341,7 +346,7 @@ class _Clock(Walker):
             ready += self._finish_node(name)
 
     def _finish_node(self, name: str) -> list[str]:
-        """Mark a node as done; return the functions that waited only for this node."""
+        """Record that a node is done; return the functions that waited only for this node."""
         after = [edge.dst for edge in self.plan.graph.out_of(name)]
         for other in after:
             self.waits[other] -= 1

@@ -1,9 +1,9 @@
 """Traffic: the bytes of each sample edge in an iteration, and their seconds.
 
 Seconds are given for transfers through the dock and, for comparison, through a central buffer. Invariant: traffic is
-counted on the graph, at the columns' bounds. A column counts once for each node that reads the column (an update reads
-its rows once per epoch). A column of responses counts once per response, a column of prompts once per prompt.
-tests/sharding/test_equations.py compares the traffic with the paper's equations.
+counted on the graph, with rows of the greatest length. A column is counted once for each node that reads it. An update
+reads its rows once per epoch. A column of responses has one value for each response, a column of prompts one for each
+prompt. tests/sharding/test_equations.py compares the traffic with the paper's equations.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from .spec import Pass
 class CountTraffic(Pass):
     """The pass that counts the traffic of sample edges.
 
-    Rows are stored on the host that writes them. A reader finds at least the share 1 / hosts of its rows on its own
-    host.
+    Rows are stored on the host that writes them. A reader finds at least 1 / hosts of its rows on its own host.
     """
 
     name = "traffic"
@@ -55,7 +54,7 @@ class CountTraffic(Pass):
 class _Edges:
     """The traffic of a plan's sample edges.
 
-    Texts that many edges share are built once.
+    Texts that are the same for many edges are built once.
     """
 
     plan: Plan
@@ -94,7 +93,7 @@ class _Edges:
 
     @cached_property
     def _bases(self) -> tuple[str, str]:
-        """The formulas of the seconds: through a central buffer, and through the dock."""
+        """The formulas of the seconds as text: through a central buffer, through the dock."""
         hosts = self.plan.cluster.nodes
         network = self.plan.cluster.network
         parts = f"bytes x {hosts - 1}/{hosts}"

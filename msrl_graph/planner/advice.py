@@ -1,6 +1,7 @@
 """Advice on changes that make a plan fit into memory or make it faster.
 
-Invariant: the passes have evaluated the advised plan as a whole. If nothing fits, the advice says so.
+Invariant: a changed plan is only advised after the compiler's passes have evaluated it as a whole. If no change makes
+the plan fit, the advice says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WORTH = 0.1
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice on a plan.
+    """The functions that find advice on a plan.
 
     `passes` are all passes of the compiler. `engines` are the engine specs by name. `misplaced` is a function that
     returns whether a placed plan has wrong layouts.
@@ -37,10 +38,10 @@ class Advice:
     misplaced: Callable[[Plan], bool]
 
     def find_nearest(self, plan: Plan, worst: PhaseMemory) -> str:
-        """Return advice on the nearest layout that fits.
+        """Return advice on a small change that makes a plan fit.
 
-        The advice is for the nodes of `worst`, the phase that exceeds its memory most. The result is "" if no fitting
-        layout was found, but the search did not prove that none exists.
+        The change is to the nodes of `worst`, the phase that exceeds its memory most. If a search proves that no layout
+        fits, the advice says so. If no layout that fits was found but there may be one, the result is "".
         """
         verb = "generate" if worst.phase == "generate" else "update"
         first = [node for node in plan.graph.verb(verb) if plan.placement(node.name).pool == worst.pool]
@@ -109,7 +110,10 @@ class Advice:
         return (PlanNote("staleness", f"with {statements} {gain}, and {how}"),)
 
     def _find_other_layout(self, plan: Plan, nodes: Sequence[str], worst: PhaseMemory) -> str:
-        """Return advice on a layout of the same devices that fits, or on recomputation."""
+        """Return advice to use another layout on the same devices, or to recompute.
+
+        The advice is to recompute activations if no nearby layout fits. The result is "" if recomputing is not enough.
+        """
         engine = plan.placement(nodes[0]).engine
         model = plan.model(nodes[0])
         updates = [plan.graph.node(node) for node in nodes]
@@ -141,9 +145,9 @@ class Advice:
         return ""
 
     def _nearby_layouts(self, plan: Plan, node: str, worst: PhaseMemory) -> list[Layout]:
-        """Return other layouts of all devices of a node's pool, the nearest first.
+        """Return other layouts for all devices of a node's pool, the most similar first.
 
-        The layouts differ from the current layout in tp, in the mesh of experts or in the ZeRO stage.
+        The layouts differ from the node's current layout in tp, in the mesh of experts or in the ZeRO stage.
         """
         placement = plan.placement(node)
         model = plan.model(node)
@@ -184,9 +188,9 @@ class Advice:
         )[:TRIED]
 
     def _search_again(self, plan: Plan, nodes: Sequence[str]) -> tuple[str, bool]:
-        """Search for layouts of some nodes, while everything else remains as stated.
+        """Search for layouts of `nodes` that fit, while everything else remains as stated.
 
-        Returns the advice ("" if there is none), and whether the search has proved that nothing fits.
+        Returns the advice ("" if no layouts were found), and whether the search has proved that no layouts fit.
         """
         open_ = replace(
             plan.deploy, layouts={name: layout for name, layout in plan.deploy.layouts.items() if name not in nodes}
@@ -261,7 +265,7 @@ class Advice:
 
 
 def _follows(plan: Plan, node: Node, updates: Sequence[Node]) -> bool:
-    """Return whether a node, other than a generation, has the weights of an update."""
+    """Return whether an infer or update node has the same weights as one of `updates`."""
     return node.verb != "generate" and any(
         node.worker == update.worker for update in updates if update.verb == "update"
     )

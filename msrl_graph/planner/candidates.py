@@ -1,9 +1,10 @@
-"""Choices: the layouts and engines that a pool allows for an owner.
+"""The possible layouts and engines of an owner in its pool.
 
-Invariant: the layout of a choice divides the model and the devices evenly. A choice fits into memory if the owner is
-alone on its devices, with the smallest micro-batch and full recomputation. The seconds of a choice are those at the
-best micro-batch that this memory allows. They do not include the time of offloading. Therefore no combination with
-choices of other owners is faster.
+An owner is a set of nodes that share a layout and an engine. A choice is one layout and one engine for an owner.
+Invariant: the layout of a choice divides the model and the devices evenly. A choice fits into memory if the owner's
+nodes are alone on their devices, with the smallest micro-batch and full recomputation. The seconds of a choice are
+lower bounds: they use the best micro-batch that this memory allows, and exclude the time of offloading. Combining the
+choice with choices of other owners can only make its nodes slower.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from .pools import Division
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout and an engine for an owner, and their costs.
+    """A layout and an engine for an owner's nodes, and their costs.
 
-    - `seconds`: lower bounds of seconds, by node.
-    - `peaks`: bytes by phase, if the owner is alone on its devices.
-    - `resident`: the least bytes that remain on a device while other owners compute.
-    - `weights`: the bytes of weights, which a swap moves away during a generation.
-    - `unoffloaded_bytes`: the bytes that would remain on a device without offloading.
-    - `excess_bytes`: bytes beyond the capacity; 0 or less if the choice fits.
+    - `seconds`: a lower bound of the seconds of each node.
+    - `peaks`: the bytes per device in each phase, if the owner's nodes are alone on their devices.
+    - `resident`: the smallest number of bytes that remain on a device while nodes of other owners compute.
+    - `weights`: the bytes of the weights on a device. Resharding by swap removes the weights from the device while a
+      generation runs.
+    - `unoffloaded_bytes`: like `resident`, but without offloading.
+    - `excess_bytes`: the bytes by which the choice exceeds the memory; 0 or less if the choice fits.
     """
 
     layout: Layout
@@ -50,9 +52,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The generator of an owner's choices.
+    """The generator of all choices of an owner.
 
-    `place` completes each placement. `wide` adds layouts that span hosts, even if other layouts fit.
+    `place` is the pass that completes each placement. If `wide` is True, layouts that span hosts are also generated
+    when other layouts fit.
     """
 
     place: PlaceNodes
@@ -61,8 +64,8 @@ class Choices:
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """Return the choices of an owner in its pool, the fastest first.
 
-        `skeleton` is any placed plan with the division's pools. If no choice fits, only the choice that exceeds the
-        memory least is returned.
+        `skeleton` is a plan whose nodes are placed in any way in the pools of `division`. If no choice fits, the result
+        is only the choice that exceeds the memory least.
         """
         choices: list[Choice] = []
         fitting: list[Choice] = []
@@ -113,7 +116,7 @@ class Choices:
         )
 
     def _evaluate(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
-        """Evaluate a placement with the owner's nodes alone on their devices."""
+        """Return the costs of a placement if only the owner's nodes use their devices."""
         engines = self.place.engines
         name = owner.node
         placements = tuple(self._place_alone(skeleton, owner, other, placement) for other in skeleton.placements)
@@ -180,7 +183,7 @@ class Choices:
 
 
 def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
-    """Add the options that need the least memory, unless the file states them."""
+    """Add the engine options that need the least memory, unless the file states them."""
     known = engines[placement.engine.name].options
     options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
@@ -197,9 +200,10 @@ def _with_offloading(engines: Mapping[str, EngineSpec], placement: Placement) ->
 
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
-    """Yield all layouts of a node on a pool, with tensor parallelism within a host.
+    """Yield the layouts of a node on all devices of a pool.
 
-    `wide` adds layouts that are only useful if no other layout fits:
+    Tensor-parallel groups are within one host. If `wide` is True, layouts are added that are only useful if no other
+    layout fits:
     - tensor parallelism across hosts,
     - context parallelism,
     - other meshes of experts,
@@ -237,8 +241,9 @@ def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[i
 def drop_dominated(choices: list[Choice]) -> list[Choice]:
     """Drop choices that another choice beats or equals in seconds and in memory.
 
-    Memory is compared for the owner alone and together with other owners. Owners with a resharding edge must not be
-    passed to this function.
+    Two kinds of memory are compared: the peaks if the owner's nodes are alone on their devices, and the bytes that
+    remain on a device while nodes of other owners compute. Do not pass choices of an owner with a resharding edge to
+    this function.
     """
     remaining: list[Choice] = []
     for choice in choices:

@@ -1,8 +1,8 @@
 """Offloading to host memory, for plans that do not fit into device memory.
 
-Invariant: a plan that fits without offloading is unchanged, and so is a plan that does not fit even with offloading.
-Weights of frozen workers are offloaded before optimizer states. Nothing is offloaded without need. Options that the
-file states are not changed.
+Invariant: a plan that fits without offloading is unchanged. A plan that does not fit even with offloading is unchanged.
+Weights of frozen workers are offloaded before optimizer states. Nothing more is offloaded than the plan needs to fit.
+Options that the file states are not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..passes.reshard import GIB, InsertResharding
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
-    """Complete a placed plan, and offload what is necessary to make it fit.
+    """Complete a placed plan, and offload what is necessary to make the plan fit.
 
     `complete` is the function that fills in the open values of the placements.
     """
@@ -48,10 +48,10 @@ def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Ca
 
 
 def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
-    """Return whether a worker's weights or optimizer states may be offloaded.
+    """Return whether the planner may offload a worker's weights or optimizer states.
 
-    This requires that the file does not state `offload`, that the engine supports it, and that host memory is separate
-    from device memory.
+    The planner may do so under three conditions: the file does not state `offload`, the engine supports offloading, and
+    host memory is separate from device memory.
     """
     if plan.cluster.device.kind.shares_host_memory:
         return False
@@ -93,7 +93,7 @@ def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:
 
 
 def _may_overflow(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
-    """Return whether a reshard might not fit, assuming buckets of the largest size."""
+    """Return whether a reshard might not fit if its buckets have the greatest size."""
     options = plan.deploy.reshard
     item = BYTES[holdings.dtype(plan, source)]
     model = plan.model(source)

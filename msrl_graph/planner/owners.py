@@ -30,7 +30,7 @@ from .pools import Division, nodes_of
 class Owner:
     """A set of nodes that have the same layout.
 
-    `node` is the node for which the program file states the layout, if the file states it.
+    `node` is the node that represents the set. If the file states the layout of the set, it does so for this node.
     """
 
     node: str
@@ -46,11 +46,12 @@ def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
-    """Return the node whose layout a node uses.
+    """Return the owner's node for a node: the node whose layout it also uses.
 
     A generation uses its own layout. Any other node uses the layout of a node with the same weights. The exception is a
-    frozen node for which the file states neither a layout nor an engine. Such a node uses the layout of an update of
-    the same model in its pool, if there is one. Micro-batches then go to the same ranks.
+    frozen node for which the file states neither a layout nor an engine. Such a frozen node uses the layout of an
+    update of the same model in its pool, if there is such an update. Micro-batches of both nodes then go to the same
+    ranks.
     """
     if node.verb == "generate":
         return node.name
@@ -73,10 +74,10 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
 
 
 def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
-    """Return the first node that shares an infer's weights and is in `stated`.
+    """Return the first node in `stated` with the same weights as an infer node.
 
-    `stated` is the set of nodes for which the file states a layout or an engine. If `node` is not an infer, the result
-    is None.
+    `stated` is the set of nodes for which the file states a layout or an engine. The result is None if no node of
+    `stated` has these weights, or if `node` is not an infer node.
     """
     if node.verb != "infer":
         return None
@@ -88,7 +89,7 @@ def has_open_layout(plan: Plan, owner: Owner) -> bool:
 
 
 def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[EngineSpec]:
-    """Return the engines that the plan chooses from, the preferred engine first."""
+    """Return the engines from which the planner chooses, the preferred engine first."""
     # A layout of the plan must suit the engines of all nodes; a stated layout must suit the owner's engine.
     asked = (owner.node, *(owner.nodes if has_open_layout(plan, owner) else ()))
     if stated := [name for name in asked if name in plan.deploy.engines]:
@@ -109,9 +110,10 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
 
 
 def explain_engine(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
-    """Return a text that says who chose an engine which the file does not state.
+    """Return the reason for an engine that the file does not state, as text.
 
-    The text lists engines that are meant for these devices but were not chosen, each with what it does not support.
+    The text says whether the planner chose the engine or the engine is the default. It lists the other engines that are
+    meant for these devices, each with what it does not support.
     """
     meant = [
         spec

@@ -1,9 +1,10 @@
 """Placement: the devices, the layout and the engine of every node, with reasons.
 
 Invariant: nodes that share weights share their layout. The nodes of a pool share the pool's devices, which run the
-nodes in turn. Functions run on the hosts' CPUs. A stated layout is used, right or wrong: checks/layout.py reports
-errors. Choices that the file leaves open follow the decision of the search (planner/search.py). Without a decision, a
-node is data-parallel over its pool. Micro-batches and recomputation are chosen after the layouts.
+nodes in turn. Functions run on the hosts' CPUs. A layout that the file states is used even if it is wrong:
+checks/layout.py reports the error. What the file leaves open is taken from the decision of the search
+(planner/search.py). Without a decision, a node is data-parallel over its pool. Micro-batches and recomputation are
+chosen after the layouts.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ PYTHON = EngineChoice("python", chosen="default")
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """The choices that the program file leaves open.
+    """The values for everything that the program file leaves open in the placement.
 
-    `division` is the division into pools. `layouts` and `engines` are by the owner's node (owners.py). `why` is the
-    reason for the choices.
+    `division` is the division into pools. The keys of `layouts` and `engines` are the `node` of each owner (owners.py).
+    `why` is the reason for these values.
     """
 
     division: Division | None = None
@@ -48,7 +49,7 @@ class PlacementDecision:
 
 
 class PlacementPass(Pass):
-    """The base class of passes that place nodes; it verifies their placements."""
+    """The base class of passes that place nodes; verifies the placements."""
 
     name = "place"
 
@@ -58,15 +59,15 @@ class PlacementPass(Pass):
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes by a decision; `engines` are engine specs by name."""
+    """The pass that places nodes by a given decision; `engines` are specs by name."""
 
     engines: Mapping[str, EngineSpec]
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
-        """Place all nodes.
+        """Return the plan with all nodes placed.
 
-        If `numbered` is False, two steps are left out: offloading, and the numbering of ranks for resharding. The
-        numbering is the most expensive step of the placement.
+        If `numbered` is False, two steps are left out: offloading, and numbering the ranks for resharding, which is the
+        most expensive step of the placement.
         """
         decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
@@ -153,7 +154,8 @@ class PlaceNodes(PlacementPass):
     def resolve(self, plan: Plan, node: str, stated: Layout, engine: str, devices: int) -> tuple[Layout, str]:
         """Return a stated layout with its open sizes filled in, and the reason.
 
-        A stated dp of 0 is open: dp is then computed from the number of devices. The engine chooses an open etp.
+        A `dp` of 0 in `stated` is open: it is computed from the number of devices. An open `etp` is chosen by the
+        engine.
         """
         layout = stated
         reason = "stated"
@@ -202,7 +204,7 @@ class PlaceNodes(PlacementPass):
     ) -> tuple[Layout, str]:
         """Number a generation's ranks so that resharding gathers in small groups of ranks.
 
-        Returns the layout with the numbering (`inner`), and the extended reason.
+        Returns the layout with the numbering (`inner`), and `reason` with an explanation of the numbering added.
         """
         source = next(
             (
@@ -235,7 +237,7 @@ class PlaceNodes(PlacementPass):
     def complete(self, plan: Plan, placement: Placement) -> Placement:
         """Fill in weight bytes, and micro-batch and recomputation if not stated.
 
-        After this step, nothing about the node is left for the run to choose.
+        After this step, all options of the node that the run needs are decided.
         """
         if placement.pool == FUNCTIONS:
             return placement
@@ -254,10 +256,10 @@ class PlaceNodes(PlacementPass):
         return self._choose_micro_batch(plan, placement)
 
     def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
-        """Choose the micro-batch size and the recomputation of an infer or update.
+        """Choose the micro-batch size and the recomputation of an infer or update node.
 
-        The micro-batch has enough rows to keep the device busy. It has fewer rows if memory requires it. A pipeline, or
-        a device with measured rates, also gets fewer rows if the estimate is faster that way.
+        The micro-batch has enough rows to keep the device busy. It has fewer rows if memory requires it. In a pipeline,
+        or on a device with measured rates, it also has fewer rows if the estimate is then faster.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
         without recomputation, or it is faster with recomputation.
@@ -316,7 +318,7 @@ class PlaceNodes(PlacementPass):
         return replace(with_recompute, reason=f"{placement.reason}; {why}")
 
     def _free_bytes(self, plan: Plan, placement: Placement) -> int:
-        """Return the bytes that an infer or update may use in addition to resident items."""
+        """Return the bytes that an infer or update node may use beyond the resident items."""
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
@@ -333,8 +335,8 @@ class PlaceNodes(PlacementPass):
     def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
         """Return the peak bytes of a node with this micro-batch, without resident items.
 
-        The result depends neither on the placements of other nodes nor on the position of the node's own devices. It is
-        cached, because many plans of a search need the same value.
+        The result depends neither on the placements of other nodes nor on which devices the node has. It is cached,
+        because many plans of a search need the same value.
         """
         engine = placement.engine
         inputs = (plan.cluster, plan.deploy, self.engines)

@@ -1,8 +1,8 @@
 """Pools: which nodes share which devices, and the divisions that a deploy allows.
 
-Invariant: every node with weights is in one pool. A pool is a range of devices. Pools are in the order of their first
-device. If there are too few devices, a pool is placed beyond the cluster's last device, and checks/layout.py reports
-it.
+A division is a list of pools that together contain all nodes with weights. Invariant: every node with weights is in one
+pool. A pool is a range of devices. Pools are in the order of their first device. If there are too few devices, a pool
+is placed beyond the cluster's last device, and checks/layout.py reports the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FINE = 8
 class Division:
     """A division of the devices into pools.
 
-    `named` are the nodes that the deploy names in its pools. If the other nodes joined one of these pools,
+    `named` are the nodes that the deploy lists in its pools. If the other nodes were added to one of these pools,
     `joined_node` is a node of that pool; otherwise it is "".
     """
 
@@ -43,7 +43,7 @@ def nodes_of(plan: Plan) -> list[Node]:
 
 
 def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
-    """Return the division that a deploy states.
+    """Return the division into pools that a deploy states.
 
     `shares` are the numbers of devices of the pools whose size the deploy leaves open. Without `shares`, these pools
     get equal numbers of devices.
@@ -63,8 +63,8 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
 def divisions(plan: Plan) -> list[Division]:
     """Return all divisions into pools that the deploy allows.
 
-    If the program does not send every version of some weights, only divisions are returned in which both ends of such a
-    resharding edge are in different pools, if there are any. The result is never empty.
+    A resharding edge may send only every n-th version of the weights. If possible, only divisions are returned in which
+    the update and the generation of each such edge are in different pools. The result is never empty.
     """
     every_division = list(_list_divisions(plan))
     seldom = [edge for edge in plan.graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1]
@@ -99,8 +99,8 @@ def without_staleness(plan: Plan) -> Plan:
 def _list_divisions(plan: Plan) -> Iterator[Division]:
     """Yield all divisions that the deploy allows, each once.
 
-    The first is the division that the deploy states. If the deploy states no pools, this is one pool with all nodes,
-    and the divisions of `_possible_groups` follow. Pools consist of whole hosts if there are enough hosts.
+    The first is the division that the deploy states. If the deploy states no pools, the first is one pool with all
+    nodes, followed by the divisions of `_possible_groups`. Pools consist of whole hosts if there are enough hosts.
     """
     yield (first := divide(plan))
     seen = {_division_key(first)}
@@ -126,10 +126,10 @@ def _division_key(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]
 def _possible_groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
     """Return the ways to put nodes into separate pools, if the deploy states no pools.
 
-    Up to three kinds of blocks are formed: all generations; all nodes whose weights nothing updates; and, for each
-    updated worker, its infers and updates. The blocks are split into two groups in every way. One more way puts
-    generations, frozen nodes and all other nodes into three groups. Nodes that the deploy keeps together are not
-    separated. If the deploy states layouts, the result is empty.
+    Nodes are first joined into blocks that are never split: one block has all generations, one has all nodes whose
+    weights are never updated, and each updated worker has one with its infer and update nodes. Each result splits the
+    blocks into two groups. One more result has three groups: generations, frozen nodes and all other nodes. Results
+    that separate nodes which the deploy puts together are left out. If the deploy states layouts, there are no results.
     """
     nodes = nodes_of(plan)
     if plan.deploy.layouts:
@@ -151,9 +151,10 @@ def _possible_groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _possible_shares(pools: int, devices: int, per_host: int) -> list[tuple[int, ...]]:
-    """Return ways to share `devices` devices among `pools` pools.
+    """Return the ways to divide `devices` devices among `pools` pools.
 
-    Each way is a tuple of numbers of devices. The first pool gets the devices that the other pools leave.
+    Each way is a tuple with the number of devices of each pool. The first pool gets the devices that no other pool
+    gets.
     """
     if pools < 2 or devices < pools:
         return []
@@ -173,9 +174,10 @@ def _possible_shares(pools: int, devices: int, per_host: int) -> list[tuple[int,
 
 
 def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
-    """Put the nodes that no stated pool names into a stated pool or a new pool.
+    """Put the nodes that no stated pool lists into a stated pool or a new pool.
 
-    Returns the pools, and the name of a node of the stated pool that was extended ("" if none was).
+    `named` are the nodes that stated pools list. Returns the pools, and the name of a node of the stated pool to which
+    nodes were added ("" if there is no such pool).
     """
     stated = list(plan.deploy.pools)
     nodes = [node.name for node in nodes_of(plan)]
@@ -194,10 +196,10 @@ def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]
 
 
 def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
-    """Set the sizes of pools that are stated or follow from a layout.
+    """Set the sizes of pools that state it or have a node with a stated layout.
 
-    An update's layout has precedence over other layouts. The size of a pool remains 0 if neither applies. `first` is
-    set to -1 if the size follows from a layout, because the position is then open.
+    The layout of an update has precedence over other layouts. The size of every other pool remains 0. If the size comes
+    from a layout, the pool's `first` is set to -1, because the pool's position is open.
     """
     layouts = plan.deploy.layouts
     sized = []
@@ -213,7 +215,7 @@ def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
 
 
 def _share_devices(pools: list[Pool], devices: int, shares: tuple[int, ...]) -> list[Pool]:
-    """Share the remaining devices among pools without a size, by `shares` or evenly."""
+    """Give the unused devices to the pools without a size: by `shares`, or evenly."""
     open_ = sum(not pool.devices for pool in pools)
     unshared = devices - sum(pool.devices for pool in pools)
     done = 0
@@ -230,10 +232,10 @@ def _share_devices(pools: list[Pool], devices: int, shares: tuple[int, ...]) -> 
 
 
 def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
-    """Put each open pool into the first gap that is long enough.
+    """Put each pool without a position into the first range of free devices that fits.
 
-    If there is no such gap, the pool is placed in equal gaps on consecutive hosts. If these do not exist either, the
-    pool is placed beyond the last device.
+    If there is no such range, the pool gets the same number of devices on each of several consecutive hosts. If that is
+    also impossible, the pool is placed beyond the last device.
     """
     laid = [open_pool for open_pool in pools if open_pool.first >= 0]
     for pool in (open_pool for open_pool in pools if open_pool.first < 0):
@@ -253,9 +255,9 @@ def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
 
 
 def _devices_per_host(devices: int, total: int, per_host: int) -> Iterator[int]:
-    """Yield possible numbers of a pool's devices per host, fewest hosts first.
+    """Yield possible numbers of a pool's devices on each host, fewest hosts first.
 
-    The number 0 means that the pool is contiguous.
+    The number 0 means that the pool is one contiguous range of devices.
     """
     yield 0
     yield from (

@@ -1,9 +1,10 @@
 """The search for open layouts, engines and pools with the fastest iteration.
 
-The search considers only plans that fit into memory. Invariant: a candidate is evaluated by the passes, on the plan
-with the candidate's choices. A candidate is skipped only if a lower bound of its seconds shows that it is not faster.
-The passes cannot go below this bound. It adds up, along the critical path, each node's seconds at the best micro-batch
-that the node's own memory allows. Of the resharding, only the bytes that must enter a host or be swapped are added.
+A candidate is one combination of all open choices. Only candidates that fit into memory are considered. Invariant: the
+compiler's passes evaluate a candidate on the plan with the candidate's choices. A candidate is skipped only if a lower
+bound of its seconds shows that it is not faster than the best plan. The passes never estimate fewer seconds than this
+bound. The bound adds up, along the critical path, each node's seconds at the best micro-batch that the node's own
+memory allows. For resharding, the bound counts only the bytes that must enter a host or be swapped.
 
 The best plan is therefore optimal in the plan's own model, or the search reports the gap to the lowest remaining bound.
 The result does not depend on the clock, unless a budget of seconds is given.
@@ -55,7 +56,7 @@ class Search(PlacementPass):
 
     - `engines`: the engine specs by name.
     - `refuses`: a function that returns whether the checks would reject a placed plan.
-    - `budget`: a time limit in seconds. When it is spent, the search returns the best plan that it has found.
+    - `budget`: a time limit in seconds, after which the search returns the best plan that it has found.
     """
 
     engines: Mapping[str, EngineSpec]
@@ -73,9 +74,8 @@ class Search(PlacementPass):
     def _compare_staleness(self, run: _Run, plan: Plan) -> Plan:
         """Add a rival plan to the search record of a program that allows staleness.
 
-        If `plan` has pools that may be ahead of the updates, the rival is the best plan of the same program without
-        staleness. If `plan` has no such pools, the rival is the best plan with such pools. A program that states no
-        staleness has no rival.
+        If `plan` uses staleness (some pools may be ahead of the updates), the rival is the best plan without staleness.
+        If `plan` does not, the rival is the best plan with staleness. A program that states no staleness has no rival.
         """
         record = plan.search
         is_ahead = bool(lead_of_pools(plan))
@@ -107,7 +107,7 @@ class Search(PlacementPass):
         return replace(plan, search=record, notes=(*plan.notes, PlanNote("staleness", note)))
 
     def _has_choice(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
-        """Return whether there is a choice: of layouts, or of engines for stated layouts.
+        """Return whether a division leaves a choice: of layouts, or of engines.
 
         A choice of engines counts only if the checks accept at least one combination of engines.
         """
@@ -125,10 +125,9 @@ class Search(PlacementPass):
 
 @dataclass(order=True)
 class _Item:
-    """A queued combination; the queue is ordered by lower bounds.
+    """A combination in the search's queue, which is ordered by lower bounds.
 
-    Of two combinations with equal bounds, the one whose evaluation is further advanced comes first, then the earlier
-    one.
+    If bounds are equal, combinations closer to full evaluation come first, and then combinations with lower positions.
     """
 
     bound: float
@@ -139,10 +138,9 @@ class _Item:
 
 
 class _Found(NamedTuple):
-    """A combination with its seconds and its plan.
+    """A combination with its seconds, its plan, and the reason why it does not fit.
 
-    `plan` is None if the combination was not evaluated completely; `seconds` is then a lower bound. `reason` says why a
-    combination does not fit.
+    `plan` is None if the combination was not fully evaluated; `seconds` is then a lower bound.
     """
 
     seconds: float
@@ -156,7 +154,7 @@ class _Found(NamedTuple):
 class _Run:
     """One best-first search.
 
-    The bound of a combination never decreases while more of the combination is evaluated.
+    A combination is evaluated in stages. Its lower bound never decreases from one stage to the next.
     """
 
     search: Search
@@ -217,24 +215,24 @@ class _Run:
     def _over_budget(self) -> bool:
         """Return whether the budget of seconds is spent.
 
-        Until a first plan is found, the search may exceed the budget, up to its limit of effort.
+        Until a first plan is found, the budget may be exceeded, but not `effort`, the search's limit of work units.
         """
         exceeded = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
         return exceeded and (bool(self.results) or self.spent >= self.effort)
 
     def _end_reason(self) -> str:
-        """Return why the search ends early; "" if it may continue.
+        """Return why the search must end before it is complete; "" if it may continue.
 
-        If the caller states a budget of seconds, the budget replaces the limit of effort, even if the budget is longer.
+        If the caller states a budget of seconds, the budget replaces the limit of work units (`effort`).
         """
         if self.search.budget is not None:
             return f"the budget of {self.search.budget:g} s" if self._over_budget() else ""
         return "the search's limit" if self.spent >= self.effort else ""
 
     def _evaluate_more(self, heap: list[_Item], ended: str) -> None:
-        """Evaluate a few combinations that may still be the best, then runners-up.
+        """Evaluate more combinations after the search has ended, then runners-up.
 
-        The first part is skipped if the search ended regularly or has a budget of seconds.
+        The first part is for a search that the limit of work units ended: a few combinations may still be the best.
         """
         if ended and self.search.budget is None:
             for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
@@ -290,8 +288,9 @@ class _Run:
     def _step(self, heap: list[_Item], item: _Item) -> None:
         """Advance a combination by one stage.
 
-        A combination is first queued, then bounded by the costs of its choices, then placed and bounded again without
-        planning its resharding, and finally evaluated by all passes.
+        A queued combination passes three stages. First, the costs of its choices give a lower bound. Second, its nodes
+        are placed, which gives a better bound without planning the resharding. Third, all passes evaluate the
+        combination.
         """
         space = item.space
         position = item.position
@@ -352,7 +351,7 @@ class _Run:
         return PlacementDecision(space.division, layouts, {owner.node: choice.engine for owner, choice in chosen}, why)
 
     def _plan_without_fit(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
-        """Return the plan for a program of which no combination fits.
+        """Return a plan for a program of which no combination fits into memory.
 
         The plan has the first division and, for each owner, the choice with the lowest peak memory. The memory check
         then reports the overflow.
@@ -369,10 +368,10 @@ class _Run:
         return replace(self.place.apply(self.plan, self._make_decision(space, position, why)), search=record)
 
     def _list_runners_up(self, heap: list[_Item]) -> tuple[Candidate, ...]:
-        """Return the runners-up of the best combination.
+        """Return the combinations to report next to the best combination.
 
-        The runners-up are, in this order: the next best evaluated combinations, combinations of which only a bound is
-        known, and the fastest combinations that do not fit.
+        They are, in this order: the next best of the fully evaluated combinations, combinations of which only a bound
+        is known, and the fastest combinations that do not fit.
         """
         runners = self.results[1 : RUNNERS + 1]
         bounded = heapq.nsmallest(RUNNERS - len(runners), [item for item in heap if item.stage < 2])

@@ -1,7 +1,7 @@
 """The combinations of layouts and engines for one division into pools.
 
-Invariant: a bound holds for a combination and for all combinations whose choices come later in the owners' lists. A
-bound never exceeds the seconds of any of these combinations.
+Each owner (a set of nodes that share a layout) has a list of choices. Invariant: the lower bound of a combination is
+also valid for every combination in which owners have the same or later choices of their lists.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .pools import Division
 class Space:
     """The combinations for one division into pools: one choice for each owner.
 
-    `skeleton` is a plan with the division's pools, a schedule and traffic. `lists` has the choices of each owner. A
-    position is a tuple with the index of a choice in each of these lists.
+    `skeleton` is a plan with the division's pools, a schedule and traffic. `lists` has the list of choices of each
+    owner. A position identifies a combination: it is a tuple with one index for each of these lists.
     """
 
     division: Division
@@ -42,26 +42,29 @@ class Space:
         return number
 
     def bound(self, position: Sequence[int]) -> float:
-        """Return a lower bound of an iteration's seconds, without resharding."""
+        """Return a lower bound of an iteration's seconds for one combination.
+
+        Resharding is not included.
+        """
         return self.least(
             {("RUN", node): seconds for choice in self.chosen(position) for node, seconds in choice.seconds.items()}
         )
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
-        """Return a lower bound of an iteration in which nodes need these seconds.
+        """Return a lower bound of an iteration's seconds for given seconds of its nodes.
 
-        `seconds` is by instruction and node. The other seconds in the bound are the same for every layout.
+        The keys of `seconds` are (instruction, node). Seconds of functions, and to start and end the iteration, are
+        added; they are the same for every layout.
         """
         # The cost of the dock's processes also depends on the layouts: only an iteration's start and end are certain.
         turn = self.skeleton.cluster.device.overheads.turn.value
         return estimate_pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, position: Sequence[int]) -> float:
-        """Return a lower bound of all combinations at or after `position`.
+        """Return a lower bound of all combinations with choices at or after `position`.
 
-        Each node counts with the least seconds of the remaining choices of its owner, added along the critical path.
-        The bound is also at least the sum of the seconds of each pool's nodes, because a pool is done only when all its
-        nodes are done.
+        For each node, the least seconds of all these choices are taken, and added along the critical path. The nodes of
+        one pool run one after the other, so the bound is at least the sum of the seconds of each pool's nodes.
         """
         seconds = {
             ("RUN", node): least
@@ -77,10 +80,10 @@ class Space:
         return [choices[index] for choices, index in zip(self.lists, position, strict=True)]
 
     def start(self) -> tuple[int, ...]:
-        """Return the position of a combination that may fit; () if there is none.
+        """Return the position of a fast combination that may fit; () if there is none.
 
-        The owners choose in turn. Each gets the fastest choice that fits next to the choices already made and the
-        smallest choices of the remaining owners.
+        Owners choose one after another. An owner takes its fastest choice that fits together with the choices of
+        earlier owners and the smallest choices of later owners.
         """
         position = [min(range(len(own)), key=lambda index, own=own: own[index].resident) for own in self.lists]  # type: ignore[misc]
         if self.describe_overflow(position):
@@ -96,7 +99,7 @@ class Space:
     def describe_overflow(self, position: Sequence[int]) -> str:
         """Return why a combination cannot fit into memory; "" if it may fit.
 
-        The peak of an owner is added to the resident bytes of all other owners in its pool.
+        For each owner, the peak memory is added to the resident bytes of all other owners in its pool.
         """
         swap = self.skeleton.deploy.reshard.mode == "swap"
         source = {edge.dst: edge.src for edge in self.skeleton.graph.reshards()}

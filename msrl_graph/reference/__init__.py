@@ -88,9 +88,9 @@ def anchor(title: str) -> str:
 
 
 def entry(name: str) -> str:
-    """Return the Markdown text of all entries with a name.
+    """Return the Markdown text of all entries that describe a name.
 
-    A name is that of a statement, attribute, function, loss term, preset, engine … Raises KeyError for an unknown
+    `name` is the name of a statement, attribute, function, loss term, preset, engine … Raises KeyError for an unknown
     name.
     """
     return "\n\n".join([f"# {name}", *(text for _, text in _entries()[name])]) + "\n"
@@ -103,7 +103,7 @@ def names() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of a page, without its heading and before its blocks are filled in."""
+    """A section of a page; `text` has no heading, and its code blocks are unfilled."""
 
     page: str
     title: str
@@ -127,7 +127,7 @@ def _sections() -> list[_Section]:
 
 @functools.cache
 def _entries() -> dict[str, list[tuple[_Section, str]]]:
-    """Return the entries of each name, each with the section that it belongs to."""
+    """Return, for each name, the entries that describe it: (section, Markdown text)."""
     entries: dict[str, list[tuple[_Section, str]]] = {}
     statements = {name for rule in ("item", "astmt", "dstmt") for name in syntax.known()[rule].split(" | ")}
     for section in _sections():
@@ -147,7 +147,7 @@ def _entries() -> dict[str, list[tuple[_Section, str]]]:
 
 
 def _name_rows() -> list[str]:
-    """Return the table rows of names.md: each name with links to its sections."""
+    """Return the table rows of names.md: each name, with links to sections about it."""
     entries = sorted(_entries().items(), key=lambda item: (item[0].casefold(), item[0]))
     return [
         f"| `{name}` | {', '.join(dict.fromkeys(section.link for section, _ in found))} |" for name, found in entries

@@ -40,8 +40,8 @@ MACHINES = ("cpu", "here")
 class AttributeRow:
     """The texts that describe an attribute of a statement.
 
-    - `takes`: the kind of value.
-    - `note`: the limits of the attribute in this version.
+    - `takes`: the kind of value that the attribute accepts.
+    - `note`: for a figure of `cluster` that may be a peak, a sentence on which presets state a peak; otherwise "".
     """
 
     name: str
@@ -51,7 +51,7 @@ class AttributeRow:
     note: str = ""
 
     def text(self, statement: str) -> str:
-        """Return the description of the attribute, for an attribute of `statement`."""
+        """Return the text that describes the attribute as an attribute of `statement`."""
         default = f", by default {self.default}" if self.default else ""
         return f"An attribute of `{statement}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
@@ -66,7 +66,7 @@ def attributes(statement: str) -> list[AttributeRow]:
 
 
 def default(attribute: Attribute) -> str:
-    """Return the default of an attribute, as a program would write it or in words."""
+    """Return an attribute's default, in words or as a program would write it."""
     value = attribute.default
     if attribute.must:
         return "required"
@@ -101,9 +101,10 @@ def _note(statement: str, name: str) -> str:
 
 
 def _peak_note(name: str, share: Figure) -> str:
-    """Return a sentence on whether a figure is a peak or an achieved value, by preset.
+    """Return a sentence that says with which presets a figure is a peak value.
 
-    `name` is the figure, an attribute of `cluster`. `share` is the fraction of the peak that is used.
+    With the other presets, the figure is what programs reach in practice. `name` is the figure, an attribute of
+    `cluster`. `share` is the fraction of a peak that programs reach.
     """
     peak = [device.name for device in DEVICES.values() if name in device.peaks]
     other = [device.name for device in DEVICES.values() if name not in device.peaks]
@@ -123,7 +124,7 @@ def _peak_note(name: str, share: Figure) -> str:
 
 @functools.cache
 def _functions() -> dict[str, ast.FunctionDef]:
-    """Return the parsed definitions of the package's functions, by name."""
+    """Return the parsed definitions of the functions that msrl_graph has, by name."""
     functions = {}
     for module in {module for _, module in algorithms.library().values()}:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
@@ -133,7 +134,7 @@ def _functions() -> dict[str, ast.FunctionDef]:
 
 
 def _call(signature: Signature) -> str:
-    """Return a call of the function as a program writes it, with default options."""
+    """Return a call of a function as a program writes it, with the default options."""
     args = _functions()[signature.name].args
     defaults = {arg.arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
     return f"{signature.name}({', '.join(_option(option, defaults[option.name]) for option in signature.options)})"
@@ -152,7 +153,7 @@ def _function_text(signature: Signature) -> str:
     """Return the description of a function: its docstring, with added sentences.
 
     The added sentences state the columns that the function reads, the rows that it needs, and the words that its
-    options take.
+    options accept.
     """
     first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
     reads = ", ".join(
@@ -205,7 +206,7 @@ def _algorithms() -> str:
 
 
 def _params(algorithm: str) -> str:
-    """Return a line with the params of a package algorithm and their defaults."""
+    """Return a line with the params of an algorithm of msrl_graph, and their defaults."""
     from ..compiler.pipeline import check
 
     return f"\n  Params: {', '.join(f'`{name} = {value}`' for name, value in check(algorithm).params.items())}."
@@ -213,7 +214,7 @@ def _params(algorithm: str) -> str:
 
 @functools.cache
 def _files() -> dict[str, str]:
-    """Return the package's algorithms, each with the comment at the top of its file."""
+    """Return the comment at the top of each algorithm file of msrl_graph, by name."""
     descriptions = {}
     for path in sorted(algorithms.FOLDER.glob("*.rlg")):
         comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
@@ -242,7 +243,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def figures(device: Device) -> Iterator[tuple[str, str]]:
-    """Yield each figure that `cluster` has as an attribute, with the preset's value.
+    """Yield (name, value) of a preset's figures that are also attributes of `cluster`.
 
     The value is "" if the preset does not set the figure.
     """
@@ -265,7 +266,10 @@ def _device(device: Device) -> str:
 
 
 def _devices() -> str:
-    """Return a table of all device presets, with one line per distinct figure."""
+    """Return a table of the figures of all device presets.
+
+    If several presets have the same value of a figure, these presets share a line.
+    """
     lines = ["| figure | preset | value | source |", "|---|---|---|---|"]
     by_device = {device_.name: dict(figures(device_)) for device_ in DEVICES.values() if device_.name not in MACHINES}
     for name in next(iter(by_device.values())):
@@ -381,7 +385,7 @@ _KINDS: dict[CallKind, tuple[str, str]] = {
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
-    """Yield the list, the name and the text of all entries except attributes.
+    """Yield (list, name, text) of each entry that describes no attribute.
 
     The list is a key of `LISTS`: functions, loss terms, algorithms, devices, models, engines …
     """

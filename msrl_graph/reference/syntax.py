@@ -1,7 +1,7 @@
 """The rules of the grammar in EBNF, for the language reference.
 
-Invariant: the text is that of `dsl/grammar.lark`, without the details that only the parser needs, and with quotes
-around each keyword and sign.
+Invariant: the rules are the rules in `dsl/grammar.lark`, without the details that only the parser needs, and with
+quotes around each keyword and sign.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _plain(rule: str) -> str:
 
 
 def _shown(pattern: str) -> str:
-    """Return the pattern of a terminal as the reference shows it.
+    """Return the pattern of a terminal symbol as the language reference shows it.
 
-    A keyword is shown in quotes, and an alternative of signs in parentheses.
+    A keyword is shown in quotes. A choice between several signs is shown in parentheses.
     """
     keyword = re.fullmatch(r"/(\w+)\\b/", pattern)
     return f'"{keyword[1]}"' if keyword else f"({pattern})" if "|" in pattern else pattern

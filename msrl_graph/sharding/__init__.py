@@ -1,1 +1,1 @@
-"""Sharding: which part of which tensor a rank holds, and how layouts change."""
+"""Sharding: which part of each tensor a rank holds, and moves between layouts."""

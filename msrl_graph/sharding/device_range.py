@@ -1,8 +1,8 @@
-"""Device ranges: the devices of a pool's ranks.
+"""Device ranges: the devices on which the ranks of a pool run.
 
-Invariant: devices are numbered from 0 through all hosts, with `per_host` devices on each host. A range consists of
-consecutive devices. If `each` is not 0, the range consists of the same `each` devices on each of several consecutive
-hosts. The ranks of a range follow the order of its devices.
+Devices are numbered from 0 over all hosts, with `per_host` devices on each host. A range has one of two forms. If its
+`each` is 0, it consists of consecutive devices. If not, it consists of `each` devices on each of several consecutive
+hosts, at the same positions of each host. Invariant: the ranks of a range follow the order of its devices.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 class DeviceRange:
     """A range of devices, given by `first` and `each`.
 
-    `first` is the device of rank 0. If the range has only some devices of each host, `each` is their number per host.
-    If the range is contiguous, `each` is 0.
+    `first` is the device of rank 0. If the range has only some devices of each host, `each` is the number of these
+    devices per host. If the range is contiguous, `each` is 0.
     """
 
     first: int
@@ -41,9 +41,9 @@ class DeviceRange:
 
 
 def iterate_runs(first: int, devices: int, each: int, per_host: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive devices as (first, one beyond the last).
+    """Yield a range's runs of consecutive devices as (first, one beyond the last).
 
-    If `each` is 0, there is one run. If not, there is one run on each host.
+    If `each` is 0, the range is one run. Otherwise, it has one run on each host.
     """
     if not each:
         yield first, first + devices

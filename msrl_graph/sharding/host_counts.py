@@ -1,7 +1,8 @@
-"""Counts of what the devices of one host receive in a resharding.
+"""Counts of the elements that the devices of one host receive in a resharding.
 
 Invariant: counts depend only on the boxes (index ranges of tensors) that the host's ranks hold before and after the
-resharding. Hosts with equal signatures therefore have equal counts, and only one of them is counted.
+resharding. A host's signature determines these boxes. Hosts with equal signatures therefore have equal counts, and only
+one of these hosts is counted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DevicePlaces = tuple[tuple[int, tuple[int, int, int]], ...]
 
 
 def period(side: Side, experts: bool = False) -> int:
-    """Return the number of consecutive ranks of a stage after which boxes repeat.
+    """Return after how many consecutive ranks of a pipeline stage the boxes repeat.
 
     Data-parallel replicas have different boxes only if the weights are sharded over dp.
     """
@@ -44,7 +45,7 @@ def box_on_stage(tensor: Tensor, side: Side, rank: int) -> Box:
 
 
 def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
-    """Return the coordinates that determine a rank's boxes, the stage first."""
+    """Return the rank's coordinates on which its boxes depend, the stage first."""
     place = side.layout.coordinates(rank)
     own = (place.etp, place.ep, place.edp) if experts else (place.tp, 0, place.dp)
     return (place.pp, *(own if side.divided else own[:2]))
@@ -55,7 +56,8 @@ class HostCounter:
     """The counter of elements that the devices of a host receive in a resharding.
 
     - `source` and `target` are the shardings before and after the resharding.
-    - `block` is the number of ranks that gather together. If it is 0, each device receives exactly what it lacks.
+    - `block` is the number of ranks that gather together. If it is 0, each device receives exactly the elements that it
+      needs and does not have.
     - `experts` says whether the counted tensors are experts.
     """
 
@@ -82,9 +84,9 @@ class HostCounter:
         return tuple(parts)
 
     def _block_start(self, rank: int) -> int:
-        """Return the first rank of a rank's block, counted from the start of its stage.
+        """Return the first rank of a rank's block, counted from the stage's first rank.
 
-        If several blocks of a stage have the same boxes, the result is that of the first of these blocks.
+        If several blocks of a stage have the same boxes, the first rank of the first of these blocks is returned.
         """
         start = rank % self.source.layout.stage_devices // self.block * self.block
         return start % math.lcm(period(self.source, self.experts), self.block)
@@ -92,8 +94,9 @@ class HostCounter:
     def count(self, by_stages: Mapping[Tensor, Mapping[StagePair, int]], host: int) -> tuple[dict[int, int], list[int]]:
         """Count the elements that a host's devices receive.
 
-        Returns two counts: the elements by receiving device, and the elements from other hosts by sending pipeline
-        stage. `by_stages` has the number of tensors, by tensor without its name and by the stages on both sides.
+        Returns two counts: the elements received by each device, and the elements received from other hosts by the
+        pipeline stage that sends them. `by_stages` has the tensors to count: for each tensor (without its name), and
+        for each pair of stages before and after the resharding, the number of such tensors.
         """
         first = host * self.per_host
         givers, takers = (
@@ -142,7 +145,7 @@ class HostCounter:
         return {first + i: amount for i, amount in received.items()}, sent
 
     def _place_devices(self, devices: Mapping[int, Coordinates], side: Side, on: tuple[int, ...]) -> DevicePlaces:
-        """Return the coordinates of those of a host's devices that are on some stages."""
+        """Return the coordinates of the devices whose pipeline stage is in `on`."""
         places = (
             (i, (place.etp, place.ep, place.edp) if self.experts else (place.tp, 0, place.dp))
             for i, place in devices.items()
@@ -153,10 +156,10 @@ class HostCounter:
     def _count_blocks(
         self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces, starts: tuple[tuple[int, int], ...]
     ) -> tuple[dict[int, int], int]:
-        """Count the elements of one tensor, if it is gathered by blocks of ranks.
+        """Count the received elements of one tensor if blocks of ranks gather it.
 
-        A block gathers the boxes of its ranks. A rank does not receive its own box, and a host does not receive the
-        boxes of its own ranks.
+        A block gathers the boxes of all its ranks. A rank does not receive its own box, and a host does not receive the
+        boxes of its own ranks. Returns the elements that each device receives, and the elements that the host receives.
         """
         have = {i: box_at(tensor, self.source, place) for i, place in givers}
         wants = {i: box_at(tensor, self.target, place) for i, place in takers}
@@ -175,9 +178,10 @@ class HostCounter:
         return received, sum(map(elements, set().union(*(holders for holders, _ in blocks.values())) - present))
 
     def _count_exact(self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces) -> tuple[dict[int, int], int]:
-        """Count the elements of one tensor, if each device receives only what it lacks.
+        """Count the received elements of one tensor if each device receives what it needs.
 
-        Returns the elements that each device lacks of its target box, and the elements that the host lacks.
+        Returns the elements of each device's target box that the device does not have, and the elements of these boxes
+        that no device of the host has.
         """
         have = {i: box_at(tensor, self.source, place) for i, place in givers}
         present = {box for box in have.values() if elements(box)}
@@ -194,7 +198,10 @@ class HostCounter:
 
 @lru_cache(maxsize=1 << 12)
 def _count_block_boxes(tensor: Tensor, source: Side, start: int, block: int) -> tuple[Mapping[Box, int], int]:
-    """Return how many ranks of a block hold each box, and the elements of all boxes."""
+    """Return how many ranks of a block hold each box, and the elements of all boxes.
+
+    A box that several ranks hold counts once in the number of elements.
+    """
     holders = Counter(
         box for rank in range(start, start + block) if elements(box := box_on_stage(tensor, source, rank))
     )

@@ -42,10 +42,10 @@ class Layout:
     """Sizes of the mesh axes; `zero` is the ZeRO stage (arXiv:1910.02054) over dp.
 
     Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. `stages` has the number of
-    layers of each of the pp x vpp chunks, if stated; chunk c is on stage c % pp. `inner` splits dp in two: `inner`
-    data-parallel replicas are adjacent *inside* the tensor-parallel groups. Then ranks that hold the parts of one
-    generation shard under the update layout are neighbors, and resharding gathers in groups of `inner` (the idea of
-    HybridFlow, arXiv:2409.19256, section 5.3). `inner` numbers ranks and changes no result.
+    layers of each of the pp x vpp chunks, if stated; chunk c is on stage c % pp. `inner` is the number of data-parallel
+    replicas with adjacent ranks: the dp index varies faster than the tp index within `inner` replicas. The ranks that
+    hold the parts of one generation shard in the update's layout are then neighbors, and gather in groups of `inner`
+    (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` only numbers ranks and changes no result.
     """
 
     tp: int = 1
@@ -90,7 +90,7 @@ class Layout:
         return Coordinates(tp, cp, dp, pp, index % self.etp, index // self.etp % self.ep, index // (self.etp * self.ep))
 
     def rank(self, tp: int, dp: int, cp: int = 0, pp: int = 0) -> int:
-        """Return the rank at some coordinates: the inverse of `coordinates`."""
+        """Return the rank at the given coordinates: the inverse of `coordinates`."""
         outer = pp * (self.dp // self.inner) + dp // self.inner
         return ((outer * self.cp + cp) * self.tp + tp) * self.inner + dp % self.inner
 
@@ -102,7 +102,7 @@ class Layout:
         return self.stages or _split_layers(self.pp * self.vpp, layers)
 
     def stage_layers(self, stage: int, layers: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranges [start, stop) of layers on a stage, one for each chunk."""
+        """Return the [start, stop) of the layers in each chunk of a pipeline stage."""
         return _layers_by_stage(self.chunks(layers), self.pp)[stage]
 
     def most_layers(self, layers: int) -> int:
@@ -159,8 +159,8 @@ class Tensor:
     - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
     - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert, whose name
       is `name` with the number of the expert in place of `*`.
-    - `layer`, of `layers`: -1 for the embedding, `layers` for norm and head. A `tied` embedding is also on the last
-      stage.
+    - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
+    - `tied`: the tensor is an embedding that is also on the last stage.
     """
 
     name: str
@@ -179,7 +179,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """Yield the tensors in files that a box spans: name, index in the box, and box."""
+        """Yield the files' tensors that a box spans: name, index in the box, and box."""
         if not self.experts:
             yield self.name, (), box
             return
@@ -226,7 +226,7 @@ class TensorKind(NamedTuple):
         return self.each * self.layers_on(side.layout)[stage]
 
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
-        """Return how many layers of this kind each stage holds (embedding, head: 0 or 1)."""
+        """Return how many layers of this kind each stage holds; embedding, head: 0 or 1."""
         return _count_layers_by_stage(
             self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
         )
@@ -245,7 +245,7 @@ def _count_layers_by_stage(
 
 
 def strip_name(tensor: Tensor) -> Tensor:
-    """Return a tensor without name and layer, equal for all tensors of a kind."""
+    """Return a tensor without name and layer; equal for all tensors of a kind."""
     return replace(tensor, name="", layer=0)
 
 
@@ -273,9 +273,9 @@ def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
 
 
 def _iterate_kinds(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
-    """Yield a kind for each range of layers with the same number of a tensor.
+    """Yield a kind for each range of layers with the same number of such tensors.
 
-    The embedding and the head are kinds of their own, because they have stages of their own.
+    The embedding and the head are separate kinds, because their pipeline stages are different.
     """
     stretch: list[int] = []
     for layer in [*sorted(counts), None]:
@@ -317,8 +317,8 @@ def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
 def shard(tensor: Tensor, side: Side, rank: int) -> Box:
     """Return the box of `tensor` that `rank` holds.
 
-    The box is the tensor-parallel slice of the rank, for experts the slice of the rank's own experts. If weights are
-    sharded over dp, the box is a range of dim 0 of that slice.
+    The box is the tensor-parallel slice of the rank. For experts, the box is such a slice of the rank's own experts. If
+    weights are sharded over dp, the box is a range of dim 0 of the slice.
     """
     layout = side.layout
     place = layout.coordinates(rank)
@@ -329,7 +329,7 @@ def shard(tensor: Tensor, side: Side, rank: int) -> Box:
 
 @lru_cache(maxsize=1 << 16)
 def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box:
-    """Return the box at the coordinates (tp, 0, dp), or (etp, ep, edp) for experts."""
+    """Return the box at the coordinates (tp, 0, dp), for experts at (etp, ep, edp)."""
     tp, ep, dp = coordinates
     layout = side.layout
     box = list(full_box(tensor.shape))
@@ -356,7 +356,7 @@ def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box
 
 
 def owns(tensor: Tensor, side: Side, rank: int) -> bool:
-    """Return whether `rank` is the first of the ranks that hold its box."""
+    """Return whether `rank` is the first of all ranks that hold its box of a tensor."""
     layout = side.layout
     place = side.layout.coordinates(rank)
     if layout.pp > 1 and place.pp != stages(tensor, layout)[0]:
@@ -392,14 +392,14 @@ def slices(box: Box) -> tuple[slice, ...]:
 def stage_elements(tensor_kinds: Iterable[TensorKind], side: Side, stage: int) -> int:
     """Return the number of elements on the busiest rank of a pipeline stage.
 
-    This is the rank at coordinates 0, because the first range is never shorter than the other ranges.
+    The busiest rank has the coordinates 0, because the first range of a dim is never shorter than the other ranges.
     """
     return sum(stage_parts(_as_tuple(tensor_kinds), side)[stage])
 
 
 @lru_cache(maxsize=1 << 14)
 def stage_parts(tensor_kinds: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, int], ...]:
-    """Return for each stage the dense and the expert elements of its busiest rank."""
+    """Return (dense, expert) elements of the busiest rank of each pipeline stage."""
     sizes: dict[tuple[tuple[int, ...], bool], int] = {}  # by how many a stage holds
     for kind in tensor_kinds:
         key = kind.layers_on(side.layout), kind.tensor.experts

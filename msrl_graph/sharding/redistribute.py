@@ -2,7 +2,7 @@
 
 Invariant: every element of a target box comes from exactly one source box, and all ranks compute the same list of
 transfers in the same order. `count_movement` counts exactly what `list_transfers` moves. Between hosts, a box is sent
-once to each host that lacks it. Within a host, the box is passed on to each device that lacks it. Elements are counted
+once to each host that needs it. Within a host, the box is passed on to each device that needs it. Elements are counted
 for classes of hosts that hold the same boxes, never for pairs of devices.
 """
 
@@ -19,9 +19,9 @@ from .layout import Box, Side, Tensor, TensorKind, elements, overlap, shard, sta
 
 
 def boxes(tensor: Tensor, side: Side, ranks: Iterable[int]) -> set[Box]:
-    """Return the distinct nonempty boxes of a tensor on some ranks.
+    """Return the distinct nonempty boxes of a tensor on the given ranks.
 
-    The boxes are those of `tensor`, as if the pipeline stages of all `ranks` had the tensor.
+    The boxes are computed as if the pipeline stages of all `ranks` had the tensor.
     """
     candidates = {box_on_stage(tensor, side, rank) for rank in ranks}
     return {box for box in candidates if elements(box)}
@@ -40,11 +40,12 @@ def crosses(source: Side, target: Side, layers: int) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def gather_block(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> int:
-    """Return the smallest block size g whose all-gather is enough to reshard.
+    """Return the smallest number g of ranks that must gather together to reshard.
 
-    The size g divides the number of ranks of a source stage. In each aligned block of g consecutive ranks, the boxes of
-    `source` cover the `target` box of every rank. If layers change their pipeline stage, a block has the ranks at the
-    same positions of all stages. Both sides must have the same devices. A block of a whole stage always suffices.
+    The number g divides the number of ranks of a source stage, which are cut into blocks of g consecutive ranks. In
+    each block, the boxes of `source` together cover the `target` box of every rank. If layers change their pipeline
+    stage, a block includes the ranks at the same positions of all stages. Both shardings must have the same devices. A
+    block of a whole stage always suffices.
     """
     width = source.layout.stage_devices
     across = any(crosses(source, target, tensor_kind.tensor.layers) for tensor_kind in kinds)
@@ -79,8 +80,8 @@ def _covers(tensor: Tensor, source: Side, target: Side, block: int, width: int, 
 def list_gather_groups(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
     """Return the groups of ranks that gather together.
 
-    A group has `block` consecutive ranks of a stage. With `across`, a group has the ranks at these positions of all
-    stages.
+    A group has `block` consecutive ranks of a pipeline stage. If `across` is True, a group also includes the ranks at
+    the same positions of all other stages.
     """
     width = source.layout.stage_devices
     pp = source.layout.pp
@@ -96,11 +97,11 @@ def list_gather_groups(source: Side, across: bool, block: int) -> list[tuple[int
 def find_served_stages(
     source: Side, target: Side, ways: tuple[tuple[bool, int], ...]
 ) -> frozenset[tuple[frozenset[int], ...]]:
-    """Return the target stages whose weights can reach a rank, for each kind of rank.
+    """Return the pipeline stages of the target whose weights a rank may receive.
 
-    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. For each kind of rank and each route,
-    the result has the target stages of the ranks that gather together with a rank of this kind. Weights of other stages
-    never reach the rank.
+    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. The result has one entry for each kind
+    of rank. The entry has, for each route, the target stages of all ranks in the gather group of such a rank. Weights
+    of other stages never reach the rank.
     """
     width = source.layout.stage_devices
     width_there = target.layout.stage_devices
@@ -117,7 +118,7 @@ def find_served_stages(
 
 
 def count_gathered(tensor: Tensor, source: Side, block: int) -> int:
-    """Return the number of elements that an all-gather over a block collects.
+    """Return the number of elements that one block collects in an all-gather.
 
     A box that several ranks hold counts once.
     """
@@ -125,9 +126,9 @@ def count_gathered(tensor: Tensor, source: Side, block: int) -> int:
 
 
 class TensorPair(NamedTuple):
-    """Tensors of one kind with equal pipeline stages, before and after a resharding.
+    """A group of equal tensors that a resharding moves between the same stages.
 
-    `tensor` is one of these tensors. `number` is the number of these tensors.
+    `tensor` is one of these tensors, and `number` is the number of these tensors.
     """
 
     tensor: Tensor
@@ -135,7 +136,7 @@ class TensorPair(NamedTuple):
 
 
 def pairs(kinds: Iterable[TensorKind], source: Side, target: Side) -> Iterator[TensorPair]:
-    """Yield a model's tensors, grouped by kind and by stages in `source` and `target`."""
+    """Yield a model's tensors, grouped by kind and by their stages in both shardings."""
     for kind in kinds:
         if kind.start < 0 or kind.start >= kind.tensor.layers or source.layout.pp == target.layout.pp == 1:
             yield TensorPair(kind.tensor, kind.each * (kind.stop - kind.start))
@@ -167,7 +168,7 @@ class BoxTransfer(NamedTuple):
 
 
 def list_transfers(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[BoxTransfer]:
-    """Return the transfers for one tensor, in an order that all ranks agree on.
+    """Return the transfers that reshard one tensor; all ranks compute the same list.
 
     Devices that hold the same box take turns at sending.
     """
@@ -217,8 +218,9 @@ def count_movement(
 ) -> Movement:
     """Count the elements that `list_transfers` moves for all tensors of `kinds`.
 
-    If `block` is 0, each device receives only what it lacks. If not, each device receives all that an all-gather over
-    blocks of `block` ranks collects. In that case, all `kinds` must be experts, or none.
+    If `block` is 0, each device receives only the elements that it needs and does not have. Otherwise, each device
+    receives all elements that an all-gather over blocks of `block` ranks collects. In that case, either all or none of
+    `kinds` must be experts.
     """
     received = dict.fromkeys(range(target.devices), 0)
     inward = dict.fromkeys(_hosts(target, per_host), 0)
@@ -257,9 +259,10 @@ def _classify_hosts(source: Side, target: Side, per_host: int, block: int, exper
 
 @lru_cache(maxsize=1 << 12)
 def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
-    """Return the elements that the first or the last host of the target lacks.
+    """Return the elements that the first or the last target host still needs.
 
-    The result is the larger of the two numbers. It is at most the `inward` of `count_movement`, and takes less work.
+    They are the elements that the host must have after the resharding, but does not have before. The result is the
+    larger of the two hosts' numbers. It is at most the `inward` of `count_movement`, and is faster to compute.
     """
     hosts = {target.first // per_host, target.device(target.devices - 1, per_host) // per_host}
     missing = dict.fromkeys(hosts, 0)
@@ -272,7 +275,10 @@ def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per
 
 
 def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) -> dict[Tensor, dict[StagePair, int]]:
-    """Count the tensors of each kind by their stages in `source` and in `target`."""
+    """Count the tensors of each kind by their stages in `source` and in `target`.
+
+    A stage is a pipeline stage.
+    """
     by_stages: dict[Tensor, dict[StagePair, int]] = {}
     for tensor, number in pairs(kinds, source, target):
         pair = stages(tensor, source.layout), stages(tensor, target.layout)
@@ -282,12 +288,12 @@ def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) ->
 
 
 def count_left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
-    """Count the elements that naive resharding leaves in addition to the new weights.
+    """Count the elements that naive resharding leaves on all devices as useless.
 
-    The elements are those of all devices (arXiv:2507.19017, figure 3 and eq. 3). If the box that a rank needs is within
-    the box that the rank has, the rank generates from the existing buffer. The rest of that buffer is useless: 75 of
-    100 elements, if 25 are needed. If the needed box is not within the existing box, a new buffer is allocated, and the
-    whole old buffer is useless.
+    They are elements beyond the weights that the generation needs (arXiv:2507.19017, figure 3 and eq. 3). If the box
+    that a rank needs is within the box that the rank has, the rank generates from the existing buffer. The rest of the
+    existing buffer is useless: 75 of 100 elements, if 25 are needed. If the needed box is not within the existing box,
+    a new buffer is allocated, and the whole old buffer is useless.
     """
     total = 0
     for experts in (False, True):

@@ -3,8 +3,8 @@
 Lengths of rows are sampled from a distribution or read from a file. The simulation includes slow devices, streaming,
 balancing, partial rollout and staleness.
 
-Invariant: the simulation measures nothing and depends on nothing but its arguments. Equal arguments give equal bytes,
-in any process.
+Invariant: the simulation measures nothing and depends on nothing but its arguments. Equal arguments give the same
+result, byte for byte, in any process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def simulate(
 ) -> Simulation:
     """Simulate a number of iterations of a complete plan.
 
-    - `lengths`: the number of tokens of each row. `DISTRIBUTION(…)` is for all generated columns,
-      `COLUMN=DISTRIBUTION(…)` for another column. Distributions are fixed(n), uniform(least, most), normal(mean, std),
-      lognormal(median, sigma) and geometric(mean). Instead of a distribution, a file can be named
-      (docs/guides/simulation.md). Lengths are limited to the column's bound. Without `lengths`, every row has the
-      length of the bound.
+    - `lengths`: the number of tokens of each row. `DISTRIBUTION(…)` is for all columns that generations write,
+      `COLUMN=DISTRIBUTION(…)` for one column. Distributions are fixed(n), uniform(least, most), normal(mean, std),
+      lognormal(median, sigma) and geometric(mean). A file name is also allowed instead of a distribution
+      (docs/guides/simulation.md). A length never exceeds the bound that the program states for the column. Without
+      `lengths`, every row has the length of this bound.
     - `stragglers`: the share of devices that are slow, and how many times slower they compute, for example `1% x3`.
     - `function_seconds`: seconds per row of each function node, as a number or a distribution.
-    - `seed`: the seed of the simulation, by default that of the run.
+    - `seed`: the seed of the simulation. The default is the seed of the run.
 
     Raises Fault for arguments that cannot be parsed.
     """

@@ -53,10 +53,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Lengths from a file; after the last length, the file is repeated.
+    """Lengths from a file; after its last length, the file is read from its start.
 
-    There is one length per row, in the order of the rows' numbers. With `by_iteration`, there is one length per
-    iteration instead, which all rows of the iteration have.
+    There is one length per row, in the order of the rows' numbers. With `by_iteration`, there is only one length per
+    iteration, and all rows of the iteration have this length.
     """
 
     name: str
@@ -77,8 +77,8 @@ Source = Distribution | RecordedLengths
 class Stragglers:
     """The share of devices that compute slower, and the factor of slowness.
 
-    The same devices are slow in all iterations. With a larger share, more devices are slow, and those of the smaller
-    share are still among them.
+    The same devices are slow in all iterations. A larger share adds slow devices: every device that is slow with the
+    smaller share is still slow.
     """
 
     share: float = 0.0
@@ -96,8 +96,8 @@ class Stragglers:
 class Specs:
     """The assumptions of a simulation.
 
-    `lengths` has the lengths by column; rows of a column that is missing have the length of the column's bound.
-    `functions` has the seconds per row by function node.
+    `lengths` has the lengths of rows by column. If a column is not in `lengths`, its rows have the greatest length that
+    the program allows. `functions` has the seconds per row by function node.
     """
 
     lengths: Mapping[str, Source]
@@ -109,7 +109,7 @@ class Specs:
 def read_specs(
     plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int
 ) -> Specs:
-    """Parse the texts of the flags of a simulation. Raises Fault."""
+    """Parse the assumptions that the flags of a simulation state. Raises Fault."""
     sources: dict[str, Source] = {}
     for text in lengths:
         sources |= _parse_lengths(plan, text)
@@ -129,8 +129,8 @@ def generated_columns(graph: Graph) -> list[str]:
 def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
     """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE` to lengths by column.
 
-    Without a column, the lengths are those of all generated columns. If the file has a pair [prompt, response] per
-    line, the lengths of prompts are also returned.
+    If the text names no column, the lengths are those of all columns that generations write. If the file has a pair
+    [prompt, response] per line, the lengths of prompts are also returned.
     """
     known = token_columns(plan.graph)
     responses = generated_columns(plan.graph)
@@ -153,16 +153,17 @@ def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
 
 
 def _prompt_lengths(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
-    """Return one length per prompt, from a file with one pair per response.
+    """Return one length per prompt; `prompts` has one length per response.
 
-    The pairs of all responses to a prompt contain the prompt's length. The first of these pairs is used.
+    The pairs [prompt, response] in a file repeat the prompt's length for each response to the prompt. The first of
+    these lengths is used.
     """
     first = next(iter(plan.graph.verb("generate")), None)
     return prompts if by_iteration or first is None else prompts[:: plan.graph.fan(plan.graph.row_level(first))]
 
 
 def distribution(text: str, flag: str) -> Distribution:
-    """Parse a distribution; `flag` is the flag's text for messages."""
+    """Parse a distribution; `flag` is the text of the flag, to be shown in messages."""
     match = _CALL.fullmatch(text)
     name = match[1] if match else text
     if match is None or name not in INVERSES:
@@ -186,8 +187,8 @@ def _read_lengths(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool
     """Read a file of lengths: return prompts, responses, and whether they are means.
 
     The file has JSON lines. Each line is the length of a response, a pair [prompt, response], or a line of a run's
-    metrics. Lengths from metrics are means over an iteration. The prompts are empty if not every line has the length of
-    a prompt.
+    metrics. Lengths from metrics are means over an iteration. The prompts are empty if some line has no length of a
+    prompt.
     """
     path = Path(name)
     path = path / "metrics.jsonl" if is_folder(path) else path

@@ -1,8 +1,9 @@
 """The order of iterations in a simulation.
 
-Pools in step begin an iteration when the previous iteration has ended completely. Pools that may be ahead begin an
-iteration when the driver of a run would let them. Before an evaluation or a checkpoint, the pools that are ahead finish
-their iteration. Evaluations and checkpoints themselves take no time.
+A pool is in step if it begins an iteration only when the previous iteration has ended completely. A pool may be ahead
+if staleness allows it to begin an iteration before the updates have ended the previous one; it begins when the driver
+of a run would let it. Before an evaluation or a checkpoint, the pools that are ahead finish their iterations.
+Evaluations and checkpoints themselves take no time.
 
 Invariant: `PoolProgress` decides when each pool begins an iteration and with which version of the weights, in a
 simulation and in a run. This module only computes the times at which iterations end.
@@ -36,13 +37,15 @@ IN_STEP = "in step"
 
 @dataclass
 class SimulatedPublication:
-    """The versions of weights that a pool copies, and other pools fetch, over an edge.
+    """The versions of weights that are copied and fetched over one resharding edge.
+
+    The pool of the update copies a version, and the pool of the generation fetches it.
 
     - `evaluations`: the intervals, in iterations, of the evaluations that use the weights of the edge. Such an
       evaluation copies and fetches the weights before an iteration begins.
     - `copy_times`: the time at which the copy of each version was complete.
     - `fetch_times`: the time at which each fetch ended.
-    - `ordered_fetches`: the number of fetches that generations have been ordered to make.
+    - `ordered_fetches`: the number of fetches that the driver has ordered generations to make.
     """
 
     evaluations: list[int]
@@ -51,7 +54,7 @@ class SimulatedPublication:
     ordered_fetches: int = 0
 
     def is_copied(self, version: int) -> bool:
-        """Return whether an evaluation has caused the copy of a version.
+        """Return whether a version was already copied for an evaluation.
 
         All evaluations run before the first iteration, so version 0 is copied if there is any evaluation.
         """
@@ -60,7 +63,7 @@ class SimulatedPublication:
 
 @dataclass
 class _Job:
-    """The instructions that some pools run in an iteration, and when they can begin."""
+    """Instructions that some pools run in an iteration, and when the pools may begin."""
 
     turn: Turn
     walk: Walk
@@ -74,8 +77,8 @@ class SimulatedDriver(PoolProgress):
     """The driver of a simulation.
 
     - `pools`: the devices of each pool, as `Lanes`.
-    - `opened`: a function that opens an iteration at a time.
-    - `steps`: a function that returns the walker that runs the instructions of an iteration.
+    - `opened`: a function from an iteration's number and the current time to a new `Turn` (an iteration in progress).
+    - `steps`: a function from a `Turn` to the walker that runs the instructions of the iteration.
     """
 
     def __init__(
@@ -127,9 +130,10 @@ class SimulatedDriver(PoolProgress):
         return pool in self.ended_at and self.ended_at[pool] > self.time
 
     def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
-        """Simulate the updates of an iteration; return its turn and the time of its end.
+        """Simulate iteration `number` until its updates have ended.
 
-        The updates begin at the time `begin`. Pools that are ahead may begin later iterations meanwhile.
+        Returns the iteration's record (`Turn`) and the time of its end. The updates begin at the time `begin`. While
+        they run, pools that may be ahead may begin later iterations.
         """
         self.time = begin
         turn = self._get_turn(number)
@@ -156,10 +160,9 @@ class SimulatedDriver(PoolProgress):
             self.time = coming
 
     def next_begin(self, number: int, end: float) -> float:
-        """Return when the iteration after iteration `number` may begin.
+        """Return when the next iteration may begin, if iteration `number` ended at `end`.
 
-        Iteration `number` ended at `end`. Before a checkpoint or an evaluation, all pools must first end the iterations
-        that they have begun.
+        Before a checkpoint or an evaluation, all pools must first end the iterations that they have begun.
         """
         waits = [self.run.save, *(evaluation.every for evaluation in self.plan.deploy.evaluations)]
         between = any(interval and (number + 1) % interval == 0 for interval in waits)
@@ -201,16 +204,19 @@ class SimulatedDriver(PoolProgress):
         self._queue_job((pool, 0), turn, [pool])
 
     def _prompts_known(self, number: int, now: int) -> bool:
-        """Return whether the first prompts of an iteration are known at iteration `now`.
+        """Return whether it is known which prompt iteration `number` draws first.
 
-        With a refill, the previous iteration must have ended, because only then the number of prompts that it used is
-        known.
+        `now` is the iteration that the updates run. In a program with a refill, an iteration draws an unknown number of
+        prompts, so the iteration before `number` must have ended.
         """
         ended = (self.begun[pool] - self.busy(pool) for pool in self.refilling_pools)
         return not self.refills or number <= now or any(last >= number - 1 for last in ended)
 
     def _advance_queue(self, queue: deque[_Job]) -> bool:
-        """Advance the first job of a queue as far as possible; return whether it advanced."""
+        """Run the first job of a queue as far as possible.
+
+        Returns whether any of its instructions ran, or the job ended.
+        """
         job = queue[0]
         moved = False
         if not job.begun:

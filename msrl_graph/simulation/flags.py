@@ -16,7 +16,7 @@ from . import simulate, simulation_text
 def simulate_by_flags(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
     """Simulate a plan with the assumptions in the flags; return text or JSON.
 
-    If `--trace` is given, write the trace to its file. Raises Fault.
+    If `--trace` is given, write the trace to the file that the flag names. Raises Fault.
     """
     functions = {
         name.strip(): seconds.strip() for name, _, seconds in (flag.partition("=") for flag in options.function or ())

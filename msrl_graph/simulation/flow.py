@@ -1,4 +1,4 @@
-"""Sample edges: at which times which rows are available to which node.
+"""The times at which each node gets its rows over the sample edges.
 
 Invariant: a node gets each unit of an iteration once; an update gets each unit once per epoch. Without `stream`, a node
 begins when all of its rows have been written and moved. With `stream`, a batch is moved as soon as it is ready, and the
@@ -42,7 +42,7 @@ class RowTimes:
 
 @dataclass(frozen=True)
 class UnitBatch:
-    """Units that a node gets together, in `parts` by data-parallel group.
+    """Units that a node gets together; `parts` has those of each data-parallel group.
 
     `ready` is the time at which the batch is available. `by` is the node whose rows arrived last.
     """
@@ -54,7 +54,7 @@ class UnitBatch:
 
 @dataclass(frozen=True)
 class SimulatedDocks:
-    """The docks of a plan, as far as a simulation needs them."""
+    """The functions of a plan's docks that a simulation needs: which rows go where."""
 
     plan: Plan
     draws: RowSampler
@@ -80,7 +80,7 @@ class SimulatedDocks:
         )
 
     def tokens(self, node: Node, lengths: Lengths) -> list[float]:
-        """Return the tokens of each unit of a node, counted as by the controller in a run."""
+        """Return the tokens of each unit of a node, as the node's controller counts them."""
         graph = self.plan.graph
         units = self.units(node)
         level = graph.level(node)
@@ -97,7 +97,8 @@ class SimulatedDocks:
     def batches(self, node: Node, iteration: int, done: Mapping[str, RowTimes], lengths: Lengths) -> list[UnitBatch]:
         """Return the batches of units that a node gets in an iteration, in order.
 
-        `done` has the times of rows by the node that wrote them. `lengths` has the rows' tokens by column.
+        `done` has the times at which rows were written, by the node that wrote the rows. `lengths` has the tokens of
+        each row, by column.
         """
         controller = self.plan.controller(node.name)
         balanced = any(SampleEdgeAttributes.of(edge).balance for edge in self.plan.graph.into(node.name))
@@ -178,10 +179,10 @@ class SimulatedDocks:
 
 
 def _cut_batches(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
-    """Divide units into the batches of a controller.
+    """Divide units into the batches that a controller assigns.
 
     `order` has the units in the order in which they become ready. When enough units for a batch are ready, the batch
-    gets those with the lowest numbers. The last batch gets the remaining units.
+    gets the ready units with the lowest numbers. The last batch gets the remaining units.
     """
     batches = list[list[int]]()
     ready = list[int]()

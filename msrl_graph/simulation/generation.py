@@ -38,8 +38,9 @@ class Generated:
     """The times at which rows ended, and the numbers of live sequences.
 
     - `end`: the time at which the last row ended.
-    - `ends`: the time at which each row ended, by row.
-    - `stretches`: intervals as (begin, end, number of live sequences). An interval includes the prefill at its start.
+    - `ends`: the time at which each row ended.
+    - `stretches`: intervals as (begin, end, number of live sequences). An interval begins with the prefill of the
+      sequences that start in it.
     """
 
     end: float

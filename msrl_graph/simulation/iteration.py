@@ -18,15 +18,15 @@ class Turn:
     """An iteration in progress.
 
     - `lengths`: the tokens of each row, by column.
-    - `base`: the time at which the iteration was opened.
+    - `base`: the time at which the driver opened the iteration. Functions may run from this time on.
     - `hosts`: the processes that run the iteration's functions, as `Lanes`.
     - `timings`: the times of each node that has finished.
     - `ends`: the time at which each pool finished the iteration.
     - `fetches_before`: by resharding edge, the number of fetches that were ordered before the updates began the
       iteration.
     - `version`: by resharding edge with staleness, the version of the weights that the iteration's generation uses.
-    - `fetches`: the edges over which that version must be fetched first.
-    - `version_by_node`: by generation, the version of the weights that it used.
+    - `fetches`: the resharding edges over which the generation must first fetch the version in `version`.
+    - `version_by_node`: by generation, the version of the weights that the generation used.
     """
 
     number: int

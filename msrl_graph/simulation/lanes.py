@@ -1,7 +1,6 @@
-"""Lanes: the times at which each device works.
+"""Lanes: when each device of a pool, or each host, is free and when it works.
 
-The lanes of a pool are its devices, with the data-parallel groups of each of its nodes. For functions, the lanes are
-the hosts.
+A lane is one device of a pool. For functions, a lane is a host.
 
 Invariant: a device does one thing at a time, in the order of its pool's instruction stream. A data-parallel group
 begins when all of its devices are free, and computes as slowly as its slowest device. Each interval of work, including
@@ -38,7 +37,7 @@ class Lanes:
     """The devices of a pool, or the hosts, with the times at which they are free.
 
     - `slow`: how many times slower than planned each device computes.
-    - `clock`: the time at which each device is free.
+    - `clock`: the time at which each device becomes free.
     - `last_node`: the node that each device computed last in the current iteration.
     """
 
@@ -66,7 +65,7 @@ class Lanes:
         return lanes
 
     def begin(self, time: float) -> None:
-        """Begin an iteration at `time`, or on each device when it is free after that."""
+        """Begin an iteration at `time`; a device that is busy begins when it is free."""
         self.clock = [max(time, free_at) for free_at in self.clock]
         self.last_node = [""] * len(self.clock)
 

@@ -1,8 +1,8 @@
-"""Model nodes: the time that a node takes for its rows, on the lanes of its pool.
+"""The simulation of nodes with weights: the time that a node takes for its rows.
 
 Invariant: all seconds come from cost/time.py, for the actual lengths of the rows. Data-parallel groups with a common
-collective proceed in lockstep: those of an update at each optimizer step, and those of an engine that shards weights
-over dp at each micro-batch.
+collective proceed in lockstep. For an update, that is each optimizer step. For an engine that shards weights over dp,
+it is each micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .rollout import Group, SimulatedRollout
 class NodeTiming:
     """The times at which a node wrote its rows in an iteration, and what delayed it.
 
-    `cause` is the node that this node's slowest data-parallel group waited for. `stretches` is, for a generation, the
+    `cause` is the node for which the slowest data-parallel group of this node waited. For a generation, `stretches` has
     intervals as (begin, end, number of live sequences).
     """
 
@@ -73,7 +73,7 @@ class ModelNode:
         self.written = row.scored[0] if generates and row.scored else ""
 
     def _sum_tokens(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
-        """Return two lists: the tokens of each row's context, and of its scored columns."""
+        """Return two lists: each row's number of context tokens, and of scored tokens."""
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
             return [sum(lengths[column][row // fan] for column, fan in columns) for row in rows]
@@ -116,8 +116,8 @@ class ModelNode:
     def _step(self, ends: list[float], iteration: int) -> list[float]:
         """Simulate the gradient exchange and the optimizer step of all groups together.
 
-        `ends` has the time at which each group ended its backward pass. Returns the time at which each group ends the
-        step.
+        `ends` has the time at which each data-parallel group ended its backward pass. Returns the time at which each
+        group ends the optimizer step.
         """
         begin = max(ends)
         end = begin + self.costs.exchange().value + self.costs.optimizer_step().value * max(self.slow)
@@ -126,9 +126,9 @@ class ModelNode:
         return [end] * len(ends)
 
     def _micro_batch_seconds(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
-        """Return the seconds of each of a group's `count` micro-batches.
+        """Return the seconds of each of a data-parallel group's `count` micro-batches.
 
-        Rows of similar length are in the same micro-batch, as in the runtime. A micro-batch can be empty.
+        Rows of similar length are put into the same micro-batch, as in a run. A micro-batch can be empty.
         """
         ordered = sorted(
             zip(*self._sum_tokens(rows, lengths), rows, strict=True), key=lambda row: (row[0] + row[1], row[2])
@@ -138,8 +138,8 @@ class ModelNode:
     def _batch_seconds(self, rows: list[tuple[int, int, int]]) -> float:
         """Return the seconds of a micro-batch.
 
-        Each row is (context tokens, scored tokens, row number). Rows with the same context row begin with the same
-        tokens.
+        Each entry of `rows` is (context tokens, scored tokens, row number). `self.fan` rows with consecutive numbers
+        share one context, such as a prompt, whose tokens are computed once.
         """
         count = self.count
         batch = Rows.from_lengths((context, scored / count) for context, scored, _ in rows for _ in range(count))
@@ -153,7 +153,7 @@ class ModelNode:
     # A generation.
 
     def generate(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
-        """Simulate the generation of an iteration's responses, none of which is cut."""
+        """Simulate a generation that completes all responses of its iteration."""
         level = self.plan.graph.row_level(self.node)
         samples = holdings.samples(self.plan, self.node.name)
         tokens = lengths[self.written]
@@ -175,8 +175,8 @@ class ModelNode:
     ) -> tuple[NodeTiming, list[Group]]:
         """Simulate a partial rollout until the groups of an iteration are complete.
 
-        Returns the node's times, and the groups that the iteration uses. `ready` is the time at which the prompts are
-        available, and `by` is the node that wrote them.
+        A group is the responses to one prompt. Returns the node's times, and the groups that the iteration uses.
+        `ready` is the time at which the prompts are available, and `by` is the node that wrote the prompts.
         """
         stretches: list[tuple[float, float, int]] = []
         cause = by
@@ -205,9 +205,9 @@ class ModelNode:
     ) -> NodeTiming:
         """Simulate the generation of sequences, by round and data-parallel group.
 
-        A round is (ready, by, parts): `parts` has the sequences of each group. The time at which each row becomes
-        available is written into `times`: the end of the row in a continuous engine, otherwise the end of the group's
-        share.
+        A round is (ready, by, parts): `parts` has the sequences of each data-parallel group. The time at which each row
+        becomes available is written into `times`. In a continuous engine, that is the end of the row, otherwise the end
+        of all rows of its group.
         """
         at_once, _ = holdings.waves(self.plan, self.node.name)
         slots = at_once * holdings.samples(self.plan, self.node.name)

@@ -28,8 +28,8 @@ class Iteration:
     - `prompt_tokens`, `response_tokens`: the tokens of all responses and of their prompts. A prompt counts once per
       response.
     - `tail`: the share of the generation's time in which fewer than half of the peak number of sequences are live.
-    - `staleness`: how many versions the weights that generated were behind the weights that were updated, as the mean
-      over the prompts. `most_stale` is the maximum.
+    - `staleness`: the number of versions by which the generation's weights were behind the update's weights; the mean
+      over the prompts. `most_stale` is the maximum over the prompts.
     - `path`: the critical path, a chain of nodes each of which waited for the previous one.
     """
 
@@ -54,8 +54,8 @@ class NodeWork:
 
     - `span`: the seconds per iteration from the first start to the last end.
     - `mean`: the seconds per iteration that a device of the pool works, averaged over the devices.
-    - `most`: the seconds per iteration that the busiest group works.
-    - `share`: the work as a fraction of the device time of the pool.
+    - `most`: the seconds per iteration that the busiest data-parallel group works.
+    - `share`: the work as a fraction of the time of all devices of the pool.
     """
 
     pool: str
@@ -70,7 +70,7 @@ class NodeWork:
 class Simulation:
     """The result of a simulation of a plan.
 
-    `lengths` has, for each iteration, the tokens of each row by column.
+    `lengths` has one entry per iteration: the tokens of each row, by column.
     """
 
     plan: Plan
@@ -85,7 +85,7 @@ class Simulation:
         return self.iterations[-1].end / len(self.iterations)
 
     def quantile(self, share: float) -> float:
-        """Return the seconds that a `share` of the iterations does not exceed."""
+        """Return the seconds that the fraction `share` of the iterations does not exceed."""
         ordered = sorted(iteration.seconds for iteration in self.iterations)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -97,7 +97,7 @@ class Simulation:
 
     @property
     def throughput(self) -> float:
-        """Tokens per second and device: eq. 5 of arXiv:2507.19017, at the rows' lengths."""
+        """Tokens per second and device at the simulated lengths (arXiv:2507.19017, eq. 5)."""
         return self.tokens_per_second / self.plan.cluster.devices
 
     @property
@@ -113,7 +113,7 @@ class Simulation:
 
     @cached_property
     def work(self) -> tuple[NodeWork, ...]:
-        """The work by pool and node, in the order in which nodes first began."""
+        """The work of each node in each pool, in the order in which nodes first began."""
         elapsed = self.iterations[-1].end
         sizes = self.sizes
         node_work = []
@@ -147,7 +147,7 @@ class Simulation:
         }
 
     def idle(self, pool: str) -> float:
-        """Return the share of a pool's device time without computation or resharding."""
+        """Return the fraction of a pool's device time without computing or resharding."""
         return max(0.0, 1 - sum(work.share for work in self.work if work.pool == pool))
 
     def to_json(self) -> str:
@@ -170,9 +170,9 @@ class Simulation:
         return json.dumps(figures, indent=2) + "\n"
 
     def trace(self) -> str:
-        """Return a trace in Chrome's format: a process per pool, a thread per group.
+        """Return a trace in Chrome's format: a process per pool, and a thread per group.
 
-        A thread has the number of the group's first device.
+        A group is a data-parallel group of a node. The number of its thread is the number of its first device.
         """
         pools = list(self.sizes)
         events: list[dict[str, object]] = [

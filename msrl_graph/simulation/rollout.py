@@ -1,8 +1,8 @@
 """Partial rollout: prompts are cut when enough other prompts are complete.
 
-A prompt that is cut continues in the next iteration, with newer weights. An iteration begins with the prompts that were
-cut. It adds new prompts in the order of the source, until the number of prompts in progress is the one that `partial`
-states.
+To cut a prompt is to stop generating its responses. The prompt continues in the next iteration, with newer weights. An
+iteration begins with the prompts that the previous iteration cut. It adds new prompts in the order of the source, until
+the number of prompts in progress is the number in the attribute `partial`.
 
 The rollout proceeds in stretches: a stretch generates a limited number of tokens per response. After each stretch, the
 iteration checks whether enough prompts are complete. The iteration then uses the complete prompts that were cut most
@@ -27,8 +27,8 @@ class Group:
     - `context`: the number of tokens of the prompt.
     - `tokens`: the final number of tokens of each response.
     - `version`: the oldest version of the weights that generated tokens of the responses.
-    - `written`: the number of tokens that each response has already.
-    - `cuts`: how often the group was cut.
+    - `written`: the number of tokens of each response that are already generated.
+    - `cuts`: how often the prompt was cut.
     - `end`: the time at which the last response was complete.
     """
 
@@ -43,8 +43,8 @@ class Group:
     def sequences(self, place: int, most: int, begins: bool) -> list[Sequence]:
         """Return the sequences that a stretch generates, with at most `most` tokens each.
 
-        `place` is the position of the group among the groups in progress. In the first stretch of an iteration
-        (`begins`), the prefill computes a new prompt once, and the tokens of each response that was cut.
+        `place` is the position of the group among the groups in progress. The first stretch of an iteration (`begins`)
+        needs a prefill: of the prompt, if the group is new, or of every response, if the group was cut.
         """
         sequences: list[Sequence] = []
         for index, (done, total) in enumerate(zip(self.written, self.tokens, strict=True)):
@@ -61,15 +61,15 @@ class Group:
 
 @dataclass
 class SimulatedRollout:
-    """A partial rollout, with its groups that continue in the next iteration.
+    """A partial rollout, with the groups that continue in the next iteration.
 
     - `prompts`: the number of complete prompts that an iteration needs.
-    - `under_way`: the number of prompts that are in progress.
+    - `under_way`: the number of prompts that are in progress at the same time.
     - `samples`: the number of responses to a prompt.
     - `most`: the number of tokens that a stretch adds to each response.
-    - `cuts`: how often a prompt may be cut. After that, the prompt is overdue.
+    - `cuts`: how often a prompt may be cut. A prompt that was cut this often is overdue.
     - `waits`: whether an iteration waits for overdue prompts. Otherwise they are dropped.
-    - `prompt`: a function that returns the tokens of a prompt and of each response to it, by the prompt's number.
+    - `prompt`: a function from the number of a prompt to the tokens of the prompt and of each response to it.
     """
 
     prompts: int

@@ -27,7 +27,7 @@ def _mix(bits: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """Hash the parts of a key to 64 random bits."""
+    """Hash the parts of a random number's key to 64 random bits."""
     state = 0
     for part in parts:
         state = _mix((state + 0x9E3779B97F4A7C15 & _MASK) ^ _mix(part + 0x9E3779B97F4A7C15 & _MASK))
@@ -37,14 +37,14 @@ def key(*parts: int) -> int:
 def keys(prefix: Sequence[int], numbers: range) -> list[int]:
     """Return 64 random bits for each number in `numbers`.
 
-    The key of each is `prefix` followed by the number.
+    The key from which a number's bits are computed is `prefix` followed by the number.
     """
     state = key(*prefix) + 0x9E3779B97F4A7C15 & _MASK
     return [_mix(state ^ _mix(number + 0x9E3779B97F4A7C15 & _MASK)) for number in numbers]
 
 
 def stream_key(seed: int, purpose: str, name: str) -> int:
-    """Return the key of a random stream of a run, the same as in `noise.RandomStream`.
+    """Return the key of a random stream, equal to the key in `noise.RandomStream`.
 
     This function does not import NumPy.
     """
@@ -58,7 +58,7 @@ def to_unit_interval(bits: int) -> float:
 
 
 def name_number(name: str) -> int:
-    """Return the number that represents a name in a key."""
+    """Return the number that represents a name in the key of a random number."""
     return zlib.crc32(name.encode())
 
 
@@ -72,7 +72,7 @@ class RowSampler:
     def tokens(self, column: str, iteration: int) -> list[int]:
         """Return the number of tokens of each row of a column in an iteration.
 
-        It is the column's bound if the user states no lengths for the column.
+        If the user states no lengths for the column, each row has the greatest length that the column allows.
         """
         graph = self.plan.graph
         rows = graph.rows[graph.column(column).level]

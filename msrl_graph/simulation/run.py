@@ -3,8 +3,8 @@
 All pools run their instruction streams, rows pass through the docks, and devices take the seconds of cost/time.py.
 driver.py defines the order of iterations.
 
-Invariant: the same plan, specs and seed give the same numbers, to the last bit. The result does not depend on the order
-in which the simulator visits pools.
+Invariant: the same plan, assumptions and seed give the same numbers, to the last bit. The result does not depend on the
+order in which the simulator handles pools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .rows import RowSampler
 
 @dataclass
 class _Steps(Walker):
-    """The walker that simulates the instructions of an iteration."""
+    """The object that simulates each instruction of an iteration."""
 
     simulator: Simulator
     turn: Turn
@@ -49,10 +49,10 @@ class _Steps(Walker):
         self.turn.timings[node] = run(self.turn, node)
 
     def weights_ready(self, pool: str, src: str, dst: str) -> bool:
-        """Return whether a pool can begin its part of a transfer of weights.
+        """Return whether a pool can begin its part of the transfer over a resharding edge.
 
-        A generation can fetch a version when its copy exists. An update can replace its copy when all generations that
-        were ordered to fetch the copy have fetched it.
+        A generation can fetch a version when the update's copy of this version exists. An update can replace its copy
+        when all generations that were ordered to fetch the copy have fetched it.
         """
         turn = self.turn
         publication = self.simulator.driver.published.get((src, dst))
@@ -69,9 +69,9 @@ class _Steps(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         """Simulate a resharding.
 
-        If both pools are in step, all devices of both pools take part from the time at which the last device is free.
-        If one of the pools may be ahead, there are two separate steps: the devices of the update make a copy, and later
-        the devices of the generation fetch the copy.
+        If both pools are in step, all devices of both pools take part. They begin at the time at which the last of them
+        is free. If one of the pools may be ahead, there are two separate operations: the devices of the update make a
+        copy, and later the devices of the generation fetch the copy.
         """
         simulator = self.simulator
         turn = self.turn
@@ -166,7 +166,7 @@ class Simulator:
         return Simulation(self.plan, self.specs, tuple(results), tuple(self.spans), tuple(lengths))
 
     def _open_turn(self, number: int, base: float) -> Turn:
-        """Open an iteration at the time `base`; forget lengths that are no longer needed."""
+        """Open an iteration at the time `base`; delete lengths that are no longer needed."""
         lengths = {column: self._sample_tokens(column, number) for column in token_columns(self.plan.graph)}
         firsts = [group.prompt for rollout in self.rollouts.values() for group in rollout.cut_groups] + [
             rollout.next for rollout in self.rollouts.values()
@@ -200,10 +200,10 @@ class Simulator:
         )
 
     def _count_tokens(self, lengths: Lengths) -> tuple[int, int]:
-        """Return the tokens of prompts and of responses, for eq. 5 of arXiv:2507.19017.
+        """Return an iteration's tokens of prompts and of responses, for its throughput.
 
-        They are the tokens that the first generation reads and writes; a prompt counts once per response. Without a
-        generation, they are the tokens that the first update reads.
+        They are the tokens that the first generation reads and writes. A prompt counts once per response. If there is
+        no generation, they are the tokens that the first update reads. The throughput is eq. 5 of arXiv:2507.19017.
         """
         graph = self.plan.graph
         node = next(iter((*graph.verb("generate"), *graph.verb("update"))), None)
@@ -218,7 +218,7 @@ class Simulator:
         return (read, written) if writes else (0, read)
 
     def _critical_path(self, turn: Turn) -> tuple[str, ...]:
-        """Return the chain of nodes that ends with the last node to end.
+        """Return the chain of nodes that ends with the node that ends last.
 
         Each node in the chain waited for the previous one.
         """
@@ -272,9 +272,10 @@ class Simulator:
         )
 
     def _taken_lengths(self, groups: list[Group]) -> dict[str, list[int]]:
-        """Return the lengths of the rows of an iteration with partial rollout, by column.
+        """Return the lengths of the rows that an iteration with partial rollout uses.
 
-        The groups that the iteration uses can have prompts of earlier or later iterations.
+        The lengths are by column. `groups` are the groups that the iteration uses; their prompts may be from earlier or
+        later iterations.
         """
         lengths: dict[str, list[int]] = {}
         for column in token_columns(self.plan.graph):
@@ -289,7 +290,7 @@ class Simulator:
     def _run_function(self, turn: Turn, name: str) -> NodeTiming:
         """Simulate a function on the hosts; rows of the source are available immediately.
 
-        Each host processes its share of the rows one after another, or several at the same time.
+        Each host processes its share of the rows, one row after another, or several rows at the same time.
         """
         node = self.plan.graph.node(name)
         lanes = turn.hosts
@@ -325,9 +326,9 @@ class Simulator:
 
 
 def _parallel_seconds(seconds: Sequence[float], calls: int) -> float:
-    """Return the seconds until all calls have ended.
+    """Return the seconds until calls that take `seconds` each have all ended.
 
-    The calls start in order, at most `calls` at once.
+    The calls start in order, and at most `calls` of them run at the same time.
     """
     ends = [0.0] * max(1, min(calls, len(seconds)))
     for call_seconds in seconds:

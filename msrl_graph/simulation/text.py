@@ -126,7 +126,7 @@ def _pool_label(name: str) -> str:
 
 
 def _choose_letters(names: list[str]) -> dict[str, str]:
-    """Choose a letter for each name: the first free letter of the node's verb.
+    """Choose a letter for each node's name: the first free letter of the node's verb.
 
     If all letters of the verb are used, the first free letter of the alphabet is chosen. `=` is for resharding.
     """

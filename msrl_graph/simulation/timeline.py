@@ -1,9 +1,9 @@
 """The timeline of a simulated iteration, for the HTML page of a plan.
 
-In the simulation, every row has the length of its bound.
+In the simulation, every row has the greatest length that its columns allow.
 
-Invariant: groups that do the same work in the same interval are one interval of the timeline. So 10,000 devices need no
-more space than 16.
+Invariant: data-parallel groups that do the same work in the same interval are one interval of the timeline. So 10,000
+devices need no more space than 16.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ AFTER = 2
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Return the timeline of the first iteration.
+    """Return the timeline of one simulated iteration of a plan.
 
-    If iterations overlap, it is the timeline of a later iteration, because the first iterations fill the pipeline.
+    It is the first iteration. If iterations overlap, it is a later iteration, because the first iterations only fill
+    the pipeline.
     """
     overlap = bool(lead_of_pools(plan)) or any(node.cuts for node in plan.graph.verb("generate"))
     simulation = Simulator(plan, ENGINES, read_specs(plan, (), "", {}, plan.deploy.run.seed)).run(

@@ -3,12 +3,11 @@
 bubblewrap: https://github.com/containers/bubblewrap. Where the system does not allow the isolation, no code is run.
 This package imports nothing from other packages of msrl_graph.
 
-Invariant: the code ends when the call ends, and leaves nothing behind. The code can use:
+Invariant: the code ends when the call ends, and leaves nothing behind.
 
-- Python's own files, read-only, and a folder in memory
-- no network and no environment variables
-- no other process; the code cannot start one
-- limited time, memory, disk space and output
+- The code can read Python's own files, and can write to a folder in memory.
+- The code has no network and no environment variables, and cannot see or start another process.
+- The time, memory, disk space and output of the code are limited.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The seccomp filter of the sandbox: the system calls that the kernel refuses.
 
-Invariant: a process with this filter can start threads, but no other process, so its limits cover everything that the
-code does. The process cannot open a socket, and cannot allocate memory that its limits do not count.
+Invariant: a process with this filter can start threads, but no other process. So the limits of the process cover
+everything that the code does. The process cannot open a socket, and all memory that it allocates counts towards the
+process's limits.
 """
 
 from __future__ import annotations

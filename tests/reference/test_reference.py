@@ -68,9 +68,10 @@ def test_everything_stands_in_it_once(kind: str, known: list[str]) -> None:
 def test_an_attribute_stands_with_all_that_is_declared_of_it() -> None:
     (row,) = [r for r in facts.attributes("update") if r.name == "mini_batch"]
     meaning = (
-        "Rows per optimizer step. The seed decides which rows belong to which step, newly in each epoch; the order of "
-        "arrival never does. All rows are used: if it does not divide them, the last step of an epoch has the rest. So "
-        "32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout must divide it."
+        "The number of rows per optimizer step. The seed decides for each epoch which rows belong to which step; the "
+        "order in which rows arrive does not. If `mini_batch` does not divide the number of rows, the last step of an "
+        "epoch has the remaining rows. So 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of "
+        "the layout must divide `mini_batch`."
     )
     assert row == facts.AttributeRow("mini_batch", "a whole number of 1 or more", "all rows", meaning)
 

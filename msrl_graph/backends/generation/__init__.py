@@ -1,7 +1,7 @@
 """Generation code that does not depend on the engine that computes the logits.
 
 - sampling.py: draws tokens.
-- continuous.py: fills the places of a batch with new sequences.
+- continuous.py: continuous batching, in which new sequences replace ended sequences.
 - stops.py: finds the strings that end a response.
-- segments.py: generates responses in parts.
+- segments.py: generates each response in several parts.
 """

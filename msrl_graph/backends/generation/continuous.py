@@ -1,7 +1,9 @@
-"""Continuous batching: the place of a sequence that ends is reused immediately.
+"""Continuous batching: new sequences replace ended sequences of a running batch.
 
-Invariant: the tokens that are drawn for a row do not depend on the other rows of the batch. Rows that have the same
-tokens up to the current step share one place of the batch. Prompts are padded at the left, so that all places end at
+A row is one response. A place is an index in the batch dimension of the KV cache.
+
+Invariant: the tokens that are drawn for a row do not depend on the other rows of the batch. As long as several rows
+have the same tokens, they share one place. Prompts are padded at the left, so that the sequences in all places end at
 the same column of the cache.
 """
 
@@ -23,34 +25,36 @@ FREE = 1 / 4
 
 
 class Network(Protocol):
-    """The interface of an engine that a SequenceBatch uses."""
+    """The interface that a SequenceBatch needs from an engine."""
 
     place: torch.device
 
     def cache(self) -> Any:
-        """Return an empty cache."""
+        """Return an empty KV cache."""
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return each sequence's next-token logits, [sequences, vocabulary] in float32.
+        """Return the logits of each sequence's next token, [sequences, vocabulary].
 
-        The tokens `ids` [sequences, tokens] are appended to the cache.
+        The logits are float32. The tokens `ids` [sequences, tokens] are appended to the KV cache.
         """
 
     def draw(
         self, logits: torch.Tensor, keys: NDArray[np.uint64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Draw a token for each row; return the tokens and their log-probabilities."""
+        """Draw one token per row of `logits`; return tokens and log-probabilities.
+
+        Each row has a noise key in `keys` and a step in `steps`, which decide what is drawn.
+        """
 
 
 class SequenceBatch:
     """The responses to some prompts, generated with continuous batching.
 
-    A row is one response.
-
     - `keys`: one noise key for each response. Each prompt has the same number of responses.
-    - `begun`: for each response, how many of its tokens the prompt already contains.
-    - `slots`: the most rows that run at once, but at least the rows of one prompt.
-    - `stops`: the search for strings that end a response.
+    - `begun`: for each response, how many tokens of the response are already at the end of its prompt.
+    - `slots`: the largest number of responses that are generated at once. If one prompt has more responses than that,
+      the number of responses per prompt is used instead.
+    - `stops`: the search for strings that end a response; None if no string ends a response.
     """
 
     def __init__(
@@ -87,15 +91,15 @@ class SequenceBatch:
         self.cache: Any = None
 
     def step(self) -> list[Response]:
-        """Start waiting rows if enough slots are free; draw a token for each running row.
+        """Draw a token for each running response; return the responses that end with it.
 
-        Return the responses that end with the drawn token.
+        Before the draw, responses to waiting prompts are started if enough slots are free.
         """
         self._admit_prompts()
         return self._take_responses(self._draw_tokens(), True)
 
     def parts(self) -> list[Response]:
-        """Return the tokens of running responses that were not returned before."""
+        """Return, for each running response, the tokens that no earlier call has returned."""
         return self._take_responses(self.running, False)
 
     def _take_responses(self, rows: NDArray[np.int64], ended: bool) -> list[Response]:
@@ -107,11 +111,14 @@ class SequenceBatch:
 
     @property
     def unfinished(self) -> bool:
-        """Whether any response has not ended."""
+        """Whether any response has not yet ended."""
         return bool(len(self.running)) or self.started_prompts < len(self.prompts)
 
     def _admit_prompts(self) -> None:
-        """Add the next prompts to the batch; each distinct prompt is computed once."""
+        """Add waiting prompts to the batch if enough slots are free.
+
+        Prompts with the same tokens are computed only once.
+        """
         import numpy as np
         import torch
 
@@ -166,9 +173,9 @@ class SequenceBatch:
             new.keys = new.values = None  # layer by layer, so that the whole cache is never held twice
 
     def _draw_tokens(self) -> NDArray[np.int64]:
-        """Draw a token for each running row, and compute the next logits.
+        """Draw a token for each running response, and compute the next token's logits.
 
-        Return the rows that end with the drawn token.
+        Return the indices of the responses that end with the drawn token.
         """
         import numpy as np
         import torch
@@ -211,23 +218,29 @@ class SequenceBatch:
         return ended
 
     def _join_text(self, row: int) -> NDArray[np.int32]:
-        """Return the tokens of a row in which a stop string is searched for."""
+        """Return the tokens of a response in whose text stop strings are searched for.
+
+        These are the last tokens of the prompt, whose number is `Sampling.joined`, and all tokens drawn for the
+        response `row`.
+        """
         return join_response(
             self.prompts[row // self.samples_per_prompt], self.joined[row], self.tokens[row, : self.lengths[row]]
         )
 
     @property
     def _has_sliding_layers(self) -> bool:
-        """Whether any layer's cache holds only the last tokens of its sequences.
+        """Whether a layer of the model has sliding-window attention.
 
-        If so, caches of different lengths cannot be concatenated.
+        The KV cache of such a layer has only the last tokens of each sequence. Caches of this kind cannot be
+        concatenated if their lengths differ.
         """
         return any(layer.is_sliding for layer in self.cache.layers)
 
     def _select_places(self, places: NDArray[np.int64]) -> None:
-        """Reduce the batch to `places`, in the given order.
+        """Keep only the sequences at `places` in the KV cache and the mask.
 
-        A place may occur more than once.
+        A place is an index in the batch dimension. The sequences get the order of `places`. A sequence whose place
+        occurs more than once is copied.
         """
         assert self.mask is not None
         chosen = self._to_device(places)
@@ -241,7 +254,10 @@ class SequenceBatch:
 
 
 def _stack_padded(mine: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """Concatenate two batches, padded at the beginning of `dim` to the same width."""
+    """Concatenate two batches along the first dimension.
+
+    The batch that is shorter in dimension `dim` is padded with zeros at the beginning of `dim`.
+    """
     import torch
 
     width = max(mine.shape[dim], new.shape[dim])

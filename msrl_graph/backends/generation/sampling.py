@@ -1,10 +1,10 @@
-"""The draw of a token, the same for every engine that accepts custom sampling.
+"""The draw of a token, shared by all engines that accept custom sampling.
 
-A draw inverts the cumulative distribution, in float64, at a random number that depends only on the noise key and the
-step.
+A draw inverts the cumulative distribution, in float64, at a random number. The random number depends only on the noise
+key and on the step, which is the number of the token in its response.
 
-Invariant: a row's token is a function of the row's logits, key and step alone, in any batch, engine or layout. The
-draws of two engines differ only because their logits are rounded differently.
+Invariant: a row's token is a function of the row's logits, noise key, step and sampling parameters. The batch, the
+engine and the layout do not matter. Two engines draw different tokens only if they round the logits differently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the next token of each row.
 
-    Return the tokens and their log-probabilities before top_k and top_p, [rows] each. At temperature 0 the only
-    possible token has log-probability 0.
+    Return two tensors [rows]: the tokens, and their log-probabilities in the distribution before top_k and top_p are
+    applied. At temperature 0 the likeliest token is certain, so its log-probability is 0.
 
-    - `logits` [rows, vocabulary]: float32 or finer.
-    - `keys` and `steps`: one noise key and one step for each row, which decide the row's draw (noise.py).
-    - `sampling`: the sampling of these rows.
-    - `group`: the ranks that must agree on the tokens.
+    - `logits` [rows, vocabulary]: float32 or a more precise dtype.
+    - `keys` and `steps`: each row's noise key and step (the number of the token in its response). They decide the row's
+      random number (noise.py).
+    - `sampling`: the sampling parameters of these rows.
+    - `group`: the ranks that must get the same tokens; one of them draws for all. None if this rank is alone.
     """
     import torch
     from torch import distributed as dist

@@ -1,9 +1,10 @@
 """Generation in parts, for an engine that generates only whole responses.
 
-A response is generated in stretches of a given number of tokens. Each stretch is a separate request to the engine.
+A response is generated in stretches: parts with a given number of tokens. Each stretch is a separate request to the
+engine.
 
-Invariant: the concatenated parts of a response equal the response that one request would draw, up to the rounding of
-logits.
+Invariant: the concatenated stretches of a response equal the response that a single request would return, up to the
+rounding of logits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def generate_in_segments(
     stretch: int,
     stops: Stops | None = None,
 ) -> Iterator[Response]:
-    """Implement `Generator.generate` with a `stretch`.
+    """Generate responses, and yield each response in parts of `stretch` tokens.
 
-    - `draw`: generates responses without a stretch.
-    - `stretch`: the number of tokens in a part of a response.
-    - `stops`: the search for strings that end a response.
+    This function implements `Generator.generate` (spec.py) for calls with a `stretch`.
 
-    The context of an unfinished response is computed again for each stretch.
+    - `draw`: the engine's function that generates whole responses.
+    - `begun`: for each response, how many tokens of the response are already at the end of its prompt.
+    - `stops`: the search for strings that end a response; None if no string ends a response.
+
+    Each part is a new request, so the engine gets the prompt and all earlier parts of the response as input again.
     """
     import numpy as np
 

@@ -1,8 +1,8 @@
 """Search for stop strings in the text of responses.
 
-Invariant: the result is the same as for a search in the text of all tokens, special tokens included. The result does
-not depend on how a stop string and its characters are split into tokens. For each new token, only a tail about as long
-as the longest stop string is decoded, not the whole response.
+Invariant: the result equals the result of a search in the text of all tokens, special tokens included. The result does
+not depend on how a stop string and its characters are split into tokens. For each new token, only the last tokens of
+the response are decoded: about the length of the longest stop string.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLURRED = 4
 
 
 def join_response(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the last `count` tokens of a prompt followed by the drawn tokens."""
+    """Return the last `count` tokens of a prompt, followed by the drawn tokens."""
     import numpy as np
 
     return np.concatenate([prompt[len(prompt) - count :], drawn]) if count else drawn
@@ -30,15 +30,18 @@ def join_response(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32
 
 @lru_cache(maxsize=64)
 def load_stops(folder: str, strings: tuple[str, ...]) -> Stops:
-    """Return the Stops object for some strings.
+    """Return the search for `strings` by the tokenizer in `folder`.
 
-    The object is cached, so that the tokenizer is read once.
+    The search is cached, so that repeated calls do not read the tokenizer again.
     """
     return Stops(folder, strings)
 
 
 class Stops:
-    """A search for `strings` in tokens, by the tokenizer of a model's folder."""
+    """A search for `strings` in the text of tokens.
+
+    The tokenizer in `folder` (a model's folder) decodes the tokens.
+    """
 
     def __init__(self, folder: str, strings: tuple[str, ...]) -> None:
         from tokenizers import Tokenizer
@@ -49,9 +52,9 @@ class Stops:
         self.longest = max(len(string.encode()) for string in strings)
 
     def __call__(self, rows: Sequence[NDArray[np.int32]]) -> NDArray[np.bool_]:
-        """Return which rows of tokens contain one of the strings.
+        """Return, for each row of tokens, whether its text contains one of the strings.
 
-        The method expects that a row without its last token contains none of the strings.
+        The caller must already have searched each row without its last token, and have found none of the strings.
         """
         import numpy as np
 

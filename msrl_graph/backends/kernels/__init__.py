@@ -1,14 +1,14 @@
 """The operators that compute a model's layers, one table for each kind of device.
 
-Invariant: a table's functions return the values and gradients of the plain formulas (reference.py), up to rounding. The
-table of a device kind is one file of this folder, which the device kind names (hardware/device_kinds.py). No other part
-of an engine asks for the device kind. Importing this package does not import torch.
+Invariant: a table's functions return the values and gradients of the plain formulas in reference.py, up to rounding.
+Each table is one file of this folder; hardware/device_kinds.py says which file belongs to a device kind. No other part
+of an engine depends on the device kind. Importing this package does not import torch.
 
 Where a table has None, the model keeps its own operator. On host cores and on CUDA, RMSNorm, SwiGLU and RoPE are None.
 The reason for RMSNorm: transformers and vLLM round to the model's dtype before they multiply by the weight, but
 torch.nn.functional.rms_norm rounds elsewhere. With the torch function, the trained policy would differ from the policy
-that generated the tokens. `summed` is None on host cores and on CUDA too: DTensor's RowwiseParallel sums sharded
-products over ranks.
+that generated the tokens. `summed` is also None on host cores and on CUDA, because there DTensor's RowwiseParallel sums
+the sharded products over ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Attention(Protocol):
-    """Causal attention of `q` [rows, heads, width, size] with `k` and `v`.
+    """Causal attention of queries `q` with keys `k` and values `v`.
 
-    `k` and `v` may have fewer heads than `q`: several query heads then share a key-value head. With a `window`, each
-    query sees `window` keys, the last of which is the query's own key.
+    The shapes are [rows, heads, tokens, head size]. `k` and `v` may have fewer heads than `q`: several query heads then
+    share a key-value head. With a `window`, each query sees `window` keys, the last of which is the query's own key.
     """
 
     def __call__(
@@ -37,10 +37,10 @@ class Attention(Protocol):
 
 
 class Grouped(Protocol):
-    """The product of rows, sorted by group, with the weights of their group.
+    """The product of each row with the weights of the group that the row belongs to.
 
-    `rows` are [rows, in], `weights` are [groups, in, out]. `ends` (int32) has the index after each group's last row. A
-    group may be empty.
+    `rows` [rows, in] are sorted by group. `weights` are [groups, in, out]. `ends` (int32) has, for each group, the
+    index after the group's last row. A group may be empty.
     """
 
     def __call__(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor: ...
@@ -51,24 +51,26 @@ class RmsNorm(Protocol):
 
 
 class SwiGlu(Protocol):
-    """SwiGLU of `joined`: gate and up, concatenated in the last dimension."""
+    """SwiGLU of `joined`, in whose last dimension gate and up are concatenated."""
 
     def __call__(self, joined: torch.Tensor) -> torch.Tensor: ...
 
 
 class Rotary(Protocol):
-    """Rotary embedding of `x` [rows, heads, nodes, size].
+    """Rotary embedding of `x` [rows, heads, tokens, head size].
 
-    `cos` and `sin` are [rows, 1, nodes, size]. The first half of the last dimension is rotated against the second half.
+    `cos` and `sin` are [rows, 1, tokens, head size]. The first half of the last dimension is rotated against the second
+    half.
     """
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
 
 class Summed(Protocol):
-    """The sum over ranks of `x` [..., in] times a rank's weight [out, in].
+    """The product of `x` with a weight whose columns are sharded, summed over ranks.
 
-    Each rank has different columns of the weight. In the backward pass, each rank has the whole gradient of the sum.
+    Each rank has some columns of the weight, [out, in], and the matching elements of the input, `x` [..., in]. In the
+    backward pass, each rank has the whole gradient of the sum.
     """
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
@@ -85,6 +87,6 @@ class Kernels:
 
 
 def load(kind: DeviceKind) -> Kernels:
-    """Load the kernels of a device kind."""
+    """Load the table of kernels for a device kind."""
     kernels: Kernels = import_module(f".{kind.kernels}", __package__).KERNELS
     return kernels

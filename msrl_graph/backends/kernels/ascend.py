@@ -46,7 +46,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float,
 
 @cache
 def _build_causal_mask(device: torch.device) -> torch.Tensor:
-    """Return a mask that is True where a key comes after the query."""
+    """Return a square mask that is True where the key comes after the query."""
     import torch
 
     return torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu(1)

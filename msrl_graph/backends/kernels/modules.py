@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def install(module: Any, kernels: Kernels) -> None:
-    """Install RMSNorm, SwiGLU and RoPE; call it before parallelism is applied."""
+    """Install the kernels for RMSNorm, SwiGLU and RoPE in a transformers model.
+
+    The call must come before tensor parallelism or FSDP is applied to the model.
+    """
     for part in module.modules():
         if kernels.rms_norm is not None and hasattr(part, "variance_epsilon"):
             part.forward = partial(_apply_norm, part, kernels.rms_norm)
@@ -81,7 +84,7 @@ def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
 
 
 def divide_rows(linear: Any, mesh: DeviceMesh, kernel: Summed) -> None:
-    """Shard a linear layer's inner dimension; the kernel sums over ranks.
+    """Shard a linear layer's input dimension; `kernel` sums the products over ranks.
 
     Weights and gradients are DTensors with the placements that RowwiseParallel uses.
     """

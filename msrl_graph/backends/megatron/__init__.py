@@ -2,8 +2,8 @@
 
 - spec.py: the spec.
 - engine.py: the engine.
-- chunk.py: a chunk of a model's layers.
-- latent_attention.py: the changes for latent attention.
+- chunk.py: the module of some consecutive layers of a model.
+- latent_attention.py: changes to Megatron's modules for latent attention.
 - cpu.py: patches that replace a CUDA device by host cores.
-- peaks.py: the memory account.
+- peaks.py: the bytes of memory at each moment of a pass.
 """

@@ -1,9 +1,12 @@
-"""A chunk of a model's layers in Megatron-Core's modules, with its shards.
+"""A chunk of a model: consecutive layers, built from Megatron-Core's modules.
 
-Invariant: queries, keys and values are concatenated in one parameter of a layer, and so are gate and up. In that
-parameter each of this package's boxes (one index range per dimension) is one range of rows. Megatron's own order, by
-groups of heads, would cut a box into one range per group. A micro-batch is passed as the nodes of a tree
-(prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
+A pipeline stage has one chunk, or several chunks if stages interleave.
+
+Invariant: queries, keys and values are concatenated in one parameter of a layer, and so are gate and up. In such a
+parameter, each box that msrl_graph transfers (one index range per dimension of a weight) is one range of rows. Megatron
+itself would order the rows by groups of query heads that share a key-value head, and so cut a box into one range per
+group. A micro-batch is passed as the nodes of a prefix tree (prefix_tree.py), [nodes, 1, hidden], so that no padding is
+computed.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ LOGITS = "lm_head.weight"
 
 
 class Nodes:
-    """The tree and the rotary angles of a micro-batch, for attention.
+    """The prefix tree and the rotary angles of a micro-batch, for attention.
 
-    Megatron passes this object to attention as `packed_seq_params`.
+    Megatron passes this object to its attention modules as `packed_seq_params`.
     """
 
     qkv_format = "nodes"
@@ -58,12 +61,12 @@ class Nodes:
 def build_stage(
     model: Model, config: Any, hf_model: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
 ) -> Any:
-    """Build the module of some consecutive layers; its parameters have no values yet.
+    """Build the module of the consecutive layers `layers`.
 
-    With `first`, the module includes the embedding; with `last`, it includes the norm and the head. `hf_model` is the
-    transformers model without weights. `hf_model` provides the rotary angles, the attention scale, the routers'
-    corrections, and the padding token. The embedding's row for the padding token gets no gradient from the embedding
-    lookup.
+    The module's parameters have no values yet. With `first`, the module includes the embedding; with `last`, it
+    includes the last norm and the head. `hf_model` is the transformers model without weights. It provides the rotary
+    angles, the attention scale, the routers' corrections, and the padding token. The embedding's row for the padding
+    token gets no gradient from the embedding lookup.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -87,7 +90,10 @@ def build_stage(
             super().__init__(hidden_size, eps, dtype=config.params_dtype, device=place)
 
     class Attend(torch.nn.Module):
-        """Causal attention over a tree's rows, with rotary angles by a node's depth."""
+        """Causal attention over the rows of a prefix tree.
+
+        The rotary angles of a node depend on the node's depth in the tree.
+        """
 
         def __init__(self, **_: Any) -> None:
             super().__init__()
@@ -137,7 +143,7 @@ def build_stage(
                     router._apply_expert_bias = lambda *_, **__: None
 
         def _layer(self, experts: bool) -> Any:
-            """Return Megatron's spec of a layer with or without experts."""
+            """Return Megatron's spec of a layer: with experts if `experts`, or else dense."""
             layer = get_gpt_layer_local_spec(
                 num_experts=config.num_moe_experts if experts else None,
                 moe_grouped_gemm=False,
@@ -161,9 +167,10 @@ def build_stage(
             self.decoder.set_input_tensor(tensors[0])
 
         def forward(self, tree: prefix_tree.Tree) -> torch.Tensor:
-            """Return the hidden states of all nodes, or on the last stage of some nodes.
+            """Return hidden states for the nodes of a micro-batch's prefix tree.
 
-            On the last stage, the result has only the states of the nodes before requested tokens (`Tree.before`).
+            On the last pipeline stage, the result has only the nodes from whose hidden states outputs are computed
+            (`Tree.before`). On every other stage, the result has all nodes.
             """
             hidden = self.look_up(tree.ids)[:, None] if first else None
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
@@ -196,9 +203,9 @@ def build_stage(
 
 
 def release_buffers(chunks: Sequence[Any]) -> None:
-    """Release the inputs that stages last received, and the gather buffer.
+    """Release the inputs that stages last received, and Megatron's gather buffer.
 
-    Other computations use this memory until the next pass.
+    Other computations use this memory until the next pass of the engine.
     """
     from megatron.core.parallel_state import get_global_memory_buffer
 
@@ -210,8 +217,8 @@ def release_buffers(chunks: Sequence[Any]) -> None:
 def _drop_router_weights(experts: Any, *_: Any) -> None:
     """Release the weights that a router computed for the tokens.
 
-    If the weights were kept, their autograd graph would keep a recomputed layer's input, and the input's gradient,
-    until the layer's next pass.
+    Megatron's token dispatcher would keep these weights until the layer's next pass. Their autograd graph would keep a
+    recomputed layer's input, and the input's gradient, for the same time.
     """
     experts.token_dispatcher.probs = None
 
@@ -219,9 +226,10 @@ def _drop_router_weights(experts: Any, *_: Any) -> None:
 def make_shards(
     chunks: list[tuple[Any, range]], boxes: dict[str, Box], first: bool, last: bool, model: Model, place: Any
 ) -> Iterator[Shard]:
-    """Yield the shards, in the model's order, as views of the chunks' parameters.
+    """Yield this rank's shard of each weight, as a view of the chunks' parameters.
 
-    The embedding and the head are created here. A weight that is on none of this rank's chunks has an empty shard.
+    The shards have the order of the model's weights. The parameters of the embedding and the head are created by this
+    function. A weight that is on none of this rank's chunks has an empty shard.
     """
     import torch
 
@@ -269,9 +277,10 @@ def make_shards(
 
 
 def _stack_experts(named: dict[str, Any], owner: str, leaf: str) -> torch.Tensor:
-    """Stack the parameters of a layer's experts: [experts, rows, columns].
+    """Stack the weights of a layer's experts into one tensor [experts, rows, columns].
 
-    The parameters become views of the result, and are removed from `named`.
+    `named` has the parameters of a chunk by name; `{owner}.{i}.{leaf}` is the weight of expert i. The experts'
+    parameters become views of the stacked tensor, and are removed from `named`.
     """
     import torch
 

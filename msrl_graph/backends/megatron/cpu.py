@@ -1,8 +1,9 @@
-"""Megatron-Core on host cores: a patched torch.cuda that answers for the host.
+"""Patches of torch.cuda, so that Megatron-Core can run on host cores.
 
-Ascend's transfer_to_npu patches the same functions, to answer for an NPU.
+The patched functions of torch.cuda refer to the host. Ascend's transfer_to_npu patches the same functions, so that they
+refer to an NPU.
 
-Invariant: outside of `patch_torch_cuda`, torch.cuda is unchanged. This file is used on host cores only.
+Invariant: outside of the context `patch_torch_cuda`, torch.cuda is unchanged. This file is used on host cores only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from unittest import mock
 
 
 class _Nothing:
-    """A stream or event whose work is always done."""
+    """A replacement for a CUDA stream or event, whose work is always finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -34,7 +35,10 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def patch_torch_cuda() -> Iterator[None]:
-    """Make torch.cuda's queries for a device, stream or memory answer for the host."""
+    """Within the context, make Megatron's calls of torch.cuda work on host cores.
+
+    A few functions of torch.distributed, torch and Megatron are patched for the same purpose.
+    """
     import torch
     from megatron.core.tensor_parallel import random  # torch's compiler must see it before torch.cuda is patched
     from megatron.core.transformer.moe import token_dispatcher
@@ -42,10 +46,11 @@ def patch_torch_cuda() -> Iterator[None]:
     zeros = torch.zeros
 
     def make_zeros(*args: Any, device: Any = None, **options: Any) -> Any:
-        """Make zeros on the host if the caller asks for `cuda`.
+        """Make zeros on the host if the caller asks for the device `cuda`.
 
-        Megatron's schedules count tokens in zeros on `cuda`; all other code asks for the current device. The
-        alternative, a torch mode that intercepts every call, would cost as much time as small operators do.
+        Only Megatron's schedules ask for `cuda`, for their counts of tokens. Megatron's other code asks for the current
+        device. The alternative is a torch mode that intercepts every call. Such a mode would need as much time per call
+        as a small operator.
         """
         return zeros(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
 
@@ -78,12 +83,18 @@ def patch_torch_cuda() -> Iterator[None]:
 
 
 def _convert_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Convert token counts of experts, which are already on the host, to numpy."""
+    """Convert the numbers of tokens per expert to numpy, if `as_numpy` is set.
+
+    This function replaces a function of Megatron that moves the numbers to the host: they are already on the host.
+    """
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
 def _gather(outputs: list[Any], own: Any, group: Any = None) -> None:
-    """Gather tensors of different sizes, which gloo's all_gather does not support."""
+    """Gather tensors from the ranks of a group; the tensors may differ in size.
+
+    Gloo's all_gather does not support different sizes.
+    """
     from torch import distributed as dist
 
     outputs[dist.get_rank(group)].copy_(own)
@@ -92,7 +103,10 @@ def _gather(outputs: list[Any], own: Any, group: Any = None) -> None:
 
 
 def _reduce(output: Any, parts: list[Any], group: Any = None) -> None:
-    """Reduce and scatter tensors of different sizes, which gloo does not support."""
+    """Sum each tensor of `parts` over the ranks, and send rank i the i-th sum.
+
+    The tensors may differ in size, which gloo's reduce_scatter does not support.
+    """
     from torch import distributed as dist
 
     for i, part in enumerate(parts):
@@ -105,8 +119,9 @@ def _reduce(output: Any, parts: list[Any], group: Any = None) -> None:
 def make_stage_patches() -> tuple[Any, Any]:
     """Make patches for Megatron's messages between pipeline stages.
 
-    Gloo matches messages by order. With pp = 2 the previous and the next stage are the same rank, so tags must
-    distinguish the two directions.
+    With the patches, a message has a tag that says in which direction it is sent. Gloo matches messages between two
+    ranks by order. With pp = 2 the previous and the next stage are the same rank, so without tags gloo would confuse
+    the directions.
     """
     import torch
     from megatron.core.pipeline_parallel import p2p_communication

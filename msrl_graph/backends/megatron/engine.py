@@ -2,11 +2,11 @@
 
 On Ascend the engine uses MindSpeed. The engine has never run on Ascend, because no NPU was available.
 
-Invariant: Megatron provides the layers, their tensor and pipeline parallelism, and the schedule. This package provides
-embedding, head, loss and optimizer. So the terms of a loss see the same values as with any other engine, and weights
-are updated by the same rules (optimizer/steps.py). Megatron's name for ZeRO 1 is "distributed optimizer". Weights at
-rest are not sharded over dp. A layout cannot have more tp ranks than key-value heads: Megatron would split the heads of
-a group.
+Invariant: Megatron provides the layers, their tensor and pipeline parallelism, and the schedule. msrl_graph provides
+the embedding, the head, the loss and the optimizer. So the terms of a loss get the same values as with any other
+engine, and weights are updated by the same rules (optimizer/steps.py). Megatron's name for ZeRO 1 is "distributed
+optimizer". Weights are never sharded over dp. A layout cannot have more tp ranks than the model has key-value heads:
+Megatron would split a group of query heads that share a key-value head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine:
-    """An engine that trains a model or computes its outputs, on this rank.
+    """The engine `megatron` on one rank: it trains a model or computes its outputs.
 
     The rank has one chunk of the model's layers, or several chunks if pipeline stages interleave.
     """
@@ -118,7 +118,7 @@ class MegatronEngine:
     def _megatron_context(self) -> Iterator[None]:
         """Enter the context in which Megatron's code runs.
 
-        On host cores, calls of the CUDA API are patched (cpu.py).
+        On host cores, this context patches the functions of torch.cuda that Megatron calls (cpu.py).
         """
         with ExitStack() as stack:
             if self.devices.device.kind.is_host:
@@ -227,7 +227,8 @@ class MegatronEngine:
     def _read_gradient(self, i: int) -> torch.Tensor:
         """Return the gradient of the i-th shard.
 
-        For a norm, the gradient covers only this rank's own tokens; `step` sums it over tp.
+        The gradient of a norm covers only this rank's own tokens. The method `step` sums the gradients of norms over
+        tp.
         """
         import torch
         from torch import distributed as dist
@@ -256,7 +257,7 @@ class MegatronEngine:
 
 
 def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
-    """Create the process groups of a layout as Megatron's ProcessGroupCollection."""
+    """Create the process groups of a layout, as a ProcessGroupCollection of Megatron."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch import distributed as dist
 
@@ -354,9 +355,9 @@ def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute
 
 
 def _prepare() -> None:
-    """Set up the global state of Megatron's layers.
+    """Set up the global state that Megatron's layers expect.
 
-    The layers need a gather buffer, and random states that are never used.
+    The layers expect a gather buffer, and random states that they never use.
     """
     from megatron.core import parallel_state
     from megatron.core.extensions import transformer_engine
@@ -382,9 +383,10 @@ def _get_model_type() -> Any:
 
 
 def _locate_pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[list[Any], slice]]:
-    """Return the parameters and the rows that hold each shard.
+    """Return, for each shard, the parameters of the chunks and the rows that hold it.
 
-    A shard has one parameter, or one per expert. The rows are the same slice in each of these parameters.
+    A shard of a dense weight has one parameter. A shard of experts has one parameter per expert. The rows are the same
+    slice in each of these parameters. A shard that is in no chunk has no parameters.
     """
     parameters_by_storage: dict[int, list[Any]] = {}
     for parameter in (candidate for module in chunks for candidate in module.parameters() if candidate.numel()):

@@ -1,11 +1,11 @@
-"""DeepSeek-V3 in Megatron-Core's modules.
+"""Changes to Megatron-Core's modules for the DeepSeek-V3 family.
 
-The changes are latent attention (arXiv:2405.04434) over the nodes of a tree (prefix_tree.py), and routers with
-corrected scores (arXiv:2412.19437).
+The changed modules implement latent attention (arXiv:2405.04434) over the nodes of a prefix tree (prefix_tree.py), and
+routers with corrected scores (arXiv:2412.19437).
 
-Invariant: each tp rank has the whole projections down to the latents, and applies them to its own part of the tokens.
-Each tp rank has its own heads of the projections up from the latents. Megatron's own modules would shard both kinds of
-projections, and would rotate keys by their position in a row.
+Invariant: each tp rank has whole copies of the projections down to the latents, and applies them to its own part of the
+tokens. The projections up from the latents are sharded by heads over tp. Megatron's own modules would shard both kinds
+of projections. They would also choose rotary angles by a token's position in the input, not by a node's depth.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = {
 def make_size_options(latent: Latent) -> dict[str, Any]:
     """Return the sizes of latent attention as options of Megatron's config.
 
-    Rotary angles are not among the options: they are passed with the nodes.
+    Rotary angles are not options of the config, because attention gets them with the micro-batch (`Nodes` in chunk.py).
     """
     return {
         "q_lora_rank": latent.q_rank or None,
@@ -45,9 +45,10 @@ def make_size_options(latent: Latent) -> dict[str, Any]:
 
 
 def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
-    """Return the options of Megatron's config for transformers' sigmoid router.
+    """Return options that make Megatron's router compute as transformers' router does.
 
-    Raises ValueError if Megatron has no such router.
+    The options are for Megatron's config, and the router of transformers is a sigmoid router. Raises ValueError if
+    Megatron has no such router.
     """
     if not hf_config.norm_topk_prob or experts.active == 1:
         raise ValueError(
@@ -73,10 +74,11 @@ def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
 def specify(
     attention: Any, model: Model, latent: Latent, hf_attention: Any, norm: Any, groups: Any, place: Any
 ) -> None:
-    """Make a layer's attention spec compute the same as transformers' `hf_attention`.
+    """Change Megatron's spec `attention` to compute the same as `hf_attention`.
 
-    - `attention`: Megatron's spec, which is changed in place.
-    - `norm`: the class of norms.
+    - `attention`: Megatron's spec of a layer's attention, changed in place.
+    - `hf_attention`: the attention module of transformers.
+    - `norm`: the class of the chunk's norms.
     """
     import torch
     from megatron.core.tensor_parallel import mappings
@@ -93,7 +95,7 @@ def specify(
         rotate = modeling.apply_rotary_pos_emb_interleave
 
     class LatentNorm(norm):  # type: ignore[misc]
-        """A norm of latents, with the epsilon of transformers' norm of latents."""
+        """A norm of latents, with the epsilon that transformers uses for such norms."""
 
         def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
             super().__init__(config, hidden_size, hf_attention.kv_a_layernorm.variance_epsilon)
@@ -106,9 +108,9 @@ def specify(
             return super().forward(states), None
 
     class Columns(ColumnParallelLinear):  # type: ignore[misc]
-        """A column-parallel linear layer that sets the tp group itself.
+        """A column-parallel linear layer that sets its tensor-parallel group itself.
 
-        Megatron constructs this layer without a group.
+        Megatron constructs this layer without the argument `tp_group`.
         """
 
         def __init__(self, *sizes: int, **more: Any) -> None:
@@ -140,7 +142,7 @@ def specify(
             up, _none = self.linear_kv_up_proj(self.kv_layernorm(down))
 
             def heads(states: torch.Tensor, size: int) -> torch.Tensor:
-                """Reshape to [1, heads, nodes, size], the shape that transformers rotates."""
+                """Reshape to [1, heads, nodes, size], which transformers' rotary functions expect."""
                 return states.reshape(1, states.shape[0], -1, size).transpose(1, 2)
 
             query = heads(query_states, nope + rope)

@@ -1,11 +1,12 @@
-"""Memory account of Megatron for an infer or an update, moment by moment.
+"""Megatron's bytes of memory at each moment of an `infer` or `update` node.
 
-Weights and optimizer states are not included. The account assumes what engine.py runs: eager layers without Transformer
-Engine, sequence parallelism if tp > 1, and the 1F1B schedule.
+A moment is one instant of a pass, such as "in attention". For each moment, this file counts the bytes of all tensors
+except weights and optimizer states. It assumes what engine.py runs: eager layers without Transformer Engine, sequence
+parallelism if tp > 1, and the 1F1B schedule.
 
-Invariant: a moment lists the tensors that exist at one instant on the busiest rank of one pipeline stage. A moment
-counts tensor storages. Each storage is derived from a tensor that autograd, or a variable of a running layer, keeps.
-bench/memory.py --engines "megatron vllm" shows differences.
+Invariant: all tensors of a moment exist at the same time, on the busiest rank of one pipeline stage. The file counts
+tensor storages: the storages that autograd, or a variable of a running layer, keeps. bench/memory.py with the option
+--engines "megatron vllm" compares these bytes with measurements.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ PADDED = 128
 
 
 def moments(verb: str, work: Workload) -> Moments:
-    """Return the bytes at each moment of an infer or an update, stage by stage.
+    """Return the bytes at each moment (instant) of an `infer` or `update` node.
 
-    Of stages with the same number of layers only the first counts, because the first has the most micro-batches in
-    flight.
+    Each pipeline stage has its own moments. If several stages have the same number of layers, only the first of them is
+    counted, because it has the most micro-batches in flight.
     """
     all_moments: Moments = {}
     seen = set()
@@ -49,7 +50,7 @@ def moments(verb: str, work: Workload) -> Moments:
 def _sum(s: _Stage) -> Moments:
     """Return the bytes while gradients of replicated weights are summed over tp.
 
-    The sum runs bucket by bucket.
+    The sum is computed bucket by bucket.
     """
     own = tuple(kind for kind in s.work.model.kinds if is_copied(kind.tensor))
     if s.work.layout.tp == 1 or not own:
@@ -59,9 +60,9 @@ def _sum(s: _Stage) -> Moments:
 
 
 def stored(work: Workload) -> int:
-    """Return the bytes that the fullest stage keeps between forward and backward.
+    """Return the bytes that the fullest pipeline stage saves for the backward pass.
 
-    The figure covers all micro-batches that the stage has in flight.
+    The bytes are the saved activations of all micro-batches that the stage has in flight.
     """
     stages = [_Stage(work, stage) for stage in range(work.layout.pp)]
     return max(round(sizes.stored * sizes.in_flight_batches) for sizes in stages)
@@ -69,10 +70,10 @@ def stored(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class _Stage(Sizes):
-    """Sizes of the tensors that a pipeline stage's layers keep.
+    """Sizes of the tensors on a rank of one pipeline stage.
 
-    Inside attention and the feed-forward half, a tp rank has all tokens. Outside attention and the feed-forward half, a
-    tp rank has only its own share of the tokens (`part`), because of sequence parallelism.
+    Inside attention and the feed-forward half of a layer, a tp rank has all tokens. In all other places, a tp rank has
+    only its own share of the tokens (`part`), because of sequence parallelism.
     """
 
     stage: int = 0
@@ -94,7 +95,7 @@ class _Stage(Sizes):
 
     @cached_property
     def layers(self) -> tuple[int, int]:
-        """The number of layers without experts, and with experts."""
+        """The stage's number of layers without experts, and with experts."""
         model = self.work.model
         stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
         begin = model.experts.first if model.experts else model.layers
@@ -107,21 +108,24 @@ class _Stage(Sizes):
 
     @cached_property
     def part(self) -> int:
-        """Bytes of one hidden state for each token of this rank's share."""
+        """Bytes of one hidden state for each token of this rank's share of the tokens.
+
+        With tensor parallelism, each tp rank has a share of the tokens (sequence parallelism).
+        """
         return self.split(self.tokens) * self.work.model.hidden * self.item
 
     @cached_property
     def whole_part(self) -> int:
         """Bytes of one hidden state for each token, gathered from all tp ranks.
 
-        Forward and backward passes have one buffer of this size, and another where the gradient of a row-parallel
-        product is gathered.
+        The result is 0 without tp. A pass has one buffer of this size. The backward pass has a second buffer of this
+        size while the gradient of a row-parallel product is gathered.
         """
         return self.hidden if self.work.layout.tp > 1 else 0
 
     @cached_property
     def norm(self) -> int:
-        """Bytes of the tensors that a torch.nn.RMSNorm keeps.
+        """Bytes of the tensors that a torch.nn.RMSNorm keeps for the backward pass.
 
         The tensors are the norm's input, the normed input and the scaled result. In bf16 the norm keeps a float32 copy
         of its input, and the normed input in float32.
@@ -130,33 +134,33 @@ class _Stage(Sizes):
 
     @cached_property
     def qkv(self) -> int:
-        """Bytes of queries, keys and values as the result of one product."""
+        """Bytes of queries, keys and values together, which one matrix product computes."""
         return self.tokens * (self.query + 2 * self.keys)
 
     @cached_property
     def heads(self) -> int:
-        """Bytes of the tensors that norms of heads keep.
+        """Bytes of the tensors that the norms of query and key heads keep.
 
-        The tensors are the inputs and the normed values. In float32 the inputs are views of the product `qkv`, so all
-        of the product is kept. In bf16 the inputs are float32 copies.
+        The tensors are the norms' inputs and the normed values. In float32 the inputs are views of the queries, keys
+        and values (`qkv`), so all of `qkv` is kept. In bf16 the inputs are float32 copies.
         """
         pair = self.tokens * (self.query + self.keys)
         return (self.qkv + pair if self.item == 4 else 4 * pair) * self.work.model.norms_heads
 
     @cached_property
     def latents(self) -> int:
-        """Bytes of the latents of latent attention and their norms (arXiv:2405.04434)."""
+        """Bytes of latent attention's latents, and of the tensors that their norms keep."""
         latent = self.work.model.latent
         return self.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.item if latent else 0
 
     def feed(self, routes: bool) -> int:
-        """Return the bytes of the tensors that the feed-forward half keeps.
+        """Return the bytes of the tensors that a layer's feed-forward half keeps.
 
-        - Dense: gate and up as one matrix product, silu(gate), up + 0 (Megatron adds an offset), and silu(gate) * (up +
-          0).
-        - Experts: the same tensors for each token that the rank's experts receive, the product scaled by the router's
-          weight, and the tokens sorted by expert. In addition the index of each token, and the router's weights and
-          map, each also transposed.
+        - Without `routes`, the half is dense. It keeps gate and up as one matrix product, silu(gate), up + 0 (Megatron
+          adds an offset), and silu(gate) * (up + 0).
+        - With `routes`, the half has experts. It keeps the same tensors for each token that the rank's experts receive,
+          the product scaled by the router's weight, the tokens sorted by expert, and the index of each token. It also
+          keeps the router's weights and map, and the transposes of both.
         """
         experts = self.work.model.experts
         if experts is None or not routes:
@@ -168,7 +172,7 @@ class _Stage(Sizes):
     def received(self) -> int:
         """Bytes of the hidden states that a rank's experts receive.
 
-        Each etp rank receives the states of all etp ranks.
+        Each etp rank receives the hidden states that are sent to any of the etp ranks.
         """
         return self.routed * self.work.layout.etp
 
@@ -177,14 +181,14 @@ class _Stage(Sizes):
 
     @cached_property
     def kept(self) -> int:
-        """Bytes that the layers of a stage keep on the device for one micro-batch."""
+        """Bytes that the stage's layers keep on the device for one micro-batch."""
         return 0 if self.work.activations_away else self.stored
 
     @cached_property
     def stored(self) -> int:
-        """Bytes that the layers of a stage keep for one micro-batch.
+        """Bytes that the stage's layers save for the backward pass of one micro-batch.
 
-        With recomputation, each layer keeps only its input.
+        With recomputation, each layer saves only its input.
         """
         dense, routed = self.layers
         if self.work.recompute:
@@ -193,7 +197,7 @@ class _Stage(Sizes):
 
     @cached_property
     def in_flight_batches(self) -> float:
-        """The number of micro-batches in flight.
+        """The number of micro-batches whose activations the stage holds at the same time.
 
         A micro-batch counts as a fraction if only some of the stage's chunks hold its activations.
         """
@@ -201,11 +205,11 @@ class _Stage(Sizes):
 
     @cached_property
     def schedule_state(self) -> int:
-        """Bytes that micro-batches in flight hold in addition to their layers.
+        """Bytes that micro-batches in flight hold beyond what their layers save.
 
-        The bytes are for the rotary angles, and for the output of each chunk except the model's last chunk. The
-        schedule holds an output until the output's gradient arrives. The graph of a recomputed layer holds the angles
-        as long as the loss exists.
+        The bytes are for the rotary angles, the gather buffer (`whole_part`), and the output of each chunk except the
+        model's last chunk. The schedule holds an output until the output's gradient arrives. The autograd graph of a
+        recomputed layer holds the angles as long as the loss exists.
         """
         vpp = self.work.layout.vpp
         outputs = ceil(self.in_flight_batches * vpp) - self.last_stage
@@ -216,8 +220,8 @@ class _Stage(Sizes):
     def states(self) -> int:
         """Bytes of the requested states, and of the tensors that the last norm keeps.
 
-        The result of the norm is not included. The requested states are the hidden states for which logits are
-        computed.
+        The requested states are the hidden states for which logits are computed. The result of the last norm is not
+        included.
         """
         return self.norm - self.part + self.requested_states
 
@@ -227,10 +231,9 @@ class _Stage(Sizes):
 
     @cached_property
     def logits(self) -> int:
-        """Bytes of the float32 logits of all scored tokens on this rank.
+        """Bytes of the float32 logits on this rank, for all tokens that need outputs.
 
-        The rank has logits for its part of the vocabulary. For a scoring model: bytes of one float32 value for each
-        scored token.
+        The rank has the logits of its part of the vocabulary. A scoring model has one float32 value per token instead.
         """
         rows = 1 if self.work.model.scores else self.head // self.work.model.hidden
         return 4 * self.scored * rows
@@ -248,8 +251,8 @@ Named = Iterator[tuple[str, dict[str, int]]]
 def _infer(s: _Stage) -> Named:
     """Yield the bytes at each moment of a forward pass without a backward pass.
 
-    In addition to the tensors of the running layer, there are the layer's input, the input of the stage's first layer,
-    and the stage's output for the previous micro-batch.
+    At each moment, the tensors of the running layer exist. The layer's input, the input of the stage's first layer, and
+    the stage's output for the previous micro-batch also exist.
     """
     several = sum(s.layers) > s.work.layout.vpp
     before = (s.work.batches > 1) * (s.requested_states if s.last_stage else s.part)
@@ -282,10 +285,10 @@ def _infer(s: _Stage) -> Named:
 
 
 def _routed(s: _Stage) -> int:
-    """Return the bytes that computing experts holds without gradients.
+    """Return the bytes that experts need in a pass without gradients.
 
-    The bytes are for the states that were sent, the received states, the received states sorted by expert, each
-    expert's result, and the concatenation of the results.
+    The bytes are for the hidden states that were sent, the received hidden states, the received hidden states sorted by
+    expert, each expert's result, and the concatenation of the results.
     """
     return s.routed * (s.work.layout.ep > 1) + 4 * s.received + 8 * s.sent
 
@@ -293,8 +296,8 @@ def _routed(s: _Stage) -> int:
 def _update(s: _Stage) -> Named:
     """Yield the bytes at each moment of forward and backward passes.
 
-    With several micro-batches, gradients of earlier micro-batches exist during the whole pass. With a single
-    micro-batch gradients appear one by one, from the last layer on.
+    With several micro-batches, the gradients of earlier micro-batches exist during the whole pass. With a single
+    micro-batch, gradients appear one by one, from the last layer to the first layer.
     """
     work = s.work
     summed = s.work.batches > 1
@@ -365,7 +368,7 @@ def _update(s: _Stage) -> Named:
 
 
 def _sum_saved(s: _Stage, index: int, count: int) -> int:
-    """Return the bytes that `count` consecutive layers of a stage keep.
+    """Return the bytes that `count` consecutive layers of a stage save.
 
     The last of these layers has the number `index` in the stage.
     """
@@ -374,17 +377,18 @@ def _sum_saved(s: _Stage, index: int, count: int) -> int:
 
 
 def _backward(s: _Stage, routes: bool, separate: bool, summed: bool) -> Named:
-    """Yield the bytes that the backward pass of each half of a layer adds.
+    """Yield the bytes that each part of a layer's backward pass adds.
 
-    The bytes are in addition to everything that the layer has kept, and to the gradient of the layer's output. Bytes
-    that are already freed are subtracted, so a figure may be negative.
+    The bytes are added to all tensors that the layer has saved, and to the gradient of the layer's output. Saved
+    tensors that are already freed are subtracted, so a figure may be negative.
     """
 
     def gradients(before: int, now: int) -> int:
-        """Return the bytes of a layer's earlier and current gradient matrices.
+        """Return the bytes of the gradients of some of a layer's weight matrices.
 
-        The arguments are numbers of matrices. The current matrices may also exist in the weights' dtype, before they
-        are added to their float32 sums.
+        `before` is the number of matrices whose gradients are complete. `now` is the number of matrices whose gradients
+        are being computed. The latter gradients may also exist in the weights' dtype, before they are added to their
+        float32 sums.
         """
         return s.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
 

@@ -1,8 +1,8 @@
 """Optimizer steps, for any engine that trains.
 
-- gradients.py: the gradients of a step.
-- shards.py: the parts of tensors that a rank updates.
+- gradients.py: sums of gradients, over micro-batches and over ranks.
+- shards.py: the tensors, or parts of tensors, that a rank updates by one rule.
 - muon.py: updates of whole matrices.
-- steps.py: a step of all parameters.
-- step_calls.py: the operator counts of a step.
+- steps.py: an optimizer step of all parameters.
+- step_calls.py: the number of operators in an optimizer step.
 """

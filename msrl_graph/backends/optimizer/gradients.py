@@ -1,4 +1,6 @@
-"""Gradients of a step: sums over micro-batches in float32, and sums over ranks.
+"""Gradients of an optimizer step, summed over micro-batches and over ranks.
+
+Sums over micro-batches are in float32.
 
 Invariant: a bf16 gradient is freed as soon as it is added to its float32 sum, so that the full set of gradients never
 exists in both dtypes at once.
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradients of some parameters, which may be DTensors.
+    """The gradients of some parameters, summed over micro-batches.
 
-    Autograd itself sums the gradients of float32 parameters, in float32.
+    The parameters may be DTensors. This class sums the gradients of parameters that are not float32. Autograd itself
+    sums the gradients of float32 parameters.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -35,15 +38,15 @@ class Gradients:
     def read(self, parameter: Any) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's gradient sum.
 
-        None if there is no gradient.
+        The result is None if the parameter has no gradient.
         """
         total = self._sums.get(id(parameter))
         return _read_gradient(parameter) if total is None else total
 
     def take(self, parameter: Any) -> torch.Tensor | None:
-        """Return the gradient sum of a parameter and drop it.
+        """Return a parameter's gradient sum, and remove the sum from this object.
 
-        A gradient that is computed later belongs to the next step.
+        Gradients that are computed after this call belong to the next optimizer step.
         """
         total = self.read(parameter)
         self._sums.pop(id(parameter), None)
@@ -52,7 +55,7 @@ class Gradients:
 
 
 def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
-    """Add the gradient of a micro-batch to the parameter's sum in `sums`."""
+    """Add a parameter's gradient for one micro-batch to the parameter's sum in `sums`."""
     gradient = _read_gradient(parameter)
     parameter.grad = None
     assert gradient is not None  # the hook runs only when there is a gradient
@@ -63,7 +66,10 @@ def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
 
 
 def add_up(gradients: Sequence[torch.Tensor], group: Any) -> None:
-    """Sum gradients in place over the ranks of a group, bucket by bucket."""
+    """Sum gradients in place over the ranks of a group, bucket by bucket.
+
+    A bucket is some gradients that are concatenated for one all-reduce.
+    """
     import torch
     from torch import distributed as dist
 

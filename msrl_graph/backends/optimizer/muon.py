@@ -2,8 +2,8 @@
 
 Source: https://kellerjordan.github.io/posts/muon/.
 
-Invariant: each rank keeps the momentum of its own elements. All ranks that hold a part of a matrix orthogonalize the
-whole matrix, with the same result. Each rank then updates its own part of the matrix.
+Invariant: each rank stores the momentum of the elements that it updates. All ranks that hold a part of a matrix
+orthogonalize the momentum of the whole matrix, with the same result. Each rank then updates its own part of the matrix.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ ITERATIONS = 5  # Newton-Schulz iterations
 
 
 class Matrices(OptimizerSlice):
-    """Matrices that are updated by Muon.
+    """The matrices that a rank updates by Muon.
 
-    Each rank keeps the momentum of its own elements. All ranks that hold a part of a matrix orthogonalize the whole
-    matrix, with the same result. Each expert is a matrix of its own, on the ranks that hold the expert.
+    Each rank stores the momentum of the elements that it updates. All ranks that hold a part of a matrix orthogonalize
+    the momentum of the whole matrix, with the same result. The weights of each expert are a separate matrix, on the
+    ranks that hold the expert.
     """
 
     def _create_states(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
@@ -45,11 +46,11 @@ class Matrices(OptimizerSlice):
             self._step_matrix(i, [(where, piece) for index, where, piece in own if index == i], options)
 
     def _step_matrix(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
-        """Update the i-th shard.
+        """Update the weights of the i-th shard.
 
-        `pieces` are the parts of the shard that this rank updates. Each is a pair of slices: the part's elements in its
-        master (the float32 weight), and the part's elements in the shard. Temporary tensors are freed on return, so
-        that the temporary tensors of two matrices never exist at once.
+        `pieces` are the parts of the shard that this rank updates. Each part is a pair of slices: the part's elements
+        in the master (the float32 weight), and the part's elements in the shard. Temporary tensors are freed on return,
+        so that the temporary tensors of two matrices never exist at once.
         """
         tensor = self.tensors[i]
         shard = self.shards[i]
@@ -68,9 +69,9 @@ class Matrices(OptimizerSlice):
     def _collect_momentum(
         self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the momentum of a shard.
+        """Update the momentum of a shard; return a tensor of the shard's shape with it.
 
-        The momentum is zero for elements that another rank updates.
+        The tensor is zero at the elements that another rank updates.
         """
         import torch
 
@@ -80,7 +81,7 @@ class Matrices(OptimizerSlice):
         return momentum
 
     def _update_momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
-        """Update and return the momentum of some elements of a master.
+        """Update and return the momentum of the elements `where` of a master.
 
         A master is the float32 weight. With the option `nesterov`, the returned value is the momentum one step ahead.
         """
@@ -95,10 +96,11 @@ class Matrices(OptimizerSlice):
         return gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
     def _assemble_matrix(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:
-        """Return a whole matrix, or a rank's experts, from the parts of all ranks.
+        """Return a whole matrix, assembled from the parts of all ranks.
 
-        Each rank contributes a tensor that is zero outside the rank's own part. So the sum over ranks changes no bit of
-        any part, whatever the boxes are.
+        For a weight of experts, the result has the whole matrices of this rank's experts. Each rank contributes a
+        tensor that is zero outside the rank's own part. So the sum over ranks changes no bit of any part, for any
+        boxes.
         """
         import torch
         from torch import distributed as dist
@@ -121,7 +123,10 @@ class Matrices(OptimizerSlice):
 
 
 def _locate_shard(tensor: Tensor, shard: Shard) -> Box:
-    """Return where a shard is in the whole matrix, or among the rank's own experts."""
+    """Return the box of a shard in the matrix that `_assemble_matrix` returns.
+
+    That matrix is the whole weight. For a weight of experts, it has only the experts of this rank.
+    """
     first, *rest = shard.box
     return ((0, first[1] - first[0]), *rest) if tensor.experts else shard.box
 
@@ -131,7 +136,7 @@ def orthogonalize(matrix: torch.Tensor) -> None:
 
     The singular vectors do not change; the singular values become nearly 1.
 
-    Coefficients and the number of iterations are the ones of torch.optim.Muon
+    The coefficients and the number of iterations are the same as in torch.optim.Muon
     (https://kellerjordan.github.io/posts/muon/). torch.optim.Muon computes in bf16, this function in float32. With
     bf16, a change in the last bit of a gradient moved weights by up to 4e-4 in six steps at a learning rate of 1e-3, so
     the results of two layouts would differ by that much.
@@ -154,7 +159,7 @@ def orthogonalize(matrix: torch.Tensor) -> None:
 
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
-    """Return the factor of a step that depends on the matrix's shape.
+    """Return the factor by which a matrix's shape scales the matrix's update.
 
     Source: arXiv:2502.16982, eq. 4.
     """

@@ -2,7 +2,7 @@
 
 Invariant: elements are updated in float32 and independently of each other, so that no layout changes the result. With
 ZeRO 1 all tensors of a slice are concatenated. Each rank of the replica group (the ranks that hold copies of these
-tensors) owns a stretch, which is a range of elements of the concatenation.
+tensors) updates one stretch: a range of elements of the concatenation.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind of state and by 
 class ReplicaGroup:
     """The `number` ranks that hold the same boxes of some tensors.
 
-    Each of these ranks computes a part of the boxes' gradient; the parts must be summed. This rank is the `index`-th of
-    the group.
+    A box is one index range per dimension. Each rank of the group computes a partial gradient of the boxes; the partial
+    gradients must be summed. This rank is the `index`-th rank of the group.
     """
 
     number: int = 1
@@ -41,9 +41,10 @@ class ReplicaGroup:
 
 
 def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts: bool) -> ReplicaGroup:
-    """Return the group of ranks whose gradients of the same boxes must be summed.
+    """Return the group of ranks whose gradients of the same weights must be summed.
 
-    Where weights are `divided` (sharded) over dp, the engine has already summed their gradients over dp.
+    With `experts`, the weights are experts. With `divided`, weights are sharded over dp, and the engine has already
+    summed their gradients over dp.
     """
     if experts:
         number = 1 if divided else layout.edp
@@ -59,8 +60,8 @@ def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts:
 class OptimizerSlice:
     """Tensors, or rows of tensors, that are updated by one rule, element by element.
 
-    With ZeRO 1, this rank owns a stretch (a range of elements) of all these tensors concatenated. Between `leave` and
-    `arrive` the optimizer states are in host memory.
+    With ZeRO 1, the tensors are concatenated, and this rank updates only its stretch (a range of elements) of the
+    concatenation. Between `leave` and `arrive` the optimizer states are in host memory.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class OptimizerSlice:
         return state
 
     def _iterate_overlaps(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the parts of the concatenated tensors from element `start` to `stop`.
+        """Yield the parts of tensors between elements `start` and `stop` of all tensors.
 
-        Each part is a tuple: the tensor's index, the part's slice in the range, and the part's slice in the tensor.
+        The elements are counted in the concatenation of the slice's tensors. Each part is a tuple: the tensor's index,
+        the part's slice in the range from `start` to `stop`, and the part's slice in the flattened tensor.
         """
         offset = 0
         for i, size in enumerate(self.sizes):
@@ -129,17 +131,17 @@ class OptimizerSlice:
             offset += size
 
     def _iterate_own_slices(self) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the parts of tensors in this rank's stretch.
+        """Yield the parts of tensors that are in this rank's stretch.
 
-        The stretch is a range of elements of the concatenated tensors.
+        The stretch is a range of elements of the concatenated tensors. A part is a tuple as in `_iterate_overlaps`.
         """
         return self._iterate_overlaps(self.stretch * self.copies.index, self.stretch * (self.copies.index + 1))
 
     def _copy_stretch(self, tensors: list[torch.Tensor], own: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy this rank's part of some tensors to float32, padded with zeros.
+        """Copy this rank's stretch of some tensors to float32, padded with zeros.
 
-        The tensors are concatenated; the rank's part is its stretch (a range of elements). If `own` is given, the copy
-        is written to `own`.
+        The stretch is a range of elements of the concatenated `tensors`. If `own` is given, the copy is written to
+        `own`.
         """
         import torch
 
@@ -160,7 +162,7 @@ class OptimizerSlice:
         self.host_offload.leave()
 
     def come(self) -> None:
-        """Start the copy of the states from host memory to the device."""
+        """Start the copy of the optimizer states from host memory to the device."""
         if self.host_offload is not None:
             self.host_offload.come()
 
@@ -169,9 +171,9 @@ class OptimizerSlice:
             self.host_offload.arrive()
 
     def _list_states(self) -> list[torch.Tensor]:
-        """List the tensors that this slice holds in addition to the weights.
+        """List the tensors that this optimizer slice holds in addition to the weights.
 
-        The list has the optimizer states, and the masters that are not weights themselves.
+        The list has the optimizer states, and the masters (float32 copies of weights) that are not weights themselves.
         """
         weights = {id(shard.tensor) for shard in self.shards}
         masters = [] if self.copied else [master for master in self.masters if id(master) not in weights]
@@ -188,7 +190,11 @@ class OptimizerSlice:
         return tensor if self.host_offload is None else self.host_offload.stored(tensor)
 
     def step(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
-        """Update all elements; the list `gradients` is emptied."""
+        """Update all elements of the slice's tensors; empty the list `gradients`.
+
+        The gradients are multiplied by `scale`. `options` are the options of the update rule, such as the learning
+        rate.
+        """
         if self.flat:
             own = {
                 i for i, _, _ in self._iterate_own_slices()
@@ -216,7 +222,7 @@ class OptimizerSlice:
         self.optimizer.step()
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer states of each tensor, by kind of state."""
+        """Return the optimizer states of the slice's tensors, by kind of optimizer state."""
         import torch
         from torch import distributed as dist
 
@@ -290,9 +296,9 @@ class OptimizerSlice:
 
 
 def _put(tensor: torch.Tensor, piece: slice, values: torch.Tensor) -> None:
-    """Write `values` to the elements `piece` of a tensor.
+    """Write `values` to some elements of a tensor.
 
-    The tensor may be a view into another tensor.
+    `piece` is the slice of these elements in the flattened tensor. The tensor may be a view of another tensor.
     """
     flat = tensor.reshape(-1)  # a view or a copy
     flat[piece].copy_(values)

@@ -1,4 +1,4 @@
-"""Operator counts of an optimizer step (steps.py)."""
+"""The number of operators that Python calls in an optimizer step (steps.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..spec import OperatorCalls
 
 
 def step_calls(layout: Layout) -> OperatorCalls:
-    """Return the operator counts of an optimizer step under a layout.
+    """Return how many operators Python calls in an optimizer step under a layout.
 
     Torch's profiler counted the operators on Qwen2 models, which have 12 tensors per layer. A step updates tensor by
     tensor.

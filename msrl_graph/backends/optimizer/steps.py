@@ -1,12 +1,12 @@
 """Optimizer steps on the local shards of a model whose ranks form a mesh.
 
-The update rules are torch.optim's (shards.py) and Muon (muon.py).
+The update rules are torch.optim's rules (shards.py) and Muon (muon.py).
 
-Invariant: offloading optimizer states does not change the result of a step. With offload, the device holds the states
-of one optimizer slice at a time, plus the states of the next slice. Gradients are summed over all ranks that hold
-copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp. Copies of an expert are on
-ranks that differ only in edp, the last axis of the experts' mesh. The norm counts each element once, and is the same on
-all ranks.
+Invariant: offloading optimizer states does not change the result of a step. With offload, the device holds the
+optimizer states of one optimizer slice at a time, plus the states of the next slice. Gradients are summed over all
+ranks that hold copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp. Copies of an
+expert are on ranks that differ only in edp (the data parallelism of experts), the last axis of the experts' mesh. The
+gradient's norm counts each element once, and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ShardRows(NamedTuple):
-    """Some rows of the `number`-th shard, or the whole shard."""
+    """Some rows of the shard with index `number`, or the whole shard."""
 
     number: int
     rows: slice
@@ -56,7 +56,7 @@ class Steps:
     - `divided`: whether the weights are sharded over dp.
     - `offload`: whether the optimizer states are in host memory between steps.
 
-    Shards that belong to other pipeline stages are empty.
+    Shards of weights that are on other pipeline stages are empty.
     """
 
     def __init__(
@@ -115,18 +115,20 @@ class Steps:
         self.steps_taken = 0
 
     def _count_elements(self, i: int) -> int:
-        """Return the elements of the i-th tensor on the busiest rank of this stage.
+        """Return the size of the largest shard of the i-th tensor on this pipeline stage.
 
-        The result is the same on all ranks of the stage.
+        The size is a number of elements, and is the same on all ranks of the stage. It is 0 if the tensor is on other
+        stages only.
         """
         here = self.layout.coordinates(self.devices.rank).pp in stages(self.tensors[i], self.layout)
         return elements(box_at(self.tensors[i], Side(self.layout, self.divided), (0, 0, 0))) * here
 
     def _partition_tensors(self, rule: Rule, indices: Sequence[int], max_bytes: float) -> Iterator[list[ShardRows]]:
-        """Yield lists of rows, each with at most `max_bytes` of optimizer states.
+        """Yield lists of rows of tensors; each list becomes one optimizer slice.
 
-        `indices` are the tensors with the update rule `rule`. Tensors are cut between rows. If the rule needs whole
-        matrices, no tensor is cut, and all ranks make the same lists. If `max_bytes` is 0 there is one list.
+        Each list has at most `max_bytes` of optimizer states. `indices` are the indices of the tensors that have the
+        update rule `rule`. Tensors are cut between rows. If the rule needs whole matrices, no tensor is cut, and all
+        ranks make the same lists. If `max_bytes` is 0 there is one list.
         """
         bytes_per_element = rule.state_bytes(self.has_masters)
         if not max_bytes or not bytes_per_element:
@@ -152,10 +154,11 @@ class Steps:
             yield pieces
 
     def _is_strided(self, rule: Rule, i: int) -> bool:
-        """Return whether a float32 weight is a non-contiguous view of another tensor.
+        """Return whether each row of the i-th shard must be updated separately.
 
-        The gate and up projections of Megatron's experts are such views. Each row of such a view is updated separately,
-        because torch's fused steps assume contiguous elements.
+        This is so if the shard is a float32 weight that is a non-contiguous view of another tensor, because torch's
+        fused steps assume contiguous elements. The gate and up projections of Megatron's experts are such views. A
+        shard whose rule needs whole matrices is never updated by rows.
         """
         import torch
 
@@ -171,7 +174,7 @@ class Steps:
         )
 
     def _iterate_on_device(self) -> Iterator[OptimizerSlice]:
-        """Yield each optimizer slice in turn, with all its states on the device."""
+        """Yield each optimizer slice in turn, with its optimizer states on the device."""
         for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
             if self.offload and part is self.parts[0]:
                 part.come()
@@ -185,9 +188,10 @@ class Steps:
     def step(
         self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: OptimizerSpec
     ) -> float:
-        """Implement Trainer.step.
+        """Make an optimizer step; return the gradient's norm before clipping.
 
-        A gradient is freed as soon as it is removed from the list `gradients`.
+        This method implements `Trainer.step` (spec.py). A gradient is freed as soon as it is removed from the list
+        `gradients`.
         """
         for experts, replicas in self.copies.items():
             if replicas.number > 1:
@@ -215,9 +219,10 @@ class Steps:
             part.step(own.pop(0), scale, {**stated[part.rule].options, "lr": lr})
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Implement Trainer.moments.
+        """Return the optimizer states by kind of optimizer state.
 
-        If weights are not float32, the result includes the float32 masters.
+        This method implements `Trainer.moments` (spec.py). If weights are not float32, the result includes the masters
+        (float32 copies of the weights).
         """
         import torch
 
@@ -247,17 +252,17 @@ class Steps:
             )
 
     def _count_holders(self, tensor: Tensor) -> int:
-        """Return how many ranks of a stage hold the same part of a tensor's gradient."""
+        """Return how many ranks of a stage hold the same part of `tensor`'s gradient."""
         layout = self.layout
         if tensor.experts:
             return self.copies[True].number * (layout.etp if tensor.tp_dim < 0 else 1)
         return self.copies[False].number * (layout.tp if tensor.tp_dim < 0 else 1)
 
     def _compute_norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
-        """Return the 2-norm of the whole gradient.
+        """Return the 2-norm of the whole gradient, or NaN if `sound` is false on any rank.
 
-        The squares of all parts are summed; a gradient that several ranks hold counts once. All ranks join all sums, so
-        that all ranks get the same bits, and agree on whether the norm is finite.
+        The squares of all parts are summed; a gradient that several ranks hold counts once. All ranks join all sums. So
+        all ranks get the same bits, and agree on whether the norm is finite.
         """
         import torch
         from torch import distributed as dist

@@ -1,7 +1,10 @@
 """vLLM's scheduler and model on a rank: process groups, drawn tokens, and shards.
 
-Invariant: vLLM sees the ranks of one replica as its whole world, without dp. Each rank runs vLLM's scheduler. All
-schedulers make the same decisions, because all ranks get the same requests in the same order and draw the same tokens.
+A replica is one copy of the model, sharded over ranks.
+
+Invariant: vLLM sees the ranks of one replica as its whole world, without data parallelism. Each rank runs vLLM's
+scheduler. All schedulers make the same decisions, because all ranks get the same requests in the same order and draw
+the same tokens.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ _group_counts = itertools.count(1 << 20, 1 << 20)
 
 
 class SampledBatch:
-    """The tokens that a call of `generate` has drawn.
+    """The tokens that one call of `generate` has drawn. A row is one response.
 
-    - `tokens` and `logps` [rows, tokens]: valid up to `lengths`.
-    - `room`: the most tokens that each row gets.
+    - `tokens` and `logps` [rows, tokens]: valid up to each row's length in `lengths`.
+    - `room`: for each row, the largest number of tokens that may be drawn.
     - `rows_by_request`: for each request number, the rows that share the request, because they have the same tokens up
       to the current step.
     """
@@ -80,16 +83,20 @@ class SampledBatch:
         self.rows_by_request: dict[int, NDArray[np.int64]] = {}
 
     def expand_requests(self, numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows of some requests in order, and each row's index into `numbers`."""
+        """Return the rows that share the requests `numbers`, request by request.
+
+        Also return, for each of these rows, the index of its request in `numbers`.
+        """
         import numpy as np
 
         rows = [self.rows_by_request[number] for number in numbers]
         return np.concatenate(rows), np.repeat(np.arange(len(rows)), [len(request_rows) for request_rows in rows])
 
     def find_continuing(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return which rows continue after their last tokens `tokens`.
+        """Return which of `rows` continue after their last tokens, which are `tokens`.
 
-        `lengths` are the rows' lengths including these tokens.
+        A row ends after an end token, or at its largest number of tokens. `lengths` are the rows' lengths, including
+        `tokens`.
         """
         import numpy as np
 
@@ -112,8 +119,8 @@ class TokenSampler:
         """Draw a token for each row of the requests `numbers`; return the new logits.
 
         `logits` has one row for each request. If some rows of a request continue after their token, the request
-        continues with the token of one of these rows. The drawn tokens count only when `lengths` grows, because vLLM
-        also requests logits for parts of a prompt.
+        continues with the token of one of these rows. vLLM also requests logits when it has computed only a part of a
+        prompt. So a drawn token counts only after the engine has increased `lengths`.
         """
         import numpy as np
         import torch
@@ -143,7 +150,7 @@ class TokenSampler:
 
 
 def _make_processor(sampler: TokenSampler) -> type:
-    """Make a vLLM logits processor that draws tokens."""
+    """Make a vLLM logits processor that draws tokens by `sampler`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
     class Processor(LogitsProcessor):  # type: ignore[misc]
@@ -209,7 +216,10 @@ class Replica:
 
     @contextmanager
     def as_world(self) -> Iterator[None]:
-        """Show this process only the replica's ranks, while vLLM creates its groups."""
+        """Within the context, make the replica's ranks torch's whole world.
+
+        vLLM creates its process groups in this context.
+        """
         from torch.distributed import distributed_c10d as c10d
 
         world = c10d._get_default_group()
@@ -305,8 +315,8 @@ def apply_model_settings(module: Any, on_host: bool) -> None:
     """Make vLLM compute latent attention as transformers does.
 
     - Norms of latents get the fixed epsilon of transformers, whatever the config's epsilon is.
-    - On a host, torch rotates the positions of latents instead of vLLM's kernel. The kernel supports only default
-      rotary positions in [tokens, heads x size], but gets [tokens, heads, size].
+    - On host cores, torch applies the rotary positions of latent attention, not vLLM's kernel. That kernel supports
+      only default rotary positions in [tokens, heads x size], but gets [tokens, heads, size].
     """
     for name, part in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
@@ -316,7 +326,7 @@ def apply_model_settings(module: Any, on_host: bool) -> None:
 
 
 def repack_weights(module: Any, dtype: Any, turned: bool) -> None:
-    """Convert the written weights in place to the formats that vLLM's kernels read.
+    """Convert new weights in place to the formats that vLLM's kernels read.
 
     Two kinds of weights are converted: experts, and the tensors that latent attention derives from its projections. If
     experts are `turned` (transposed), they are not converted here, because `make_shards` handles them.
@@ -345,10 +355,10 @@ def repack_weights(module: Any, dtype: Any, turned: bool) -> None:
 def make_shards(
     boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str, Iterable[str]], turned: bool = False
 ) -> Iterator[Shard]:
-    """Yield a shard for each box, as a view into vLLM's parameters.
+    """Yield a shard for each box of `boxes`, as a view of vLLM's parameters `named`.
 
     - `fused`: for each parameter in which vLLM concatenates weights, the names of these weights.
-    - `turned`: experts are stored transposed as [experts, in, out], as in vllm-ascend.
+    - `turned`: whether experts are stored transposed as [experts, in, out], as in vllm-ascend.
     """
     import torch
 
@@ -374,9 +384,10 @@ def make_shards(
         return parameter(name, source)[begin : begin + sizes[name][0]]
 
     def experts(name: str) -> torch.Tensor:
-        """Return the view of an expert weight.
+        """Return the expert weight `name`, as a view of vLLM's parameter.
 
-        vLLM concatenates gate and up in one parameter. Gate, up and down are each padded.
+        vLLM concatenates gate and up in one parameter. Gate, up and down may each have padding, which the view
+        excludes.
         """
         owner, _, leaf = name.partition(".*.")
         kind = "w2_weight" if leaf.startswith("down") else "w13_weight"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """An engine that generates responses, on this rank."""
+    """The engine `vllm` on one rank, which generates responses."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         assert weights.work is not None
@@ -145,9 +145,9 @@ class VllmEngine:
 
     @contextmanager
     def _activate(self) -> Iterator[None]:
-        """Make this engine's process groups current in vLLM, for one step.
+        """Within the context, make this engine's process groups current in vLLM.
 
-        Other code computes between steps.
+        The context lasts for one step only, because other code of this process computes between steps.
         """
         import torch
 
@@ -155,7 +155,7 @@ class VllmEngine:
             yield
 
     def _add_request(self, rows: NDArray[np.int64]) -> None:
-        """Add one request for rows that have the same tokens up to the current step."""
+        """Add one request for `rows`, which have the same tokens up to the current step."""
         import numpy as np
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest

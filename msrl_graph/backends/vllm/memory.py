@@ -1,12 +1,12 @@
 """Memory of a vLLM engine: release of its weights and cache, and reallocation.
 
-Invariant: a parameter is the same object, at the same address whenever it has memory. So views into the parameter and
-captured graphs are always valid. A released parameter's contents are lost.
+Invariant: a parameter is always the same object, and has the same address whenever it has memory. So views of the
+parameter and captured graphs stay valid. A released parameter's contents are lost.
 
-On host cores, storages are resized. On devices, vLLM sleeps (level 2: no contents are kept), and vLLM's allocator maps
-new memory to the same addresses. The order of calls is the order of vLLM's and vllm-ascend's workers: sleep, wake the
-weights, wake the cache, sleep. A worker that sleeps twice in a row would release memory that it no longer has. vLLM's
-sleep has run on an H100. vllm-ascend's sleep has never run.
+On host cores, storages are resized. On other devices, vLLM's sleep mode is used (level 2: no contents are kept), and
+vLLM's allocator maps new memory to the same addresses. The calls have the order in which vLLM's and vllm-ascend's
+workers make them: sleep, wake the weights, wake the cache, sleep. A worker that sleeps twice in a row would release
+memory that it no longer has. vLLM's sleep mode has run on an H100. vllm-ascend's sleep mode has never run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 class EngineMemory(Protocol):
     def weights(self) -> None:
-        """Allocate the parameters; their contents are undefined."""
+        """Allocate the memory of the parameters, whose contents are then undefined."""
 
     def cache(self) -> None:
-        """Allocate an empty cache."""
+        """Allocate the memory of the KV cache, and clear the cache."""
 
     def give(self) -> None:
-        """Release the parameters and the cache, where they are allocated."""
+        """Release the memory of the parameters and of the KV cache, if they have memory."""
 
 
 def release_embedding_buffers(runner: Any) -> None:
@@ -41,7 +41,7 @@ def release_embedding_buffers(runner: Any) -> None:
 
 
 def clear(cache: torch.Tensor) -> None:
-    """Fill a cache with zeros.
+    """Fill a KV cache with zeros.
 
     Kernels read beyond a sequence's end, where the cache must not contain NaN.
     """
@@ -85,7 +85,7 @@ class ResizedMemory:
 
 
 class SleepingMemory:
-    """The memory of an engine on devices.
+    """The memory of an engine on GPUs or NPUs, which vLLM's sleep mode releases.
 
     `worker` is vLLM's worker, or the worker of a vLLM plug-in.
     """

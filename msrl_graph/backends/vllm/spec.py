@@ -24,34 +24,34 @@ def block_size(work: Workload) -> int:
 
 
 def count_prompt_tokens(work: Workload) -> int:
-    """Return the number of prompt tokens in the cache, of all sequences.
+    """Return the number of prompt tokens in the KV cache, over all sequences.
 
-    Sequences of one prompt share the prompt's whole cache blocks, except the block of the prompt's last token.
+    The sequences of one prompt share the prompt's whole cache blocks, except the block of the prompt's last token.
     """
     shared = max(0, work.prompt - 1) // block_size(work) * block_size(work)
     return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
 
 
 def count_step_tokens(work: Workload) -> int:
-    """Return the largest number of tokens that one step computes."""
+    """Return the largest number of tokens that one step of vLLM computes."""
     sequences = work.rows * work.samples
     return min(max(STEP, sequences), max(count_prompt_tokens(work), sequences))
 
 
 def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
-    """Return the number of sequences at once, and the number of cache blocks.
+    """Return the number of sequences that run at once, and of KV-cache blocks.
 
-    The number of cache blocks includes one block for vLLM itself.
+    The number of blocks includes one block for vLLM itself.
     """
     sequences = work.rows * work.samples
     return sequences, 1 + sequences * -(-(work.prompt + work.response) // block_size(work))
 
 
 def cache_elements(work: Workload) -> int:
-    """Return the elements of one token's keys and values on a rank.
+    """Return the number of KV-cache elements per token on a rank.
 
-    On a host, the cache has expanded keys and values instead of latents. vLLM's CPU kernel for latents supports only
-    the sizes of published models, and no shared prefixes.
+    On host cores, the cache of latent attention has expanded keys and values instead of latents. The reason is that
+    vLLM's CPU kernel for latents supports only the sizes of published models, and no shared prefixes.
     """
     model = replace(work.model, latent=None) if work.on_host else work.model
     return kv_elements(model, work.layout)
@@ -81,10 +81,10 @@ def _settings(situation: Situation) -> Iterator[Setting]:
 
 
 def _peaks(verb: str, work: Workload) -> Moments:
-    """Return the bytes at each moment of a generation.
+    """Return the bytes at each moment (instant) of a generation.
 
-    The cache consists of whole blocks. vLLM keeps a float32 copy of the logits. Tokens are drawn in float64, for some
-    rows at a time; the draw needs exponentials, their sums, and sorted values.
+    The KV cache consists of whole blocks. vLLM keeps a float32 copy of the logits. Tokens are drawn in float64, for
+    some rows at a time. A draw needs memory for exponentials, their sums, and sorted values.
     """
     model = work.model
     layout = work.layout
@@ -117,9 +117,9 @@ def _cache(work: Workload) -> dict[str, int]:
 
 
 def _building(work: Workload) -> dict[str, int]:
-    """Return the bytes that the engine holds when it is built.
+    """Return the bytes that the engine holds when it is built, in addition to weights.
 
-    The bytes are for the whole cache, and for vLLM's buffers for prompts that are passed as embeddings.
+    The bytes are for the whole KV cache, and for vLLM's buffers for prompts that are passed as embeddings.
     """
     return _cache(work) | {"embedded prompts": count_step_tokens(work) * work.model.hidden * BYTES[work.dtype]}
 
@@ -136,9 +136,9 @@ BEGUN = 13
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return operator counts, including the draw of a token.
+    """Return how many operators Python calls for `act`, including the draw of a token.
 
-    Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
+    `act` is one call of the engine. Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
     """
     return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 

@@ -1,4 +1,4 @@
-"""Agents: user programs that send OpenAI-style requests to the policy.
+"""Agents: the user's programs that send OpenAI-style requests to the policy.
 
-The run serves the requests at an endpoint of its own.
+The ranks of a run answer these requests through an HTTP endpoint that the run starts.
 """

@@ -1,6 +1,7 @@
-"""The process that runs a node's agents, started by the first rank of a group.
+"""The process that runs a generation node's agents.
 
-`AgentProcess` is the rank's handle of this process, and `main` is the program of the process.
+The first rank of each data-parallel group starts such a process. `AgentProcess` is the rank's handle of this process,
+and `main` is the program of the process.
 
 Invariant: the user's code never runs in a rank, because this code could block or end the rank. The process ends when
 its rank has ended.
@@ -35,7 +36,7 @@ EXIT_TIMEOUT = 5.0  # seconds that the process has to end by itself
 class AgentProcess:
     """A rank's handle of the process that runs a node's agents.
 
-    The constructor starts the process. The process is ready when it first answers.
+    The constructor starts the process, and does not wait until the process is ready. The first call of `begin` waits.
     """
 
     def __init__(self, plan: Plan, node: Node) -> None:
@@ -59,7 +60,7 @@ class AgentProcess:
         self._ask(batch)
 
     def next(self, drawn: list[SampleReply]) -> list[SampleRequest] | AgentsFinished:
-        """Send drawn tokens to the agents, and return the next requests of the agents.
+        """Pass drawn tokens to the agents, and return the agents' next requests.
 
         `drawn` has the replies to earlier requests. The list of requests is empty if no agent has sent a request for a
         while. Returns AgentsFinished when all agents have finished, or when one agent has failed and ends the run.
@@ -91,7 +92,10 @@ def _end_process(line: Connection, process: subprocess.Popen[bytes]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Answer the rank's questions, one after another, until the rank is gone."""
+    """Answer the rank's messages, one after another, until the rank is gone.
+
+    `descriptor` is the file descriptor of the connection to the rank.
+    """
     # An interrupt from the keyboard stops the rank, which stops this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = Connection(descriptor)

@@ -1,10 +1,10 @@
 """The execution of a user's agents: one call per row, many calls at once.
 
-Each call has its own deadline.
+Each call has its own deadline, and its own API key for the endpoint.
 
 Invariant: the tokens for the agents' requests are drawn in batches, and the batching never changes which tokens are
 drawn. An agent and its row fail if the agent raises an error, takes too long, or returns a value that its column cannot
-hold. When the call of a row ends, the row's API key becomes invalid.
+hold. When the call for a row ends, its API key becomes invalid.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Request:
 
 
 class Agents:
-    """The agents of a node.
+    """The agents of a generation node.
 
     All methods run in one event loop. The user's code runs in other threads.
     """
@@ -169,8 +169,8 @@ class Agents:
     def _patience(self, now: float) -> float:
         """Return how many seconds the waiting requests still wait for other requests.
 
-        A batch of more requests is drawn faster than several small batches. The result is 0 or less if the batch must
-        be drawn now, and infinite if no request waits.
+        Requests wait because one large batch is drawn faster than several small batches. The result is 0 or less if the
+        waiting requests must be drawn now, and infinite if no request waits.
         """
         if not self.waiting:
             return math.inf

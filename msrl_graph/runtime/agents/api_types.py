@@ -1,4 +1,4 @@
-"""Requests to the endpoint and its answers, in the formats of OpenAI's API.
+"""Requests to the agents' endpoint, and its answers, in OpenAI's formats.
 
 Invariant: a request that cannot be served is refused with an OpenAI error that names the reason. The run, not the
 agent, decides how tokens are drawn. Parameters of a request that say how to draw tokens are ignored and reported.
@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestRefused(Exception):
-    """The error that a request is not answered, with the reason."""
+    """The error that a request cannot be served; the message says why."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -91,7 +91,11 @@ class CompletionRequest:
 
 
 def parse_request(body: Any, chat: bool, model: str) -> CompletionRequest:
-    """Parse a request for a chat answer or a completion. Raises RequestRefused."""
+    """Parse a request for a chat answer (`chat`) or a completion.
+
+    `body` is the parsed JSON of the request. Raises RequestRefused if the request cannot be served or asks for another
+    model than `model`.
+    """
     if not isinstance(body, dict):
         raise RequestRefused("the body is not a JSON object", "invalid_json")
     if body.get("model") != model:
@@ -144,7 +148,7 @@ def parse_request(body: Any, chat: bool, model: str) -> CompletionRequest:
 
 
 def _refusal_reason(name: str) -> str:
-    """Return why a parameter is refused, and what to do instead."""
+    """Return why the parameter `name` is refused, and what the agent can do instead."""
     if name not in FORMATS:
         return "one answer is drawn, without constraints, as the run's program says"
     return (
@@ -161,9 +165,10 @@ def _is_tool(tool: Any) -> bool:
 
 
 def prepare_messages(value: Any) -> Messages:
-    """Convert messages to the form that chat templates expect.
+    """Convert the messages of a request to the form that chat templates expect.
 
-    The content of a message becomes text, and the arguments of its tool calls become objects. Raises RequestRefused.
+    The content of a message becomes text, and the arguments of its tool calls become objects. Raises RequestRefused if
+    a message cannot be used.
     """
     if not are_messages(value):
         raise RequestRefused(

@@ -3,9 +3,10 @@
 Invariant: an answer in a conversation has exactly the tokens that the policy drew. The tokens before the answer are
 exactly the tokens that the policy read when it drew the answer.
 
-The requests of a row form a tree. A request continues the latest answer that its messages (or its text) begin with. If
-there is no such answer, the request begins a new conversation. If an agent repeats a request because the answer did not
-reach the agent, the repeated request gets the same answer.
+The requests of a row form a tree. If the messages (or the text) of a request begin with an earlier exchange that ends
+with an answer of the policy, the request continues this answer. If they begin with several such exchanges, the request
+continues the latest answer. If there is no such answer, the request begins a new conversation. If an agent repeats a
+request because the answer did not reach the agent, the repeated request gets the same answer.
 
 A path from the root of the tree to the last answer that the agent received is a conversation. A row is trained on
 conversations that begin with the row's own prompt. Only the latest of these conversations are used, and the program
@@ -15,7 +16,7 @@ conversations.
 The noise of a draw has one of these keys:
 - The first conversation of a row has the key of the row.
 - The first request that continues an answer has the key of that answer. So an agent that sends one request after
-  another draws the same tokens as an environment.
+  another gets the same random draws as an environment.
 - Any other request has a key of its own. The key is made from the tokens of the request, and from the number of earlier
   requests with the same tokens.
 """
@@ -38,9 +39,9 @@ NOTHING: Array = np.zeros(0, np.int32)
 
 
 class ContextOverflow(Exception):
-    """The error that no answer can be drawn; the message says why.
+    """The error that the policy cannot answer a request; the message says why.
 
-    Either there is no room for more tokens, or the row has no turn left.
+    Either the response has no room for more tokens, or the row already has the maximum number of answers.
     """
 
 
@@ -50,7 +51,8 @@ class DrawnAnswer:
 
     - `previous`: the answer that this answer continues, or None.
     - `prefix`: all tokens before the answer.
-    - `base`: the number of tokens at the beginning of `prefix` that do not belong to a response.
+    - `base`: the number of tokens at the beginning of `prefix` that are the row's own prompt (`Conversations.context`).
+      It is 0 if the conversation does not begin with this prompt.
     - `key`: the key of the noise with which the answer is drawn.
     - `number`: the number of the answer among the answers of its row.
     - `most`: the maximum number of tokens of the answer.
@@ -74,7 +76,7 @@ class DrawnAnswer:
         return np.concatenate([self.prefix, self.tokens])
 
     def path(self) -> Iterator[DrawnAnswer]:
-        """Yield the answers of a conversation, from this answer back to the first one."""
+        """Yield this answer and the answers before it in the conversation, newest first."""
         node: DrawnAnswer | None = self
         while node is not None:
             yield node
@@ -104,7 +106,7 @@ class AgentResponse:
 class Conversations:
     """The conversations of a row.
 
-    - `context`: the tokens before the row's response.
+    - `context`: the tokens before the row's response: the row's own prompt.
     - `bound`: the maximum number of tokens of the response.
     - `turns`: the maximum number of answers; None means no limit.
     """
@@ -125,10 +127,11 @@ class Conversations:
     # Requests
 
     def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> DrawnAnswer:
-        """Return the answer that is to be drawn for the messages of a chat request.
+        """Return a new DrawnAnswer for a chat request; the policy must draw its tokens.
 
-        `most` is the maximum number of tokens that the request states. `more` are arguments of the chat template.
-        Raises ContextOverflow and BadMessages.
+        The request has `messages`. `most` is the maximum number of tokens of the answer that the request states, or
+        None. `more` are arguments of the chat template. If the agent repeats a request whose answer it did not receive,
+        the result is the earlier answer. Raises ContextOverflow and BadMessages.
         """
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         keys = message_keys(messages, more)
@@ -142,9 +145,11 @@ class Conversations:
         return self._ask(None, self.speech.encode_prompt(messages, **more), most)
 
     def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
-        """Return the answer that is to be drawn after a prompt of text or tokens.
+        """Return a new DrawnAnswer for a completion; the policy must draw its tokens.
 
-        `most` is the maximum number of tokens that the request states. Raises ContextOverflow.
+        `prompt` is the text or the tokens after which the policy answers. `most` is the maximum number of tokens of the
+        answer that the request states, or None. If the agent repeats a request whose answer it did not receive, the
+        result is the earlier answer. Raises ContextOverflow.
         """
         if isinstance(prompt, str):
             known_text = max((text for text in self._by_text if prompt.startswith(text)), key=len, default=None)
@@ -194,7 +199,8 @@ class Conversations:
     ) -> None:
         """Record that the agent has received the answer to a chat request.
 
-        `messages` and `more` are the request. `message` is the answer in the form in which the agent received it.
+        The request has the messages `messages` and the template arguments `more`. `message` is the answer in the form
+        in which the agent received it.
         """
         answer.received = True
         self._by_messages[message_keys([*messages, message], more)[-1]] = answer
@@ -251,11 +257,12 @@ class Conversations:
         return AgentResponse(tokens, logps, mask, begins, len(tokens) - len(last.tokens), tuple(kept.values()))
 
     def _conversation(self, end: DrawnAnswer, kept: dict[int, DrawnAnswer]) -> tuple[Array, Array, Array, Array]:
-        """Return the tokens, log-probabilities, mask and beginning of a conversation.
+        """Return the tokens, log-probabilities, mask and `begins` of a conversation.
 
-        `end` is the last answer of the conversation. Answers in `kept` already count in another conversation, so the
-        tokens of these answers count as not drawn in this conversation. The other answers of this conversation are
-        added to `kept`.
+        The four arrays have the fields of AgentResponse, for the conversation's tokens after the row's prompt. `end` is
+        the last answer of the conversation. Answers in `kept` already count in another conversation, so the tokens of
+        these answers count as not drawn in this conversation. The other answers of this conversation are added to
+        `kept`.
         """
         tokens = end.all_tokens
         logps = np.full(len(tokens), np.nan, np.float32)
@@ -271,7 +278,10 @@ class Conversations:
         return tokens[own], logps[own], mask[own], begins[own]
 
     def count_left_out(self, spoken: AgentResponse) -> tuple[int, int]:
-        """Count the drawn answers that are not in a response, and their tokens."""
+        """Count the row's answers that are not part of the response `spoken`.
+
+        Returns the number of these answers, and the number of their tokens.
+        """
         kept = {id(answer) for answer in spoken.drawn_answers}
         left_out_lengths = [
             len(answer.tokens) for answer in self.answers if id(answer) not in kept and len(answer.tokens)
@@ -282,8 +292,9 @@ class Conversations:
 def message_keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
     """Return, for each message, a key of the conversation up to this message.
 
-    Agents may send messages back with small changes. So the key does not depend on blanks around the content of a
-    message, or on fields other than role, name, content, tool calls and the id of a tool call.
+    An agent may change an earlier message slightly when it sends the message again. So the key does not depend on
+    blanks around the content of a message, or on fields other than role, name, content, tool calls and the id of a tool
+    call.
     """
     keys = []
     key = json.dumps(more, sort_keys=True)
@@ -297,7 +308,7 @@ def message_keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any])
 
 
 def _noise_key(row: int, prefix: Array, times: int) -> int:
-    """Return the noise key of a request, which is larger than the keys of all rows.
+    """Return a noise key for a request; it is larger than the key of any row.
 
     `prefix` has the tokens of the request. `times` is the number of earlier requests with the same tokens.
     """

@@ -1,8 +1,8 @@
 """Messages between a rank and the process that runs the rank's agents.
 
 The rank sends a Setup once, and a BatchStart for each batch. After the BatchStart, the rank sends SampleReplies
-repeatedly. The process answers each SampleReplies with the next requests to draw, until all agents of the batch have
-finished.
+repeatedly. The process answers each SampleReplies with the agents' next requests for tokens, until all agents of the
+batch have finished.
 
 Invariant: the process sends one answer to each BatchStart and SampleReplies, in order. A row is identified by its index
 in the batch (`place`).
@@ -20,10 +20,10 @@ from ..functions.instances import Failure
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to the process: the plan, and a node of the plan.
+    """The first message to the process: the plan, and the node whose agents it runs.
 
     - `plan`: the plan as JSON.
-    - `node`: the name of the generation whose agents the process runs.
+    - `node`: the name of the generation node.
     - `files`: the folder of the shipped files.
     - `log`: the file to which the rank logs.
     """
@@ -36,11 +36,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """A batch of rows for which agents start.
+    """The message that agents must start for the rows of a batch.
 
     - `task`, `iteration`: the name of the task, and its iteration.
-    - `batch`: the rows that the agents read.
-    - `rows`: the numbers of the rows that the agents write. Each row of `batch` has the same number of these rows.
+    - `batch`: the rows that the agents read, such as prompts.
+    - `rows`: the numbers of the rows that the agents write, such as responses. Each row of `batch` has the same number
+      of these rows.
     - `contexts`: for each of `rows`, the tokens before its response.
     - `bound`: the maximum number of tokens of a response.
     """
@@ -86,10 +87,10 @@ class SampleReply:
 
 @dataclass(frozen=True)
 class SampleReplies:
-    """The replies to the last requests.
+    """The replies to the requests that the process sent last.
 
-    The process answers with AgentsFinished, or with the list of the next requests. The list is empty if no agent has
-    sent a request for a while.
+    The process answers with AgentsFinished, or with the list of the agents' next requests. The list is empty if no
+    agent has sent a request for a while.
     """
 
     drawn: list[SampleReply] = field(default_factory=list)

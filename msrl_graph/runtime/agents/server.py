@@ -1,8 +1,8 @@
 """The endpoint: an HTTP server for OpenAI's requests, which the policy answers.
 
-Invariant: a request belongs to the row whose API key it has, and to no other row. A client without the API key of a row
-in progress is refused, and its connection is closed after some seconds (process/connection_gate.py). All requests are
-handled in one event loop, so two requests never change the conversations of a row at the same time.
+Invariant: a request belongs to the row whose API key it has, and to no other row. A client that sends no API key of a
+row whose agent is running is refused, and its connection is closed after some seconds (process/connection_gate.py). All
+requests are handled in one event loop, so two requests never change the conversations of a row at the same time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ class Endpoint:
         return parsed
 
     def _start_answer(self, conversations: Conversations, parsed: CompletionRequest) -> DrawnAnswer:
-        """Return the answer that is to be drawn for a request. Raises RequestRefused."""
+        """Return the DrawnAnswer for a request; the policy must draw its tokens.
+
+        `conversations` are the conversations of the request's row. Raises RequestRefused.
+        """
         try:
             if not parsed.messages:
                 self._check_tokens(parsed.prompt)

@@ -1,9 +1,8 @@
 """A model's chat template, applied to conversations with the policy.
 
-Invariant: text that the policy drew is never tokenized again. A conversation that continues has exactly the drawn
-tokens, followed by the tokens of the text that the template writes after the drawn text. The template may write an
-earlier message differently after new messages are added. The conversation then does not continue, and a new
-conversation begins.
+Invariant: text that the policy drew is never tokenized again. When a request continues a conversation, its tokens are
+exactly the drawn tokens, followed by the tokens of the text that the template writes after the drawn text. The template
+may write an earlier message differently after new messages are added. The request then begins a new conversation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from .tool_calls import Call, Calls, find_format
 class ChatTemplate:
     """The tokenizer and the chat template of the policy's model folder.
 
-    `calls` is the parser of tool calls. If `calls` is None, the parser is chosen by the format that the template uses.
+    `calls` is the parser of tool calls. If the program states no format of tool calls, the parser is chosen by the
+    format that the template uses.
     """
 
     def __init__(self, tokens: Tokens, calls: Calls | None = None) -> None:
@@ -54,14 +54,18 @@ class ChatTemplate:
         return rendering.takes_tools(self.tokens.folder)
 
     def encode_prompt(self, messages: Messages, **more: Any) -> Array:
-        """Return the prompt's tokens for an answer to messages. Raises BadMessages."""
+        """Return the tokens after which the policy answers `messages`.
+
+        `more` are arguments of the chat template. Raises BadMessages.
+        """
         return self.encode(self.tokens.render(messages, True, **more))
 
     def encode_continuation(self, messages: Messages, last: int, drawn: Array, **more: Any) -> Array | None:
         """Return the tokens between a drawn answer and the next answer of the policy.
 
         `messages` is the whole conversation. The message with index `last` was made from the tokens `drawn`. Returns
-        None if the template writes the conversation up to this message differently than before. Raises BadMessages.
+        None if the template writes the messages up to this one differently because of the messages after it. Raises
+        BadMessages.
         """
         asked = self.tokens.render(messages[:last], True, **more)
         full_text = self.tokens.render(messages, True, **more)
@@ -80,9 +84,9 @@ class ChatTemplate:
         )
 
     def _text_after_answer(self, turn: str, text: str) -> str | None:
-        """Return the text that a template writes in a turn after the drawn text.
+        """Return the text that the template writes in a message after the drawn text.
 
-        `turn` is the whole text of the turn, and `text` is the drawn text. Returns None if the end of the drawn text
+        `turn` is the whole text of the message, and `text` is the drawn text. Returns None if the end of the drawn text
         cannot be found.
         """
         closes = max((turn.rfind(closer) for closer in self._closers), default=-1)

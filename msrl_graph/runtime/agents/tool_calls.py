@@ -21,10 +21,11 @@ Calls = Callable[[str], tuple[str, list[Call]]]  # from a text to the text aroun
 
 @dataclass(frozen=True)
 class Format:
-    """A format of tool calls.
+    """A format in which a policy writes tool calls.
 
-    - `mark`: a text that occurs in a chat template with this format.
-    - `pattern`: the pattern of a tool call in a text. Each match contains the JSON of one call or of a list of calls.
+    - `mark`: a text that occurs in each chat template with this format.
+    - `pattern`: the regular expression of a tool call in a text. Each match contains the JSON of one call or of a list
+      of calls.
     - `arguments`: the JSON key of the arguments of a call.
     """
 

@@ -1,1 +1,1 @@
-"""Measurement of this machine's speed, in processes like the processes of a run."""
+"""Measurement of this machine's speed, in the same kinds of processes as a run."""

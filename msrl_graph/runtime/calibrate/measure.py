@@ -1,7 +1,7 @@
 """Measurement of this machine, in Ray processes like the processes of a run.
 
-The measurement tries several numbers of ranks that run at the same time. In each round, every number of ranks runs the
-probes in turn.
+A probe is a timed operation (probes.py). The measurement runs the probes with several numbers of ranks. All ranks run
+the same probe at the same time. In each round, all probes run once with each number of ranks.
 
 Invariant: the measured code is the code that a run calls, in the environment of a run: ranks are Ray actors, and rows
 go through a dock with real controllers and warehouses. When the measurement ends or is killed, none of its processes
@@ -62,9 +62,9 @@ TASKS = 25  # iterations of the dock that are measured
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
     """Measure this machine and write the figures to `path`.
 
-    `plan` is a small plan; the measurement runs its dock and one of its Python functions. `rounds` is the number of
-    rounds of all probes. `most` is the largest number of ranks that run at the same time (0: twice the number of
-    cores). Raises CalibrationError.
+    `plan` is a small plan, of which the measurement runs the dock and one Python function. `rounds` says how often all
+    probes run. `most` is the largest number of ranks that run at the same time (0: twice the number of cores). Raises
+    CalibrationError.
     """
     with closing(Temporary()) as temporary:
         folder = temporary.folder
@@ -101,7 +101,7 @@ class CalibrationError(Exception):
 
 @ray.remote
 class RateProber:
-    """A rank process that only runs probes."""
+    """A rank process that only runs probes (timed operations)."""
 
     def __init__(self, threads: int) -> None:
         compute_setup.prepare_process(threads)
@@ -116,7 +116,7 @@ class RateProber:
         dist.init_process_group(HOST.backends(), store=store, rank=rank, world_size=world)
 
     def probe(self, world: int) -> BusyRates:
-        """Run one round of all probes; all ranks begin each probe together."""
+        """Run all probes once; `world` ranks begin each probe together."""
 
         def together(action: Callable[[], Any]) -> Any:
             dist.barrier()
@@ -163,7 +163,7 @@ def median_rates(rates: list[BusyRates]) -> BusyRates:
 def spread(rates: list[BusyRates]) -> list[float]:
     """Return the relative spread of each rate over ranks and rounds.
 
-    The spread of a rate is the median of its relative distances from the rate's median.
+    The spread of a rate is the median of the relative distances between its measured values and their median.
     """
     series = [[rate.launch for rate in rates]]
     series += [
@@ -175,7 +175,7 @@ def spread(rates: list[BusyRates]) -> list[float]:
 
 
 def worlds(most: int = 0) -> list[int]:
-    """Return the numbers of ranks to try.
+    """Return the numbers of ranks with which the probes run.
 
     By default, the result is the powers of two below the number of cores, the number of cores, and twice the number of
     cores. With `most`, the result is all numbers from 1 to `most`.
@@ -189,7 +189,7 @@ def worlds(most: int = 0) -> list[int]:
 
 
 def start_probers(world: int) -> Callable[[], list[BusyRates]]:
-    """Start `world` probers; return a function that runs one round of their probes."""
+    """Start `world` rank processes; return a function that runs all their probes once."""
     threads = max(1, (os.cpu_count() or 1) // world)
     ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
     port = ray.get(ranks[0].address.remote())
@@ -202,8 +202,8 @@ class DockTimings:
     """Seconds that the operations of the dock take.
 
     - `handover`: the time from one node's write of rows until the next node has the rows.
-    - `share`: the processor time for one share. Only the dock's own processes count, because the writer and the reader
-      wait during this time.
+    - `share`: the processor time of the dock's own processes for one share of rows. The processor time of the writer
+      and of the reader does not count, because both wait for the dock.
     - `turn`: the time to start and end an iteration, including the driver's bookkeeping.
     """
 
@@ -262,7 +262,7 @@ def measure_dock(plan: Plan, folder: Path) -> DockTimings:
 
 
 def _processor_seconds() -> float:
-    """Return the processor seconds of all child processes, except the probers."""
+    """Return the processor seconds of all child processes, except the probing ranks."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -285,9 +285,9 @@ def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
 
 
 def measure_function(plan: Plan) -> float:
-    """Measure a Python function that gets all responses to a prompt together.
+    """Return the seconds per row of a Python function that gets a prompt's responses.
 
-    Returns seconds per row.
+    The function gets all responses to a prompt together.
     """
     node = next(candidate for candidate in plan.graph.nodes if candidate.per == "prompt")
     reader = next(candidate_reader for candidate_reader in list_node_reads(plan) if candidate_reader.node == node.name)
@@ -304,7 +304,7 @@ def measure_function(plan: Plan) -> float:
 def main(folder: str, path: str, rounds: int, most: int) -> None:
     """Run the measurement in the child process, and write the figures to `path`.
 
-    In each round, every number of ranks runs the probes in turn.
+    In each round, all probes run once with each number of ranks.
     """
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())

@@ -1,8 +1,9 @@
-"""Probes of this machine: rates at several sizes, operator overhead, collectives.
+"""Timed operations (probes), which measure this machine's rates and overheads.
 
 Invariant: a probe runs the same operation that the engines run, and calls this operation in the same way, while all
 other ranks run the same probe. A figure is the median of several timed series of calls. `launch` returns the least time
-of an operator. The rates of `matrix`, `memory` and `layer` do not include the least time of their operators.
+of an operator: its time with tiny tensors. The rates of `matrix`, `memory` and `layer` do not include the least time of
+their operators.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5) -> float:
-    """Return the seconds of one call of `action`.
+    """Return the seconds that one call of `action` takes.
 
     The result is the median over `stretches` series of calls. All series have the same number of calls, and together
     they take about `budget` seconds.
@@ -54,7 +55,7 @@ def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5)
 
 
 def rotate_operands(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Yield sets of operands in turn.
+    """Yield sets of operands in turn, endlessly; `make` returns one set.
 
     All sets together are larger than a core's own cache. A set is yielded again only after all other sets have been
     yielded.
@@ -65,10 +66,10 @@ def rotate_operands(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[tor
 
 
 def seconds_beyond(action: Callable[[], Any], least: float, budget: float = 0.06) -> float:
-    """Return the seconds of a call, without the least time of its operators (`least`).
+    """Return the seconds of one call of `action`, minus `least`.
 
-    The result is at least a tenth of the time of the call, because the two times are measured and their difference may
-    be too small.
+    `least` is the least time of the operators that the call runs. The result is at least a tenth of the time of the
+    call, because both times are measured, and their difference may be too small by chance.
     """
     total = seconds(action, budget)
     return max(total - least, total / 10)
@@ -86,9 +87,9 @@ def matrix(dtype: torch.dtype) -> list[tuple[float, float]]:
 
 
 def memory() -> list[tuple[float, float]]:
-    """Return (bytes that an operation reads and writes, bytes/s) for several sizes.
+    """Return (bytes that an addition reads and writes, bytes/s) for several sizes.
 
-    The operation is a sum of two tensors into newly allocated memory, as in the operators of eager PyTorch.
+    The addition adds two tensors into newly allocated memory, as the operators of eager PyTorch do.
     """
     rates = []
     small = torch.ones(4)
@@ -102,9 +103,10 @@ def memory() -> list[tuple[float, float]]:
 def layer() -> list[tuple[float, float]]:
     """Return (bytes that an operator moves, bytes/s) for several numbers of tokens.
 
-    The operator works on hidden states. The probe runs everything that an eager layer runs between its matrix products:
-    two norms, the rotation of queries and keys, the gating, two residual additions, and a copy of the rows into the
-    order for attention. Bytes are read and written bytes, counted as in cost/time.py.
+    The bytes of an operator are those of an addition of two tensors of hidden states. The rate is measured over
+    everything that an eager layer runs between its matrix products: two norms, the rotation of queries and keys, the
+    gating, two residual additions, and a copy of the rows into the order for attention. Bytes are read and written
+    bytes, counted as in cost/time.py.
     """
     heads = 4
     size = 32
@@ -140,9 +142,9 @@ def layer() -> list[tuple[float, float]]:
 
 
 def attention() -> list[tuple[float, float]]:
-    """Return (FLOP of one head of one row, FLOP/s) of causal attention.
+    """Return (FLOP of one head of one row, FLOP/s) for several shapes of attention.
 
-    The FLOP are counted as if the attention were not causal.
+    The attention is causal, but the FLOP are counted as if it were not causal.
     """
     rates = []
     for rows, heads, tokens, size in ATTENTION:
@@ -154,19 +156,19 @@ def attention() -> list[tuple[float, float]]:
 
 
 def copy() -> float:
-    """Return bytes/s of a copy into memory that is new to the process.
+    """Return the bytes/s of copying a tensor into newly allocated memory.
 
-    Memory that the process has released and allocates again counts as new.
+    Memory that the process has released and allocates again also counts as new.
     """
     tensor = torch.randn(1 << 24)  # larger than what the allocator keeps
     return tensor.nbytes / seconds(tensor.clone, 0.2)
 
 
 def launch() -> float:
-    """Return the least seconds of an operator, including its time in Python.
+    """Return the least seconds that an operator takes, including its time in Python.
 
-    The probe runs a small model of transformers on two tokens. The result is the time of this forward pass, divided by
-    the number of operators that no other operator calls.
+    The probe runs a forward pass of a small transformers model on two tokens. The result is the time of the forward
+    pass, divided by the number of operators that no other operator calls.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -185,7 +187,10 @@ def launch() -> float:
 
 
 def operators(action: Callable[[], Any]) -> int:
-    """Count the operators of a call, without operators that another operator calls."""
+    """Count the operators that a call of `action` runs.
+
+    Operators that another operator calls are not counted.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         action()
     events = [event for event in profiler.events() if event.name.startswith("aten::")]
@@ -193,7 +198,7 @@ def operators(action: Callable[[], Any]) -> int:
 
 
 def row() -> float:
-    """Return the seconds per row to pack rows into tensors and to unpack them again."""
+    """Return the seconds per row to pack rows into tensors and to unpack them."""
     rng = np.random.default_rng(0)
     count = 512
     prompt = 6
@@ -214,10 +219,10 @@ def row() -> float:
 
 
 def collectives(world: int) -> dict[str, tuple[float, float]]:
-    """Return (least seconds, received bytes/s) by kind of collective.
+    """Return (least seconds, received bytes/s) of each kind of collective.
 
-    Each collective is called after the matrix products of half a layer, as a model does. The more work the ranks have
-    between two collectives, the less likely the ranks reach a collective at the same instant.
+    As in a model, each call of a collective follows the matrix products of half a layer. This matters because the ranks
+    are less likely to reach a collective at the same instant if they have more work between two collectives.
     """
     states = torch.randn(256, 128)
     up = torch.randn(128, 512)
@@ -251,8 +256,8 @@ def collectives(world: int) -> dict[str, tuple[float, float]]:
 def _kinds(world: int) -> list[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any], float]]:
     """Return (kind, call, received parts) of each kind of collective.
 
-    The arguments of the call are one rank's part of the tensor, and the full tensor. The last item is the amount of
-    data that a rank receives, in units of one part.
+    The arguments of the call are one rank's part of the tensor, and the full tensor. The third item is the amount of
+    data that a rank receives, in units of one rank's part.
     """
     return [
         ("all_reduce", lambda part, _: dist.all_reduce(part), 2 * (world - 1) / world),

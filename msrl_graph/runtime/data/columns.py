@@ -1,8 +1,8 @@
 """Columns of rows in the sample flow: ragged arrays without padding.
 
 Invariant: a `ColumnData` is a flat numpy array `values` and an array `offsets` of n + 1 entries, or no `offsets` if
-every row is one scalar. Text is UTF-8 bytes. Ray passes numpy arrays without a copy, and processes that only store or
-score rows need no torch. A rank views the arrays as tensors without a copy.
+every row is one scalar. Text is UTF-8 bytes. Ray passes numpy arrays without a copy. A process that only stores or
+scores rows does not need torch, and a rank views the arrays as tensors without a copy.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class ColumnData:
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Rows of a column as processes exchange them.
+    """Rows of a column with their numbers, as processes exchange them.
 
-    `rows` are the row numbers, and `column` has the data of these rows in the same order. In
+    `rows` are the row numbers, and `column` has the values of these rows in the same order. In
     `ColumnRows(np.array([3, 5]), texts(["a", "bc"]))`, row 3 is "a" and row 5 is "bc".
     """
 
@@ -87,7 +87,7 @@ class ColumnRows:
 
     @property
     def reported_values(self) -> Array:
-        """The number that controllers receive for each row: the length of the row."""
+        """The number that a controller of the dock receives for each row: its length."""
         return self.column.lengths
 
 
@@ -100,7 +100,7 @@ class Verdicts(ColumnRows):
 
     @property
     def reported_values(self) -> Array:
-        """The number that controllers receive for each row: the verdict itself."""
+        """The number that a controller of the dock receives for each row: the verdict."""
         times: Array = self.column.values.astype(np.int64)
         return times
 
@@ -112,14 +112,14 @@ def offsets_from_lengths(lengths: Array) -> Array:
 
 
 def ragged(rows: Sequence[Array], dtype: Any) -> ColumnData:
-    """Build a ragged column from these rows."""
+    """Build a column from rows of different lengths."""
     lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
     values = np.concatenate([np.asarray(row, dtype) for row in rows]) if len(rows) else np.zeros(0, dtype)
     return ColumnData(values.astype(dtype, copy=False), offsets_from_lengths(lengths))
 
 
 def texts(rows: Iterable[str]) -> ColumnData:
-    """Build a text column."""
+    """Build a text column from strings."""
     return ragged([np.frombuffer(row.encode("utf-8"), np.uint8) for row in rows], np.uint8)
 
 

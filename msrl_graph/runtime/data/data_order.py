@@ -1,7 +1,9 @@
 """The order in which the rows of a data file are used.
 
-Invariant: the row at a position is a function of the random stream and the arguments. Any process can compute any range
-of an order without the rows before it.
+A position counts the rows used so far: after the last row of the file, a further pass over the file begins.
+
+Invariant: the row at a position is a function of the random stream and the arguments. Any process can compute the rows
+at any range of positions without the rows before that range.
 """
 
 from __future__ import annotations
@@ -15,20 +17,21 @@ from .columns import Array
 
 
 def shuffle_rows(stream: RandomStream, size: int, position: int, count: int) -> Array:
-    """Return `count` rows, from `position` on, of endless passes over the data.
+    """Return the rows at `count` positions, from `position` on.
 
-    Each pass over the `size` rows has its own order.
+    Each pass over the `size` rows of the file has its own random order.
     """
     return _take_passes(lambda turn: _argsort(stream.keys(turn, np.arange(size))), size, position, count)
 
 
 def draw_rows(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
-    """Draw `count` rows of an iteration by weight, from `position` on.
+    """Draw rows of a data file by weight; return the draws from `position` on.
 
-    Rows are drawn without replacement. The probability that a remaining row is drawn next is its weight, divided by the
-    sum of the weights of all remaining rows. With the weights [2, 1, 0], row 0 comes first in two draws of three. Rows
-    of weight 0 come last, in a random order; if all weights are 0, all rows are equally likely. After all rows were
-    drawn, a new draw of all rows begins. `weights` has one number per row, finite and not negative.
+    Returns `count` rows for the iteration `iteration`. Rows are drawn without replacement. The probability that a
+    remaining row is drawn next is its weight, divided by the sum of the weights of all remaining rows. With the weights
+    [2, 1, 0], row 0 comes first in two draws of three. Rows of weight 0 come last, in a random order; if all weights
+    are 0, all rows are equally likely. After all rows were drawn, a new draw of all rows begins. `weights` has one
+    number per row, finite and not negative.
 
     Source: Efraimidis and Spirakis 2006. The rows are sorted by u^(1/w) for random u, here by log(-log u) - log w.
     """

@@ -1,8 +1,8 @@
 """The rows of a data file: read, checked, tokenized and assigned to iterations.
 
 Invariant: the row at a position is a function of the seed; if rows are drawn by weight, it also depends on the
-iteration and the weights. A row that cannot be used is either reported with its number before the run starts anything,
-or left out and counted. The same rows in the same order give the same data in every file format.
+iteration and the weights. A row that cannot be used is either reported with its number before the run starts, or left
+out and counted. The same rows in the same order give the same data in every file format.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DatasetPreview:
     example: str = ""
 
     def __str__(self) -> str:
-        """Describe how many rows are left out, or return "" if no row is left out."""
+        """Describe how many rows are left out, and why; return "" if no row is left out."""
         return f"{self.left_out:,} of {self._examined} rows are left out: {self.reason}" if self.left_out else ""
 
     @property
@@ -103,7 +103,7 @@ def check(data: DataSource, plan: Plan) -> DatasetPreview:
 
 
 def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Yield the first control token of each row whose text has one, with its place.
+    """Yield the first control token in each row whose text has any, with its place.
 
     Only text that a model reads is searched. The token that ends a response is allowed.
     """
@@ -123,7 +123,7 @@ def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the texts in a field: the field itself, or the texts of its messages."""
+    """Yield the texts in a field's value: the value, or the texts of its messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -155,10 +155,10 @@ def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
 
 
 class _Numbers:
-    """The rows of text columns that have a number instead of text.
+    """The rows in which a text column has a float, such as 3.0, instead of text.
 
-    Many libraries convert a column of integers with a missing value to floats. If all numbers of a column are whole,
-    the column's numbers are written as integers.
+    Many libraries convert a column of integers with a missing value to floats. If all floats of a column are whole
+    numbers, `read` writes them as integers.
     """
 
     def __init__(self, data: DataSource, graph: Graph) -> None:
@@ -174,7 +174,7 @@ class _Numbers:
                     self.broken.add(column)
 
     def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the columns whose numbers are all whole, with the lines that have floats."""
+        """Yield the columns whose floats are all whole, with the lines that have floats."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
@@ -247,10 +247,10 @@ class Dataset:
         return ragged(values, DTYPES[column.element])
 
     def _encode_texts(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
-        """Encode a column's texts; each text follows the columns before it in its row.
+        """Encode a column's texts; each text continues the columns before it in its row.
 
-        If a text is surely longer than the column's bound, only a prefix is encoded that is too long as well. So a row
-        of many megabytes does not take minutes.
+        Of a text that is surely longer than the column's bound, only a prefix is encoded, which is also too long. So a
+        row of many megabytes does not take minutes.
         """
         full_texts = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
         encoded_texts = [self.tokens.shorten(text, self.graph.bound(name)) for text in full_texts]
@@ -285,7 +285,7 @@ class Dataset:
         return bad_row(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
 
     def _text_before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
-        """Return the text of `columns` in a row, which precede another column."""
+        """Return a row's text in `columns`, which come before another column of the row."""
         text = ""
         for name in columns:
             ids = isinstance(row[name], np.ndarray)
@@ -298,7 +298,7 @@ class Dataset:
         return text
 
     def _text(self, name: str, row: dict[str, Any], line: int) -> str:
-        """Return a row's text as the model reads it, with messages rendered."""
+        """Return the text of the column `name` in a row, with messages rendered as text."""
         value: str | Messages = row[name]
         if isinstance(value, str):
             return value
@@ -325,7 +325,7 @@ class Dataset:
             raise bad_row(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _check_lengths(self) -> None:
-        """Check the columns that must have the same lengths as another column."""
+        """Raise Fault if a column's lengths differ from those of the column it must match."""
         for name, column in self.columns.items():
             dims = self.graph.column(name).dims
             if not dims or dims[0].like not in self.columns:
@@ -340,7 +340,7 @@ class Dataset:
                 raise bad_row(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
 
     def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
-        """Return a mask of the rows whose column is not too long, nor empty for a model."""
+        """Return a mask of the rows that are not left out because of the column `name`."""
         kind = self.graph.column(name)
         column = self.columns[name]
         sequences_by_node = [(node, sequences(self.graph, node)) for node in nodes_with_weights(self.graph)]
@@ -401,10 +401,9 @@ class Dataset:
         return data_order.shuffle_rows(self.order, len(self), position, count)
 
     def draw(self, weights: Array, iteration: int, position: int, count: int) -> Array:
-        """Draw `count` rows of an iteration by weight, from `position` on.
+        """Draw `count` rows for an iteration by weight, from `position` on.
 
-        Rows are drawn without replacement. `weights` has one number per usable row, finite and not negative. Rows of
-        weight 0 come last.
+        `weights` has one number per usable row, finite and not negative. data_order.draw_rows describes the result.
         """
         return data_order.draw_rows(self.weighted, iteration, weights, position, count)
 
@@ -413,7 +412,7 @@ class Dataset:
         return {name: column.take(self.usable[indices]) for name, column in self.columns.items()}
 
     def rows(self, position: int, count: int) -> dict[str, ColumnData]:
-        """Return the columns of `indices(position, count)`."""
+        """Return the columns of the rows with the indices `indices(position, count)`."""
         return self.take(self.indices(position, count))
 
     def all(self) -> dict[str, ColumnData]:

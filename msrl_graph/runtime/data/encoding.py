@@ -1,4 +1,4 @@
-"""Values with numpy arrays as MessagePack, decoded by their types.
+"""Conversion of typed values, with numpy arrays, to MessagePack and back.
 
 Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is executed, no matter
 where the bytes come from. Arrays contain numbers or booleans and are read-only views of the decoded bytes.
@@ -25,7 +25,7 @@ class DecodeError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Encode dataclasses, named tuples, containers, scalars and arrays."""
+    """Encode a value of dataclasses, named tuples, containers, scalars and arrays."""
     return _encoder.encode(value)
 
 

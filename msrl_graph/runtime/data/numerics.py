@@ -39,10 +39,11 @@ TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
 class Comparison:
     """A check of log-probabilities against the log-probabilities at sampling.
 
-    The node `node` computes log-probabilities of `response` with the generator's weights, and also reads `column`, the
-    log-probabilities at sampling. If both weights have the same version, both log-probabilities may differ by
-    `tolerance` nats on average. The generator receives its weights through the resharding edge `edge`. `turns` means
-    that the response has several turns; `column` then has NaN for tokens that the environment wrote.
+    The node `node` computes log-probabilities of the column `response` with the generator's weights, and also reads
+    `column`, the log-probabilities at sampling. If node and generator use the same version of the weights, the two
+    log-probabilities of a token may differ by `tolerance` nats, as the mean over the tokens of a batch. The generator
+    receives its weights through the resharding edge `edge`. `turns` means that the response has several turns; `column`
+    then has NaN for tokens that the environment wrote.
     """
 
     node: str
@@ -53,7 +54,7 @@ class Comparison:
     edge: str = ""
 
     def weights_age(self, task: Task) -> int:
-        """Return by how many versions the sampling weights are behind the trained weights."""
+        """Return by how many versions the generator's weights are behind the trainer's."""
         fetch = task.fetches.get(self.edge)
         return task.number - fetch.version if fetch and task.trains else 0
 
@@ -67,7 +68,7 @@ class SampledLogProbs:
 
 
 def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
-    """Return the names of a generation's response column and log-probability column.
+    """Return the names of the columns for a generation's tokens and log-probabilities.
 
     If the program declares no column for the log-probabilities, the dock has an undeclared column for them.
     """
@@ -78,7 +79,7 @@ def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
 
 
 def find_comparison(plan: Plan) -> Comparison | None:
-    """Find the node that compares its log-probabilities with those at sampling.
+    """Find a node that can check the log-probabilities which a generation recorded.
 
     It is the first node after the generation that computes log-probabilities of the response with the generator's
     weights.
@@ -144,7 +145,11 @@ class NumericsWatch:
         self.comparison = find_comparison(plan)
 
     def report_rows(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
-        """End the run, or count the rows under `reason` (if there is one) and report them."""
+        """Report a problem with some rows, as the setting `on_nan` says.
+
+        With `stop`, this ends the run. With `skip`, the report gets a message, and the rows are counted under `reason`,
+        unless `reason` is empty.
+        """
         message = _format_message(node, task, rows, problem)
         if self.stops:
             raise RunError(message)
@@ -155,7 +160,7 @@ class NumericsWatch:
     def check_input(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
         """End the run if a row has no input token before the model's first prediction.
 
-        This error ends the run with any `on_nan` setting.
+        `lengths` is the number of input tokens of each row. This error ends the run with any `on_nan` setting.
         """
         if len(empty_rows := rows[lengths == 0]):
             raise RunError(
@@ -222,7 +227,7 @@ class NumericsWatch:
     ) -> None:
         """Check the values that a function returned for a column.
 
-        If rows may have no value in this column, missing values are only counted.
+        If the program allows that a row has no value in this column, missing values are counted, but are not an error.
         """
         if name not in self.graph.optional:
             self.check_finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
@@ -232,9 +237,9 @@ class NumericsWatch:
     def check_scored(
         self, node: Node, task: Task, report: Report, rows: Array, lengths: dict[str, Array], known: Array
     ) -> Array:
-        """Report rows without a token in a column that the node scores.
+        """Report rows without a token in a column that the node's model scores.
 
-        Returns `known` combined with the mask of these rows.
+        Returns a mask of these rows and of the rows that are already `known` to be wrong.
         """
         for column in node.scores:
             empty = lengths[column] == 0
@@ -254,10 +259,10 @@ class NumericsWatch:
         as_drawn: SampledLogProbs | None,
         known: Array,
     ) -> Array:
-        """Check log-probabilities that a trainer computed.
+        """Check a trainer's log-probabilities; return a mask of the wrong rows.
 
-        In training, the log-probabilities are compared with the log-probabilities at sampling. In an evaluation they
-        are not compared, because an evaluation has its own temperature.
+        In training, the log-probabilities are compared with `as_drawn`, the log-probabilities at sampling. In an
+        evaluation they are not compared, because an evaluation has its own temperature.
         """
         known = self.check_finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
         return (
@@ -303,8 +308,8 @@ class NumericsWatch:
     ) -> Array:
         """Compare log-probabilities with the log-probabilities at sampling.
 
-        Returns the mask of rows that cannot be compared or differ too much. If the weights at sampling were older, the
-        policy has changed since, so the difference is only counted.
+        Returns a mask of the rows that cannot be compared or differ too much. If the weights at sampling were older,
+        the policy has changed since sampling, so the difference is only recorded as a metric.
         """
         assert self.comparison is not None
         age = self.comparison.weights_age(task)

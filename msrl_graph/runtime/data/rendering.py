@@ -1,9 +1,9 @@
 """Chat templates, rendered in a separate process.
 
 Invariant: a template is a program that comes with a model, so its resources are limited. For one conversation, a
-template is stopped after SECONDS of CPU time, can allocate MEMORY bytes in addition to the memory of its process, and
-may write no more text than `most_text` allows. The process starts with the first request and renders the templates of
-all folders. Requests to the process are pickled; its replies are only text.
+template is stopped after SECONDS of CPU time, can allocate MEMORY bytes beyond the memory that its process already
+uses, and may write no more text than `most_text` allows. The process starts with the first request and renders the
+templates of all model folders. Requests to the process are pickled; its replies are only text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BadMessages(ValueError):
 
 
 def render(folder: str, messages: Messages, prompt: bool, more: dict[str, Any]) -> str:
-    """Render messages as text.
+    """Render messages as text with the chat template of the model in `folder`.
 
     With `prompt`, the text that asks for a response is appended. `more` has further template variables, such as
     `tools`. Raises BadMessages.
@@ -59,7 +59,7 @@ def render(folder: str, messages: Messages, prompt: bool, more: dict[str, Any]) 
 
 @cache
 def template(folder: str) -> str | dict[str, str] | None:
-    """Return a folder's chat template.
+    """Return the chat template of the model in `folder`.
 
     The result is one text, several texts by name, or None. Raises BadMessages.
     """
@@ -69,15 +69,15 @@ def template(folder: str) -> str | dict[str, str] | None:
 
 @cache
 def takes_tools(folder: str) -> bool:
-    """Return whether the folder's template for tools uses the variable `tools`.
+    """Return whether the model's chat template for tools uses the variable `tools`.
 
-    Raises BadMessages.
+    `folder` is the folder of the model. Raises BadMessages.
     """
     return bool(json.loads(_request("tools", folder)))
 
 
 def most_text(messages: Messages, more: dict[str, Any]) -> int:
-    """Return the largest number of characters that a template may write.
+    """Return the largest number of characters that a chat template may write.
 
     The number depends on the length of the conversation.
     """
@@ -85,7 +85,10 @@ def most_text(messages: Messages, more: dict[str, Any]) -> int:
 
 
 def tools_template(templates: str | dict[str, str] | None) -> str:
-    """Return the template that is used if a conversation has tools."""
+    """Return the chat template that is used for a conversation with tools.
+
+    A model has one template, several templates by name, or none.
+    """
     source = templates.get("tool_use", templates.get("default", "")) if isinstance(templates, dict) else templates
     return str(source or "")
 
@@ -105,7 +108,7 @@ def _request(kind: Kind, folder: str, arguments: Any = None) -> str:
 
 
 class _Process:
-    """The rendering process; it is restarted after a template caused its death."""
+    """The rendering process; a further request restarts the process after its death."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -113,7 +116,11 @@ class _Process:
         self.program: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Any) -> tuple[str, str]:
-        """Send a request; return the outcome (fine, load, error or bound) and the text."""
+        """Send a request to the process; return its outcome and a text.
+
+        The outcome is "fine" (the text is the answer), "load" (the tokenizer cannot be loaded), "error" (the template
+        failed) or "bound" (the template exceeded a limit).
+        """
         with self.lock:
             line, program = self._connect()
             try:
@@ -150,7 +157,7 @@ class _Process:
 
 
 def _reap(program: subprocess.Popen[bytes]) -> None:
-    """Kill the process whose connection is closed or about to be closed."""
+    """Kill the rendering process `program`, to which no connection remains."""
     program.kill()
     program.wait()
 
@@ -172,7 +179,7 @@ def _describe_exit(status: int | None) -> str:
 
 
 def main() -> None:
-    """Answer requests until the other end closes the connection."""
+    """Run the rendering process: answer requests until the connection is closed."""
     line = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the run
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process at any point

@@ -1,9 +1,10 @@
 """The rows of a run as Parquet files, for inspection and for replaying training.
 
-Invariant: a file has one table of one iteration or evaluation, in the order of the row numbers, and is either complete
-or absent. A value is stored at its own row and at all rows below that row. A recorded response is used only for the
-prompt for which it was sampled. After a partial rollout, the file has the responses that the iteration used, but not
-the responses that were cut.
+A recording consists of tables; a table has one file for each iteration or evaluation.
+
+Invariant: a file is in the order of the row numbers, and is either complete or absent. A value is stored at its own row
+and at all rows below that row. A recorded response is used only for the prompt for which it was sampled. After a
+partial rollout, the file has the responses that the iteration used, but not the responses that were cut.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class RecordedTable:
 
 
 def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]:
-    """List the tables of a graph's recordings.
+    """List the tables that a recording of this graph has.
 
-    With at most one generation there is one table. Otherwise there is one table for the source and one for each
-    generation.
+    With at most one generation there is one table. If there are more generations, there is one table for the source and
+    one for each generation.
     """
     row_sets = row_sets or rowsets(graph)
     generated = {
@@ -90,7 +91,7 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
 
 
 def _file_column(graph: Graph, column: str) -> str:
-    """Return the name of a column in the file.
+    """Return the name that a column has in a Parquet file.
 
     A dot, as in `response.logp`, is replaced, because in Parquet a dot denotes a nested field. If the program declares
     a column `response_logp`, the column with the dot is named `response_logp_drawn`.
@@ -104,9 +105,9 @@ def _file_column(graph: Graph, column: str) -> str:
 
 
 def _token_columns(plan: Plan) -> list[str]:
-    """List the columns of tokens that can be shown as text.
+    """List the columns of token ids that the recording also shows as text.
 
-    A model must read or generate the column.
+    These are the columns that a model reads or generates.
     """
     graph = plan.graph
     generated = {sampled_columns(plan.graph, node)[0] for node in plan.graph.verb("generate")}
@@ -120,7 +121,8 @@ def _token_columns(plan: Plan) -> list[str]:
 def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     """Raise Fault if a recording cannot be written, or cannot be replayed.
 
-    The recording to replay must have every iteration from `begin` on.
+    `record` says whether the run writes a recording, and `replay` is the folder of the run to replay ("" for none). The
+    recording to replay must have every iteration from `begin` on.
     """
     diagnostics = []
     levels = tables(plan.graph)
@@ -178,10 +180,10 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
 
 
 def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> None:
-    """Write all rows of a task's columns into files of a run's folder, ascending.
+    """Write the rows of a task into Parquet files in the folder of a run.
 
-    An evaluation runs only the nodes that it needs. For a generation that does not run in the evaluation, no file is
-    written.
+    `pieces` has the rows by column, in ascending order. An evaluation runs only the nodes that it needs. For a
+    generation that does not run in the evaluation, no file is written.
     """
     from pyarrow import parquet
 
@@ -199,11 +201,11 @@ def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> N
 
 
 def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
-    """Remove the rows of all evaluations that are not in `evaluations`.
+    """Remove the files of all evaluations that are not in `evaluations`.
 
-    An entry of `evaluations` is the name of an evaluation and the number of iterations before it. Rows must be removed
-    if a run is resumed with more iterations: the longer run does not repeat the evaluations after the end of the
-    shorter run.
+    An entry of `evaluations` is the name of an evaluation and the number of iterations before it. Files must be removed
+    if a run is resumed with more iterations, because the longer run does not repeat the shorter run's evaluations at
+    the end.
     """
     for path in (run / EVALUATED).rglob("*.parquet"):
         name = path.relative_to(run / EVALUATED).parts[0]
@@ -219,9 +221,10 @@ def _build_table(
     rows_by_set: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
-    """Build a table with the columns of its own rows and of the rows above them.
+    """Build the Arrow table `level` from the columns of its rows and of rows above.
 
-    A value is null if it is missing: a filter dropped the row, or a function returned None.
+    `rows_by_set` is the result of `_select_rows`. A value is null if it is missing: a filter dropped the row, or a
+    function returned None.
     """
     import pyarrow as pa
 
@@ -231,8 +234,8 @@ def _build_table(
     def row_numbers(rowset: int, only: bool = False) -> Array:
         """Return for each row of the table the number of its ancestor in a row set.
 
-        A row of the set itself has its own number. The number is -1 if there is no ancestor. With `only`, only rows of
-        the set itself have a number.
+        A row of the row set has its own number. The number is -1 if there is no ancestor. With `only`, only rows of the
+        row set have a number, and all other rows get -1.
         """
         result = np.full(len(rows), -1)
         for own_set, own_rows in rows_by_set.items():
@@ -278,7 +281,7 @@ def _build_table(
 def _select_rows(
     level: RecordedTable, row_sets: Rowsets, numbers: Numbers, pieces: dict[str, ColumnRows], trains: bool
 ) -> dict[int, Array]:
-    """Return the row numbers of a table, by row set.
+    """Return the numbers of the rows to write into a table, by row set.
 
     The table has the rows that were produced and, for each `select`, the rows that were chosen; repeats have their own
     numbers. An evaluation has no filters, so each row continues once.
@@ -308,7 +311,10 @@ def _select_rows(
 
 
 def _to_arrow(column: ColumnData, places: Array, present: Array, text: bool) -> Any:
-    """Build an Arrow array of the rows at these positions, with null for missing rows."""
+    """Build an Arrow array of the rows at the positions `places`.
+
+    The array has null where `present` is false.
+    """
     import pyarrow as pa
 
     values_present = column.take(places[present])
@@ -345,7 +351,10 @@ class Recording:
         self._read: dict[str, tuple[Path, dict[str, ColumnData]]] = {}  # by node
 
     def prompts(self, node: Node, columns: Sequence[str], iteration: int, fan: int) -> Array:
-        """Return the prompts for which a recorded iteration has responses."""
+        """Return the numbers of the prompts to which a recorded iteration has responses.
+
+        Each prompt has `fan` responses.
+        """
         prompts: Array = np.unique(self._iteration(node, columns, iteration)[1]["row"].values // fan)
         return prompts
 
@@ -372,7 +381,7 @@ class Recording:
         return [[recorded[_file_column(self.plan.graph, name)][row] for row in places] for name in columns]
 
     def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, ColumnData]]:
-        """Return the path of an iteration's file, and its columns."""
+        """Return the path of a recorded iteration's file, and its columns."""
         path = self.tables[columns[0]].file(self.folder, iteration)
         context = sequences(self.plan.graph, node).context
         if node.name not in self._read or self._read[node.name][0] != path:
@@ -382,7 +391,10 @@ class Recording:
 
 
 def _load(path: Path, names: tuple[str, ...]) -> dict[str, ColumnData]:
-    """Load these columns for the rows that have all of them, by ascending row number."""
+    """Load the columns `names` of a file, by ascending row number.
+
+    Rows that have no value in one of these columns are left out.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -2,10 +2,10 @@
 
 Examples of pieces are a response after its prompt, and an environment's reply after a response.
 
-Invariant: the tokens of a piece, after the tokens of the text before the piece, decode to the joined text. Some
+Invariant: the tokens of the text before a piece, followed by the tokens of the piece, decode to the joined text. Some
 tokenizers put a blank before each text (Llama 2, TinyLlama). With such a tokenizer, a piece is encoded together with
-the text before it, and the tokens of that text are cut off. If the result still decodes to another text, the piece is
-rejected.
+the text before it, and the tokens of the text before are removed from the result. If the joined tokens still decode to
+another text, the piece is rejected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BadPieceError(ValueError):
 
 
 class Pieces:
-    """An encoder of a sequence's pieces, for a tokenizer of the library `tokenizers`."""
+    """Encodes pieces of text with a tokenizer of the library `tokenizers`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -57,7 +57,7 @@ class Pieces:
     def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
         """Return the tokens of each text as the continuation of the text `before` it.
 
-        `before` is None if the texts before are not known. Raises BadPieceError.
+        `before` is None if the preceding texts are not known. Raises BadPieceError.
         """
         own_ids = self.encode(texts)
         if self.exact:
@@ -114,7 +114,7 @@ class Pieces:
         )
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Return the text, or a prefix of it that has more than `tokens` tokens.
+        """Return the text, or a prefix of the text that has more than `tokens` tokens.
 
         If a prefix is returned, the whole text also has more than `tokens` tokens.
         """
@@ -125,10 +125,10 @@ class Pieces:
 
     @cached_property
     def _longest(self) -> int | None:
-        """The largest number of characters that one token represents.
+        """The largest number of characters that one token represents, or None.
 
-        If the tokenizer composes characters (NFC), the composed characters are counted. None if a component of the
-        tokenizer may drop characters, or may join any number of characters into one token.
+        If the tokenizer composes characters (NFC), the composed characters are counted. The result is None if a
+        component of the tokenizer may drop characters, or may join any number of characters into one token.
         """
         parts = [
             part for key in ("normalizer", "pre_tokenizer") for part in _iterate_parts(getattr(self.tokenizer, key))
@@ -165,16 +165,19 @@ def _iterate_parts(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_length(replace: dict[str, Any]) -> bool:
-    """Return whether a replacement writes at least as many characters as it reads."""
+    """Return whether the normalizer `Replace` never makes a text shorter.
+
+    `replace` is the normalizer as a dictionary, as in tokenizer.json.
+    """
     pattern = replace["pattern"].get("String")
     return pattern is not None and len(replace["content"]) >= len(pattern)
 
 
 def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> bool:
-    """Return whether a model encodes every character, if need be as its own token.
+    """Return whether a tokenizer's model encodes every character, if need be alone.
 
-    A BPE model does so if it has a token for each byte, or an unknown token that it does not merge with the next
-    unknown token.
+    `bytewise` means that the pre-tokenizer converts text to bytes. A BPE model encodes every character if it has a
+    token for each byte, or an unknown token that it does not merge with the next unknown token.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -192,5 +195,5 @@ def _strip_prefix(tokens: Array, part: Array) -> Array | None:
 
 
 def _same_text(one: str, other: str) -> bool:
-    """Return whether two texts are equal up to the composition of their characters."""
+    """Return whether two texts are equal after Unicode normalization (NFKC)."""
     return one == other or unicodedata.normalize("NFKC", one) == unicodedata.normalize("NFKC", other)

@@ -39,7 +39,7 @@ class Tokens:
         self.ends = end_tokens(folder)
 
     def read(self, column: ColumnData, follows: bool = False) -> ColumnData:
-        """Encode a text column.
+        """Encode a text column that a model reads.
 
         A JSON list of messages is rendered as a prompt; other text is encoded without changes. `follows` means that
         other tokens precede the text of each row. Raises BadMessages and BadPieceError.
@@ -58,7 +58,7 @@ class Tokens:
         return ragged(self.append_end_tokens(self.encode_after(texts)), np.int32)
 
     def append_end_tokens(self, responses: Sequence[Array]) -> list[Array]:
-        """Append the end token to each response without one, except to empty responses.
+        """Append the end token to each response that has none, except to empty responses.
 
         Without end tokens, a model never learns to end a response.
         """
@@ -76,18 +76,18 @@ class Tokens:
         return next((text.removesuffix(name) for name in names if text.endswith(name)), text)
 
     def prompt_text(self, text: str) -> str:
-        """Return the text that `read` encodes for this text: messages are rendered.
+        """Return the text that `read` encodes for `text`: messages are rendered as text.
 
         Raises BadMessages.
         """
         return self.prompt(conversation) if (conversation := messages(text)) else text
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """Return the tokens of each text; the text is not changed."""
+        """Return the tokens of each text, encoded on its own."""
         return self.pieces.encode(texts)
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Return the text, or a prefix of it that has more than `tokens` tokens.
+        """Return the text, or a prefix of the text that has more than `tokens` tokens.
 
         If a prefix is returned, the whole text also has more than `tokens` tokens.
         """
@@ -96,7 +96,7 @@ class Tokens:
     def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
         """Return the tokens of each text as the continuation of the text `before` it.
 
-        `before` is None if the texts before are not known. Raises BadPieceError.
+        `before` is None if the preceding texts are not known. Raises BadPieceError.
         """
         return self.pieces.encode_after(texts, before)
 
@@ -113,14 +113,14 @@ class Tokens:
         return _chat(self.folder)
 
     def prompt(self, messages: Messages) -> str:
-        """Return the text that asks for a response to these messages.
+        """Render messages as text, followed by the text that asks for a response.
 
         Raises BadMessages.
         """
         return self.render(messages, True)
 
     def response(self, prompt: Messages, messages: Messages) -> str:
-        """Return the text that a generation would have to write after `prompt`.
+        """Return the text that a model must generate after `prompt` to give `messages`.
 
         It is the text that the chat template writes for `messages`, up to the end token if there is one. `messages` may
         begin with the messages of the prompt. Raises BadMessages.
@@ -154,7 +154,7 @@ class Tokens:
         )
 
     def render(self, messages: Messages, prompt: bool, **more: Any) -> str:
-        """Render messages as text.
+        """Render messages as text with the model's chat template.
 
         With `prompt`, the text that asks for a response is appended. `more` has further template variables, such as
         `tools`. Raises BadMessages.
@@ -169,9 +169,10 @@ class Tokens:
 
 
 def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict[str, ColumnData]:
-    """Replace the text columns that a node's model reads by columns of their tokens.
+    """Encode the text columns that a node's model reads; return all columns.
 
-    The token that ends a response is appended to a text that the model scores. Raises BadMessages and BadPieceError.
+    Other columns are returned unchanged. The token that ends a response is appended to a text that the model scores.
+    Raises BadMessages and BadPieceError.
     """
     node_sequences = sequences(plan.graph, node)
     order = (*node_sequences.context, *node_sequences.scored)
@@ -192,7 +193,7 @@ def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) 
 
 
 def column_tokenizer(plan: Plan, column: str) -> Tokens:
-    """Return the tokenizer of a column's tokens.
+    """Return the tokenizer with which a column's tokens were made.
 
     It is the tokenizer of the model that writes the column, or the policy's tokenizer if no model writes the column.
     """
@@ -205,7 +206,7 @@ def column_tokenizer(plan: Plan, column: str) -> Tokens:
 
 
 def node_tokenizer(plan: Plan, node: Node) -> Tokens:
-    """Return the tokenizer of a node's tokens.
+    """Return the tokenizer for the tokens that a node reads or writes.
 
     It is the tokenizer of the first token column that the node reads, or else of the first token column that the node
     writes. If the node has no token column, it is the policy's tokenizer.
@@ -235,9 +236,9 @@ def _pieces(folder: str) -> Pieces:
 
 @cache
 def _chat(folder: str) -> Any:
-    """Load the transformers tokenizer of a folder.
+    """Load the transformers tokenizer of a model folder.
 
-    The import takes seconds, so it happens only when a caller needs this tokenizer.
+    Importing transformers takes seconds, so the import happens only when a caller needs this tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -249,7 +250,7 @@ def _chat(folder: str) -> Any:
 
 @cache
 def end_tokens(folder: str) -> tuple[int, ...]:
-    """Return the tokens that end a response of a folder's model.
+    """Return the tokens with which the model in `folder` ends a response.
 
     The files of the folder name these tokens; the result is empty if no file names one. The end token of the tokenizer
     comes first.

@@ -1,13 +1,13 @@
 """Connections between processes: Unix sockets on one host, TLS between hosts.
 
-Invariant: before an end of a connection reads a byte of a message, it knows that the other end belongs to the same run.
-A third party on the network cannot read the traffic, and a changed, repeated or dropped part of the traffic breaks the
-connection.
+Invariant: a process reads no byte of a message before it knows that the process at the other end of the connection
+belongs to the same run. A third party on the network cannot read the traffic, and a changed, repeated or dropped part
+of the traffic breaks the connection.
 
-- On one host, the socket is in a folder that only this user can enter. Each end asks the kernel for the user of the
-  other end's process (SO_PEERCRED). No port is open.
-- Between hosts, both ends prove that they have the key of the run, which is new for each attempt. They use TLS 1.3 and
-  accept only the certificate of the run. Each process receives the key with its arguments.
+- On one host, the socket is in a folder that only the user who started the run can enter. Each end asks the kernel
+  which user owns the process at the other end (SO_PEERCRED). No network port is open.
+- Between hosts, both ends prove that they have the key of the run, which is new for each attempt. Both ends use TLS 1.3
+  and accept only the certificate of the run. Each process receives the key with its arguments.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Impostor(ConnectionError):
 def new_key() -> bytes:
     """Return a private key and its certificate (PEM).
 
-    The processes of a run on several hosts authenticate each other with the key.
+    If a run has several hosts, its processes authenticate each other with this key.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -110,7 +110,7 @@ class Listener:
         self._tasks: list[asyncio.Future[None]] = []
 
     def start(self, host: int, folder: str, ip: str) -> Address:
-        """Listen in a private folder and, if there is a key, also at an IP address.
+        """Listen in a private folder and, if there is a `key`, also at an IP address.
 
         `host` is the number of this host, `ip` an address of this host. Returns the address for other processes.
         """
@@ -239,7 +239,7 @@ def _open_private_folder(folder: str) -> Iterator[str]:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise Impostor unless the other end of a Unix socket belongs to this user."""
+    """Raise Impostor if another user owns the process at the other end of the socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(credentials)[1]
     if user != os.geteuid():

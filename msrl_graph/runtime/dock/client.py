@@ -1,4 +1,7 @@
-"""The dock client of ranks and function hosts, which also executes their streams.
+"""The client through which ranks and function hosts use the dock.
+
+The client also executes the instruction stream of its process. A *task* is one iteration of training or of an
+evaluation, and its *key* is a text such as "train/3" (process/task.py).
 
 Invariant: all data that a client reads or writes belongs to the current task, and the client forgets the data at the
 end of the task. A share is requested by its number, so the replacement of a dead process gets the same shares.
@@ -35,7 +38,7 @@ DOCK = "dock"  # the trace track for a process's traffic with the dock, next to 
 
 
 class Client:
-    """The dock client of a process; `process` is the name of the process.
+    """The dock client of the process with the name `process`.
 
     The client writes to the warehouse of its host, or to the first warehouse if its host has none.
     """
@@ -70,7 +73,7 @@ class Client:
         return self.lines.connection_to(self.dock_address.warehouses[warehouse])
 
     def _local_segments(self) -> Segments | None:
-        """Return the segments of this host, or None if this host has no warehouse."""
+        """Return the files of rows (segments) of this host; None without a warehouse here."""
         if self.segments is None and self.dock_address.hosts[self.home] == self.host:
             room = Room(Path(self._connection(self.home).send("folder").get()))
             room.join()
@@ -79,7 +82,7 @@ class Client:
         return self.segments
 
     def report_activity(self, activity: str) -> None:
-        """Report what this process begins to do, without waiting for an answer."""
+        """Report to the dock what this process begins to do; do not wait for an answer."""
         log.set_node(activity)
         self._activity = activity
         if self._local_segments() is None:
@@ -88,7 +91,10 @@ class Client:
             self.activity.set_activity(activity)
 
     def report_computed_rows(self, rows: int, total: int, where: str = "") -> None:
-        """Report how many rows of its share this process has computed."""
+        """Report to the dock that this process has computed `rows` of `total` rows.
+
+        `total` is the number of rows of the share. `where` is a more exact position, such as the turn of an episode.
+        """
         if self.activity is not None:
             self.activity.set_computed_rows(rows, total, where)
         elif self._activity and time.monotonic() - self._sent_at >= PROGRESS_INTERVAL:
@@ -98,7 +104,7 @@ class Client:
             )
 
     def _ask(self, question: ControllerRequest[T]) -> T:
-        """Wait for the answer of a node's controller and return it."""
+        """Send a question to a node's controller; wait for the answer and return it."""
         home = self._connection(self.home)
         line = self.lines.connection_to(self.dock_address.controllers[question.node])
         if line is not home:
@@ -113,9 +119,10 @@ class Client:
         return answer
 
     def take_share(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
-        """Wait for the next share of a data-parallel group; return it with its rows.
+        """Wait for the next share of a node's rows for a data-parallel group; return it.
 
-        `at_once` means that this process starts to work on the share immediately, so its activity is reported.
+        The result contains the values of the rows. `at_once` means that this process starts to work on the share
+        immediately, so the client reports the node as the activity of the process.
         """
         reader = self.readers[node]
         start = time.perf_counter()
@@ -145,7 +152,7 @@ class Client:
         return batch
 
     def _fetch(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, ColumnData]:
-        """Return the rows that a share needs, by column.
+        """Return the values of `asked_for`, the rows that a share needs of each column.
 
         Rows on this host are returned as views of segments. Rows on other hosts are fetched from the warehouses of
         these hosts, with one request to each warehouse.
@@ -196,7 +203,10 @@ class Client:
         self.moved[counter] = self.moved.get(counter, 0) + column.nbytes
 
     def again(self, node: str, task: Task, rounds: int) -> bool:
-        """Return whether the filter `node` needs more prompts after `rounds` rounds."""
+        """Return whether the filter `node` needs more prompts.
+
+        `rounds` is the number of rounds of prompts that were already drawn.
+        """
         start = time.perf_counter()
         needed = self._ask(RefillRequest(node, task.key, rounds))
         self.wait_seconds += time.perf_counter() - start
@@ -213,7 +223,7 @@ class Client:
     ) -> None:
         """Execute the instructions of a pool, each one within the context `around(step)`.
 
-        `begin` is the number of instructions that were already executed.
+        The first `begin` instructions were already executed and are skipped.
         """
         walk = Walk({pool: instructions}, begin)
         while (step := walk.step(pool)) is not None:
@@ -222,7 +232,7 @@ class Client:
                 walk.advance(pool, walker)
 
     def read_all_rows(self, task: Task, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
-        """Return all rows of a task by column, ascending.
+        """Return all rows of a task by column, in ascending order of the row numbers.
 
         If `columns` is given, the result has only these columns.
         """
@@ -238,11 +248,12 @@ class Client:
         return rows_by_column
 
     def put_rows(self, node: str, task: Task, pieces: Mapping[str, ColumnRows], asks: bool = False) -> None:
-        """Write the rows that a node made, by column, into the memory of this host.
+        """Store the rows that a node made; `pieces` maps the name of each column to rows.
 
-        The client announces the rows to the warehouse without waiting for an answer. `asks` means that this thread
-        sends another message right after this call, to request rows or to end the task. The announcement then travels
-        with that message.
+        The rows go to the shared memory of this host, or to other hosts if there is no space on this host. The client
+        announces the rows to the warehouse without waiting for an answer. `asks` means that this thread sends another
+        message right after this call, to request rows or to end the task. The announcement then travels with that
+        message.
         """
         start = time.perf_counter()
         self._reach(f"before put of {node}", task)
@@ -261,10 +272,11 @@ class Client:
     def _place_segments(
         self, node: str, task: Task, pieces: Mapping[str, ColumnRows]
     ) -> Iterator[tuple[int, str, Mapping[str, ColumnRows]]]:
-        """Yield for each segment its warehouse, its name and its rows.
+        """Choose warehouses for a node's rows; yield what to write into each warehouse.
 
-        All rows go to one segment in the warehouse of this host if there is space. Otherwise the rows go to other
-        warehouses, and are split if no warehouse has space for all of them. Waits until there is space.
+        Each item has the index of the warehouse, the name of the segment (the file) and its rows by column. All rows go
+        to one segment in the warehouse of this host if there is space. If not, the rows go to other warehouses, and are
+        split if no warehouse has space for all of them. Waits until there is space.
         """
         self.written += 1
         name = f"{self.process.replace(' ', '-')}.{self.written:06}.{os.getpid()}"
@@ -282,17 +294,18 @@ class Client:
             yield from self._place_segments(node, task, part)
 
     def report_rows_done(self, node: str, task: Task, rows: int) -> None:
-        """Report that this process finished `rows` more rows of a node.
+        """Report that this process finished `rows` rows of a node that writes no rows.
 
-        The node writes no rows, so the dock cannot know this number from the rows that are written.
+        The dock counts the finished rows of other nodes by the rows that they write.
         """
         if self._local_segments() is not None and self.activity is not None:
             self.activity.add_done_rows(task.key, node, rows)
 
     def flush(self, task: Task, report: Report) -> None:
-        """Wait for all writes of a task and end the task; raise the errors of the writes.
+        """Wait until the dock has answered all messages of a task; forget the task's data.
 
-        The report gets the bytes that were moved, the tokens of the shares, and the waits.
+        Raises the errors in the answers. `report` receives the number of bytes that were moved, the number of tokens of
+        each share, and the times that the process waited.
         """
         self._reach("flush", task)
         for answer in self.pending:
@@ -322,7 +335,10 @@ def look_up_address(name: str) -> Address:
 
 
 def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, ColumnRows]]:
-    """Yield one mapping per column; for a single column, one per half of its rows."""
+    """Split rows that fit into no warehouse into one mapping for each column.
+
+    If there is only one column, yields one mapping for each half of its rows.
+    """
     if len(pieces) > 1:
         yield from ({column: piece} for column, piece in pieces.items())
         return
@@ -334,7 +350,7 @@ def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, Col
 def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
     """Merge fragments of one column.
 
-    Each fragment comes with the positions of its rows in the result.
+    Each item of `parts` has the positions of a fragment's rows in the result, and the fragment.
     """
     if len(parts) == 1:
         return parts[0][1]
@@ -345,7 +361,10 @@ def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
 
 
 def _find_rows(rows: Array, pieces: Sequence[ColumnRows]) -> ColumnData | None:
-    """Return `rows`, in order, from the first piece that has all of them, else None."""
+    """Return the values of `rows`, in order, from the first piece with all these rows.
+
+    Returns None if no piece has all of them.
+    """
     for piece in pieces:
         order = np.argsort(piece.rows)
         positions = np.searchsorted(piece.rows[order], rows)
@@ -355,7 +374,10 @@ def _find_rows(rows: Array, pieces: Sequence[ColumnRows]) -> ColumnData | None:
 
 
 def list_wanted_rows(share: Share, reader: NodeReads, numbers: Numbers) -> dict[str, Array]:
-    """Return the rows of each column that a share needs, ascending and unique."""
+    """Return, for each column that a node reads, the rows that a share needs.
+
+    The row numbers of each column are ascending and unique.
+    """
     return (
         {read.column: np.unique(numbers.above(share.rows, reader.rows, read.rows)) for read in reader.reads}
         if len(share.rows)
@@ -368,8 +390,8 @@ def assemble_batch(
 ) -> Batch:
     """Arrange fetched columns so that each has one entry per row of the share.
 
-    `asked` are the rows that were fetched of each column (the result of `list_wanted_rows`), `fetched` is their data.
-    With two responses to each of two prompts, each prompt appears twice.
+    `asked` has the numbers of the rows that were fetched of each column (the result of `list_wanted_rows`), and
+    `fetched` has the values of these rows. With two responses to each of two prompts, each prompt appears twice.
     """
     columns = {}
     for read in reader.reads if asked else ():
@@ -380,9 +402,6 @@ def assemble_batch(
 
 
 def split_by_place(where: Array) -> Iterable[tuple[int, Array]]:
-    """Yield each value in `where` together with the positions of its rows.
-
-    A value in `where` is the index of a location.
-    """
+    """Yield each location index in `where`, with the positions at which it occurs."""
     for place in np.unique(where):
         yield int(place), np.flatnonzero(where == place)

@@ -5,17 +5,17 @@ A controller knows which rows are ready for one node and where these rows are st
 Invariant: which rows form a mini-batch of an update is a function of (seed, node, iteration, epoch, row) and nothing
 else. A controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once
 (for an update: once per epoch), and a request for the n-th share of a group always gets the same share. The state of a
-controller consists of its decisions and of the news (`RowsReady`) that it received: `restore` rebuilds this state from
-the warehouses. This module imports neither Ray nor torch; host.py runs controllers in processes.
+controller consists of its decisions (`Round`) and of the news (`RowsReady`) that it received: `restore` rebuilds this
+state from the warehouses. This module imports neither Ray nor torch; host.py runs controllers in processes.
 
 All decisions for a node are made in this module: which units each group gets next, whether the filter needs another
 round of prompts, when an iteration is closed, and which decisions must be stored. Each question that a rank or a
-function host can ask is a `ControllerRequest` (at the end of this file), and a line in client.py sends it.
+function host can ask is a `ControllerRequest` (at the end of this file), which client.py sends.
 
-The sets of rows are defined in ir/rowsets.py. A *unit* of a node is what is handed out as one: a row, or with
+The sets of rows are defined in ir/rowsets.py. The rows that are handed out together are a *unit*: one row, or with
 `per = prompt` all rows below one prompt. A filter decides how often each row continues (its *verdict*). A node after a
 filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill, the nodes up
-to the filter work in rounds of prompts. The first prompts, in the order of the data, with rows that pass continue.
+to the filter work in rounds of prompts. Of the prompts with rows that pass, the first in the data's order continue.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ ALL = "nothing: all its rows are there"
 class MiniBatches:
     """The mini-batches of an update in one iteration.
 
-    `todo` are the mini-batches that are not yet handed out, as (epoch, rows), and `done` counts the others.
-    `missing_rows` counts, for each mini-batch of the first epoch, its rows that are not ready. `mini_batch_of_row[i]`
-    is the index of the mini-batch of `rows[i]` in the first epoch.
+    `todo` are the mini-batches that are not yet handed out, as (epoch, rows); `done` is the number of the mini-batches
+    that are. `missing_rows` counts, for each mini-batch of the first epoch, its rows that are not ready.
+    `mini_batch_of_row[i]` is the index of the mini-batch of `rows[i]` in the first epoch.
     """
 
     todo: deque[tuple[int, Array]]
@@ -58,7 +58,7 @@ class MiniBatches:
 
     @classmethod
     def cut(cls, reader: NodeReads, iteration: int, rows: Array) -> MiniBatches:
-        """Cut all rows of an iteration, ascending, into the mini-batches of each epoch."""
+        """Return an iteration's mini-batches of all epochs; `rows` are ascending."""
         size = reader.mini_batch or max(len(rows), 1)
         stream = noise.RandomStream(reader.seed, "mini_batch", reader.node)
         todo: deque[tuple[int, Array]] = deque()
@@ -71,7 +71,7 @@ class MiniBatches:
         return cls(todo, rows, mini_batch, np.bincount(mini_batch, minlength=1))
 
     def ready(self, rows: Array) -> list[tuple[int, Array]]:
-        """Note that more rows are ready; return the mini-batches that can be handed out."""
+        """Note that `rows` became ready; return the mini-batches to hand out."""
         self.missing_rows -= np.bincount(
             self.mini_batch_of_row[np.searchsorted(self.rows, rows)], minlength=len(self.missing_rows)
         )
@@ -87,8 +87,8 @@ class MiniBatches:
 class IterationState:
     """What a controller knows of one iteration.
 
-    `shares` are the shares that were handed out, by group; `loads` is the load that each group has received. `tokens`
-    is the number of tokens of the ready units, counted only if batches are cut by tokens.
+    `shares` are the shares that were handed out, by group; `loads` is the total load (tokens or units) of each group's
+    shares. `tokens` is the number of tokens of the ready units, counted only if batches are cut by tokens.
     """
 
     task: Task
@@ -100,11 +100,11 @@ class IterationState:
 
 
 class Controller:
-    """The metadata of one node: which rows are ready, where they are, who gets them.
+    """The controller of one node: it knows the node's ready rows, and assigns them.
 
-    `open`, `take_in_news` and `restore` return the `Round`s that they decided. If the property `keeps` is true, the
-    caller first stores the new rounds in a warehouse. Then it passes each round, in order, to `hand_out`, which makes
-    the shares that `decided_shares` returns.
+    `open`, `take_in_news` and `restore` return the decisions (`Round`) that they made. If the property `keeps` is true,
+    the caller first stores the new decisions in a warehouse. Then the caller passes each decision, in order, to
+    `hand_out`, which makes the shares that `decided_shares` returns.
     """
 
     def __init__(self, reader: NodeReads) -> None:
@@ -113,19 +113,19 @@ class Controller:
 
     @property
     def keeps(self) -> bool:
-        """Whether the rounds of this node depend on the order in which rows arrive.
+        """Whether the decisions on this node depend on the order in which rows arrive.
 
-        They do if batches are cut from the rows that are ready. Such a round must be stored before its shares are
-        announced. Other rounds (all rows at once, or the mini-batches of an update in order) need no storage: a new
-        controller decides the same round again, because a row that is written again goes to the same warehouse.
+        This is so if batches are cut from the rows that are ready. Such a decision must be stored before its shares are
+        announced. Other decisions (all rows at once, or the mini-batches of an update in order) need no storage: a new
+        controller makes the same decision again, because a row that is written again goes to the same warehouse.
         """
         return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 
     def open(self, task: Task) -> list[Round]:
-        """Begin an iteration, unless it has begun; return the rounds that are decided.
+        """Begin a task, unless it has begun; return the decisions of this call.
 
-        A node that reads no columns, only states of the algorithm, waits for no rows: its rounds are decided in this
-        call.
+        A node that reads no columns, only states of the algorithm, waits for no rows: all its decisions are made in
+        this call.
         """
         if task.key in self.states:
             return []
@@ -142,7 +142,7 @@ class Controller:
         self.states.pop(key, None)
 
     def take_in_news(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
-        """Record news of rows in a warehouse; return the rounds that are decided."""
+        """Record that rows arrived in warehouses; return the decisions of this call."""
         if (state := self.states.get(key)) is None or not self._record_news(state, news):
             return []
         return self._deal(state)
@@ -155,10 +155,10 @@ class Controller:
         return bool(relevant)
 
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
-        """Rebuild the state of a controller from its news and its stored rounds.
+        """Rebuild the state of a controller from its news and its stored decisions.
 
-        `news` is all news of the iteration, `rounds` are the decisions that the previous controller stored. Returns the
-        rounds that this call decides in addition.
+        `news` is all news of the iteration, `rounds` are the decisions that the controller of the dead process stored.
+        Returns the further decisions that this call makes.
         """
         self._begin(task)
         state = self.states[task.key]
@@ -173,7 +173,7 @@ class Controller:
         return self._deal(state)
 
     def hand_out(self, key: str, round: Round) -> None:
-        """Make the share of each group for a round; do nothing for a closed iteration."""
+        """Make each group's share of the decision `round`; do nothing for a closed task."""
         if (state := self.states.get(key)) is None:
             return
         progress = state.progress
@@ -207,14 +207,14 @@ class Controller:
             )
 
     def decided_shares(self, key: str, group: int) -> list[Share]:
-        """Return all shares of a task that were made for the group, oldest first."""
+        """Return all shares of a task that were made for one group, oldest first."""
         return self.states[key].shares[group]
 
     def needs_refill(self, key: str, rounds: int) -> bool | None:
         """Return whether the filter with `refill` needs another round of prompts.
 
-        `rounds` is the number of rounds drawn. Returns None while a verdict is missing. Raises RunError if another
-        round is needed but the maximum number of rounds is reached.
+        `rounds` is the number of rounds of prompts already drawn. Returns None while a verdict is missing. Raises
+        RunError if another round is needed but the maximum number of rounds is reached.
         """
         state = self.states[key]
         filter = self.reader.refilling
@@ -237,7 +237,7 @@ class Controller:
         return True
 
     def count_rows(self, key: str) -> tuple[int, int]:
-        """Return the number of a task's rows handed out, and the number known to exist.
+        """Return how many rows of a task are handed out, and how many are known to exist.
 
         Both numbers count a row once per epoch.
         """
@@ -246,7 +246,7 @@ class Controller:
         return handed, max(handed, len(state.progress.rows_under_way[0]) * self.reader.epochs)
 
     def describe_missing_rows(self, key: str) -> str:
-        """Describe the rows and verdicts that the node waits for."""
+        """Describe for a message the rows and verdicts that the node waits for."""
         progress = self.states[key].progress
         reader = self.reader
         parts = list[str]()
@@ -310,7 +310,7 @@ class Controller:
         return min(counts, default=rest)
 
     def _add_ready_tokens(self, state: IterationState, units: Array, sign: int) -> None:
-        """Add (`sign` 1) or subtract (`sign` -1) the tokens of units to the ready tokens."""
+        """Add the tokens of `units`, times `sign` (1 or -1), to the count of ready tokens."""
         if self.reader.chunk_tokens and len(units):
             state.tokens += sign * float(self._count_tokens(state, *state.progress.rows_of(units)).sum())
 
@@ -343,7 +343,7 @@ class Controller:
         return Round(epoch, tuple(parts), last)
 
     def _weigh_units(self, state: IterationState, rows: Array, sizes: Array) -> Units:
-        """Return the prompt, home warehouse, weight and size of each unit."""
+        """Return each unit's prompt, warehouse with most of its data, weight and size."""
         progress = state.progress
         warehouses = state.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
@@ -375,7 +375,7 @@ class Controller:
 
 @dataclass(frozen=True)
 class ControllerRequest(ABC, Generic[T_co]):
-    """A question to the controller of `node` in task `key`; the asking process waits."""
+    """A question about the task `key` to the controller of `node`; the asker waits."""
 
     node: str
     key: str
@@ -391,13 +391,13 @@ class ControllerRequest(ABC, Generic[T_co]):
 
     @property
     def waiter(self) -> str:
-        """The name of the waiting node (and group) in messages."""
+        """The node that waits, and its group if only one group asks, as text for messages."""
         return f"`{self.node}`" + (f" (group {self.group_index})" if self.group_index >= 0 else "")
 
 
 @dataclass(frozen=True)
 class ShareRequest(ControllerRequest[list[Share]]):
-    """A request for the decided shares of a group, from number `index` on."""
+    """A request for a group's shares, from the share with the index `index` on."""
 
     group: int
     index: int
@@ -412,7 +412,7 @@ class ShareRequest(ControllerRequest[list[Share]]):
 
 @dataclass(frozen=True)
 class RefillRequest(ControllerRequest[bool]):
-    """The question whether the filter `node` needs more prompts after `rounds` rounds."""
+    """The question whether the filter `node` needs prompts beyond `rounds` rounds."""
 
     rounds: int
 

@@ -1,4 +1,4 @@
-"""What the dock of a host shows to the observers of a run.
+"""Snapshots of a host's dock, for showing the progress of a run.
 
 Invariant: this module keeps no counters. Every figure is computed on request from data that the dock has for its own
 work.
@@ -24,7 +24,7 @@ def take_snapshot(
     warehouse: Warehouse | None,
     statuses: Mapping[str, ProcessStatus],
 ) -> DockSnapshot:
-    """Return a snapshot of the dock of a host."""
+    """Return a dock's numbers of rows, and the memory use of its host."""
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
         for key in controller.states:

@@ -1,11 +1,11 @@
 """The dock on Ray: one process per host, with its warehouse and its controllers.
 
-client.py is the client of this process, in ranks and function hosts.
+Ranks and function hosts call this process through client.py.
 
-Invariant: a wait ends with rows, or with an error that says which node waited, how long, and for which rows from which
-node. A wait never polls. The values of samples are only in the process that writes or reads them, and in the warehouses
-that send them between hosts. A process of the dock may die at any moment and be restarted: no row is lost or handed out
-twice.
+Invariant: a request for rows ends with rows, or with an error that says which node waited, how long, and for which rows
+from which node. A waiting request never polls. The values of rows are only in the processes that write or read these
+rows, and in the warehouses, which send the values between hosts. A process of the dock may die at any moment and be
+restarted: no row is lost or handed out twice.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ SERVED = ("ask", "at", "folder", "free", "get", "heard", "known", "leave", "plac
 
 
 class DockTimeout(RunError):
-    """A wait exceeded its deadline."""
+    """A process has waited for the dock longer than the run's deadline."""
 
 
 class DockFull(RunError):
-    """There is no space for rows, and no rows will be removed to make space."""
+    """There is no space for rows, and no task will end and so make space."""
 
 
 # Every process of a run may wait at the same time, and news must still get through.
 @ray.remote(num_cpus=0, max_concurrency=100_000)
 class DockHost:
-    """The dock's process of one host, the `index`-th of the `members`.
+    """The dock process of one host; `members[index]` describes the process.
 
-    The process has one controller for each of the `readers`, and each controller gets news of rows from all members. A
-    replacement of a dead process begins with the stored rows and decisions of all hosts, and makes the remaining
-    decisions again. The arguments contain names of processes instead of handles, because Ray restarts a process with
-    the arguments of its first start.
+    `members` are the dock processes of all hosts. The process has one controller for each of the `readers`, and each
+    controller gets news of rows from all members. A replacement of a dead process begins with the stored rows and
+    decisions of all hosts, and makes the remaining decisions again. The arguments contain names of processes instead of
+    handles, because Ray restarts a process with the arguments of its first start.
 
     This class decides nothing: it passes on news and requests. A request waits in this process until the controller has
     an answer.
@@ -129,13 +129,13 @@ class DockHost:
                 self.stale = False
 
     async def _announce(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Send news to all controllers, in this and other processes, that need it."""
+        """Send news of rows to all controllers, of this and other hosts, that need it."""
         self._announce_to_others(key, news)
         if relevant := [entry for entry in news if entry.column in self.hears]:
             await self.heard(key, relevant)
 
     def _announce_to_others(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Send news to the other members whose controllers need the column."""
+        """Send news of rows to the other hosts' docks whose controllers need the columns."""
         for member, post in self.others:
             if relevant := [entry for entry in news if entry.column in member.needed_columns]:
                 self.announcements.append(asyncio.ensure_future(post.send("heard", key, relevant)))
@@ -159,7 +159,7 @@ class DockHost:
     async def drop(self, key: str) -> int:
         """Forget a task; return the number of messages since the previous call of `drop`.
 
-        Raises the errors of announcements to other members.
+        Raises the errors that occurred when the dock sent news to the docks of other hosts.
         """
         await self._ensure_restored()
         announcements = self.announcements
@@ -179,7 +179,7 @@ class DockHost:
     async def status(self, watched: bool = False) -> Status:
         """Return the status of this dock.
 
-        With `watched`, the status includes the snapshot for the observers of the run.
+        With `watched`, the status includes a snapshot of the dock's rows and memory.
         """
         now = time.monotonic()
         statuses = self._collect_statuses()
@@ -210,9 +210,9 @@ class DockHost:
         """Reserve space for a segment of `size` bytes; return the index of its warehouse.
 
         The reservation is in this warehouse if there is space, else in the emptiest other warehouse. The call waits
-        until a warehouse has space. Returns SPLIT if no single warehouse has space but all warehouses together do.
-        `single` means that the segment has one row, which cannot be split. Raises DockFull if no other task will
-        release space before the task `key` ends.
+        until a warehouse has space. Returns SPLIT if only all warehouses together have enough space. `single` means
+        that the segment has one row, which cannot be split. Raises DockFull if no other task will end, and so release
+        space, before the task `key` ends.
         """
         posts = {member.warehouse: post for member, post in self.others if member.warehouse >= 0}
         begin = time.monotonic()
@@ -244,9 +244,9 @@ class DockHost:
         return self.warehouse.index
 
     async def free(self) -> tuple[int, tuple[int, bool] | None]:
-        """Return the warehouse's free bytes, and the position of its earliest open task.
+        """Return the warehouse's free bytes, and the turn of its earliest open task.
 
-        The position is `Task.turn`, which orders the tasks; None if no task is open.
+        The turn (`Task.turn`) is a sort key: tasks end in this order. It is None if no task is open.
         """
         return self.warehouse.free, min((task.turn for task in self.warehouse.tasks.values()), default=None)
 
@@ -260,9 +260,10 @@ class DockHost:
             self.changed.notify_all()
 
     async def put(self, key: str, node: str, segment: str, pieces: Mapping[str, ColumnRows] | None = None) -> None:
-        """Announce a segment that a process of this host has written.
+        """Record that a segment was written, and announce its rows to controllers.
 
-        `pieces` are the rows of a process whose host has no warehouse; this process then writes the segment.
+        `pieces` are the rows of a process that cannot write into this warehouse because the process is on another host;
+        this process then writes the segment.
         """
         fault_points.reach(self.process, f"put of {node} in {key}")
         if pieces is not None:
@@ -273,7 +274,7 @@ class DockHost:
         fault_points.reach(self.process, f"told {node} in {key}")
 
     async def heard(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Pass the news that a warehouse has new rows to the controllers of this process."""
+        """Inform the controllers of this process that a warehouse has new rows."""
         await self._ensure_restored()
         self._record_move()
         label = f"{', '.join(entry.column for entry in news)} of {key}"
@@ -287,10 +288,10 @@ class DockHost:
         fault_points.reach(self.process, f"handed out {label}")
 
     async def ask(self, question: ControllerRequest[T]) -> T:
-        """Wait for the answer of a node's controller and return it.
+        """Wait until a node's controller can answer the question; return the answer.
 
-        The deadline of a wait is counted from when a row last moved or was computed on any host. Thus an early request
-        does not time out while other processes work. Raises DockTimeout.
+        The deadline of a wait is counted from the last time when a row arrived, was handed out or was computed on any
+        host. Thus an early request does not time out while other processes work. Raises DockTimeout.
         """
         await self._ensure_restored()
         answer = await self._answer(question, self.controllers[question.node])
@@ -323,9 +324,10 @@ class DockHost:
         return answer
 
     async def still(self) -> tuple[float, list[str]]:
-        """Return the seconds since a row last moved on this host, and progress lines.
+        """Return the seconds since the last progress on this host, and progress lines.
 
-        A row that was computed also counts as moved. There is one progress line for each process that counts its rows.
+        Progress means that a row arrived, was handed out or was computed. There is one line for each process that
+        counts its computed rows.
         """
         now = time.monotonic()
         statuses = self._collect_statuses()
@@ -338,10 +340,9 @@ class DockHost:
         return now - last, rows
 
     async def _ask_for_last_move(self) -> list[str]:
-        """Ask all hosts when a row last moved; return the progress lines of all hosts.
+        """Ask all hosts for the time of their last progress; return their progress lines.
 
-        The latest time of the hosts that answer is recorded in `moved`. There is one progress line for each process
-        that counts its rows.
+        The latest time of the hosts that answer is recorded in `moved`. `still` describes progress and its lines.
         """
         async with self.polling:  # all waits reach their deadline at the same time
             requests = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
@@ -355,7 +356,7 @@ class DockHost:
             return [line for _, rows in reports for line in rows]
 
     def _describe_slow_rows(self, rows: list[str]) -> str:
-        """Return lines with the progress of each process and the setting to raise."""
+        """Return text for a timeout message: progress lines, and the setting to raise."""
         if not rows:
             return ""
         longer = 2 * self.deadline
@@ -364,12 +365,12 @@ class DockHost:
         return "".join(f"\n  {line}" for line in [*rows, fix])
 
     async def get(self, key: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return rows to a process of another host, by segment and column."""
+        """Return the wanted rows, by segment and column, to a process of another host."""
         fault_points.reach(self.process, f"get in {key}")
         return self.warehouse.get(key, wanted)
 
     async def at(self, process: str, activity: str, rows: int = 0, total: int = 0, where: str = "") -> None:
-        """Record the activity or the progress of a process whose host has no room."""
+        """Record what a process without a local warehouse does, and its progress."""
         now = time.monotonic()
         before = self.doing.get(process)
         since = before.since if total and before else now
@@ -382,7 +383,7 @@ class DockHost:
         return str(self.room.path)
 
     async def known(self) -> dict[str, WarehouseInventory]:
-        """Return the inventory of each open task, to rebuild a controller."""
+        """Return what this warehouse has of each open task, to rebuild controllers."""
         return {key: self.warehouse.known(task) for key, task in self.warehouse.tasks.items()}
 
     async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:

@@ -1,7 +1,10 @@
 """Messages that the processes of a run send each other through the dock.
 
-Invariant: a message is plain data that does not change once the message is sent. A message may be sent twice: repeated
-news changes nothing. The rows themselves are sent as `ColumnRows` and `Verdicts` (data/columns.py).
+A *task* is one iteration of training or of an evaluation (process/task.py). *News* is a message about rows that arrived
+in a warehouse (`RowsReady`). A *segment* is a file of rows (segments.py).
+
+Invariant: a message is plain data that does not change once the message is sent. A message may be sent twice: news that
+is received again changes nothing. The rows themselves are sent as `ColumnRows` and `Verdicts` (data/columns.py).
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from ..process.task import Task
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the dock, as the other processes of the dock know it.
+    """A dock process, as the dock processes of other hosts know it.
 
-    `host` is the number of its host and `warehouse` the index of its warehouse (-1: it has none). `needed_columns` are
-    the columns that its controllers need news of.
+    `host` is the number of the process's host, and `warehouse` is the index of the process's warehouse (-1: no
+    warehouse). `needed_columns` are the columns about which the process's controllers need news.
     """
 
     name: str
@@ -33,7 +36,8 @@ class DockAddress:
     """What a process needs to find the dock of its run.
 
     - `controllers`: for each node, the name of the process that has the node's controller.
-    - `warehouses`: for each warehouse, by its index, the name of its process. `hosts`: the number of its host.
+    - `warehouses`: for each warehouse, by its index, the name of the process that has the warehouse. `hosts`: for each
+      warehouse, the number of its host.
     - `key`: authenticates the processes of a run on several hosts (channel.py); empty for a run on one host.
     - `token`: authenticates the objects that ranks exchange (rank/object_collectives.py).
     - `capacity`: the bytes of rows that a warehouse accepts; 0: the memory of its host is the only limit.
@@ -77,7 +81,7 @@ class RowsReady:
 
 @dataclass(frozen=True)
 class WorkShare:
-    """The units that one data-parallel group gets in a round.
+    """The units that one data-parallel group gets by one decision of a controller.
 
     `sizes` is the number of rows of each unit, and `rows` are the rows of all units, unit by unit.
     """
@@ -91,8 +95,8 @@ class WorkShare:
 class Round:
     """A decision of a controller: the units that each data-parallel group gets next.
 
-    `parts` has one entry for each group. `last` means that this is the last decision of the iteration or, for a node
-    that works in rounds of prompts, of the current round of prompts.
+    `parts` has one entry for each group. `last` means that no further decision follows in the iteration or, for a node
+    that works in rounds of prompts (before a filter with `refill`), in the current round of prompts.
     """
 
     epoch: int
@@ -104,7 +108,7 @@ class Round:
 class WarehouseInventory:
     """What a warehouse reports about an open task to a controller that is rebuilt.
 
-    `news` is the news of all rows of the task in the warehouse. `rounds` are, for each node, the rounds that the node's
+    `news` is about all rows of the task in the warehouse. `rounds` are, for each node, the decisions that the node's
     controller has stored in the warehouse.
     """
 
@@ -115,18 +119,18 @@ class WarehouseInventory:
 
 @dataclass(frozen=True)
 class Share:
-    """The units that one data-parallel group gets in a round, and where their data is.
+    """The units that one data-parallel group gets by a decision, and their locations.
 
     - `units`: the units to compute, as numbers of prompts or of responses. `sizes`: the number of rows of each unit.
       `rows`: the rows of all units, unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8
       rows.
     - `where`: for each column, the location of each row of the column that the share needs, as an index into `places`.
       The rows of the column are ascending and unique.
-    - `largest_share_rows`: the number of rows of the largest share of the round. With this number all groups make the
-      same number of micro-batches.
-    - `round_units`: the number of rows of the whole round. `elements`: for each column, the number of elements of the
-      whole round.
-    - `epoch`: the epoch of an update. `last`: no other share follows in this iteration, or in this round of prompts.
+    - `largest_share_rows`: the number of rows of the largest share of the decision (`Round`), over all groups. With
+      this number all groups make the same number of micro-batches.
+    - `round_units`: the number of rows of all groups' shares. `elements`: for each column, the number of elements in
+      the rows of all groups' shares.
+    - `epoch`: the epoch of an update. `last`: the field of the same name of `Round`.
     """
 
     units: Array
@@ -173,7 +177,7 @@ class ProcessStatus(NamedTuple):
     - `done`: for each node that writes no rows, the number of rows that the process finished in the task `key`.
     - `rows`: the number of rows computed, of the `total_rows` of the share (0: the process does not count its rows).
       `last_row_at`: when the last row was computed (time.monotonic; 0: none yet). `where`: a more exact position, such
-      as the turn.
+      as the turn of an episode.
     """
 
     activity: str
@@ -217,7 +221,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class DockSnapshot:
-    """What the dock of a host shows to the observers of a run.
+    """The rows and the memory of a host's dock, for showing the progress of a run.
 
     - `rows`: for each task and each node whose controller is in this dock, the number of rows that were handed out and
       the number of rows known to exist. Both count a row once per epoch.

@@ -1,10 +1,11 @@
 """Progress of a node's rows in one iteration: which units can be handed out.
 
-Invariant: an incremental look finds the same ready units as a look at all rows. The work of an incremental look is
-proportional to the number of prompts with news since the last look, no matter how many rows wait.
+Invariant: `look` examines only the prompts with news since its previous call, but finds the same ready units as an
+examination of all rows. So its work is proportional to the number of these prompts, no matter how many rows wait.
 
 A unit is ready when all of its rows are known (row_tables.py) and every column that the node reads for these rows is in
-some warehouse. A prompt is settled when all of its rows are known, so that no more units can appear below the prompt.
+some warehouse. A prompt is settled when all of its rows are known, so that no more units can appear below the prompt. A
+*prompt round* is one draw of prompts: a filter with `refill` may request further draws in the same iteration.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ WAITS, READY, DEALT = range(3)  # the states of a unit, in this order
 class Progress:
     """What a controller knows of the rows of one iteration.
 
-    - `where`: for each row of a column, the location of the row, as an index into `places` and `warehouses` (-1: the
-      row is not in a warehouse yet). `heard`: the length of the row or, for a filter's verdict, how often the row
-      continues.
-    - `places`: the locations in the order of their first news. `warehouses`: the index of the warehouse of each
-      location.
-    - `opened`: the number of prompt rounds of which any row has news. `ended`: the number of prompt rounds that were
-      handed out completely. Without a refill there is one prompt round.
+    - `where`: for each column and row, the location of the row, as an index into `places` and `warehouses` (-1: the row
+      is not in a warehouse yet).
+    - `heard`: for each column and row, the length of the row or, for a filter's verdict, how often the row continues.
+    - `places`: the locations of rows, in the order in which the controller first received news of them. `warehouses`:
+      for each location, the index of its warehouse.
+    - `opened`: the number of prompt rounds that have begun, which means that news of at least one row has arrived.
+      `ended`: the number of prompt rounds that were handed out completely. Without a refill there is one prompt round.
     - `ready`: the units that are ready and not handed out, in the order in which they became ready; `ready_count` is
-      their number. `dealt` is the number of units that were handed out (in the current prompt round, if the node
-      loops).
+      their number. `dealt` is the number of units that were handed out (in the current prompt round, if the node works
+      in prompt rounds).
     """
 
     def __init__(self, reader: NodeReads, task: Task) -> None:
@@ -83,11 +84,14 @@ class Progress:
             self.opened = max(self.opened, int(prompts.max()) // self.task.prompts + 1)
 
     def rows_above(self, rows: Array, end: int) -> Array:
-        """Return, for each of these rows of the node, the row of set `end` above it."""
+        """Return, for each of these rows of the node, the row in set `end` above that row.
+
+        `end` is the index of a row set (ir/rowsets.py).
+        """
         return self.numbers.above(rows, self.reader.rows, end)
 
     def find_surviving_prompts(self, rounds: int) -> tuple[Array, Array, int]:
-        """Find the first prompts that have rows after the filter with `refill`.
+        """Find the first prompts that have rows which pass the filter with `refill`.
 
         Considers the prompts of the first `rounds` prompt rounds. Returns the result of `first_prompts`.
         """
@@ -115,7 +119,7 @@ class Progress:
         return slice(self.ended * count, (self.ended + 1) * count) if loops else slice(0, self.opened * count)
 
     def look(self) -> Array:
-        """Return the units that became ready since the last look."""
+        """Return the units that became ready since the previous call of `look`."""
         reader = self.reader
         window = self._window
         if self._filter is not None and not reader.loops:
@@ -151,9 +155,9 @@ class Progress:
         return units
 
     def _apply_refill_filter(self, window: slice) -> None:
-        """Update which prompts survive the filter with `refill`.
+        """Update which prompts have rows that pass the filter with `refill`.
 
-        A prompt whose result has changed is marked, so that the next look considers it.
+        A prompt whose result has changed is marked, so that `look` examines the prompt.
         """
         inside, decided, survivors = self.find_surviving_prompts(self.opened)
         self._enough = survivors >= self.task.target
@@ -163,9 +167,9 @@ class Progress:
             self._decided[window] = decided
 
     def rows(self, prompts: Array) -> tuple[Array, Array]:
-        """Return the node's rows below some prompts, and which of these rows are known.
+        """Return the node's rows below some prompts, and a mask of the known rows.
 
-        Rows that a filter dropped are left out.
+        A row is known if all filters before the node have passed it. Rows that a filter dropped are left out.
         """
         chosen = self._filter is not None and not self.reader.loops and self._filter in self.reader.passed
         if chosen:
@@ -175,20 +179,23 @@ class Progress:
 
     @property
     def rows_under_way(self) -> tuple[Array, Array]:
-        """The node's rows below all prompts of the window, and which of them are known.
+        """The node's rows below all prompts of `_window`, and a mask of the known rows.
 
-        See `_window` and `rows`.
+        See `rows`.
         """
         return self.rows(np.arange(self._window.start, self._window.stop))
 
     @property
     def complete(self) -> bool:
-        """Whether all units of the window are counted, so that no more units can appear."""
+        """Whether no more units can appear below the prompts of `_window`."""
         return self._enough and bool(self._settled[self._window].all())
 
     @property
     def undealt_count(self) -> int:
-        """The number of units that are counted and not yet handed out."""
+        """The number of units below the prompts of `_window` that are not handed out.
+
+        Units that may still appear are not counted.
+        """
         units = int(self._units[self._window].sum())
         return (min(units, 1) if self.reader.whole_batch else units) - self.dealt
 
@@ -211,7 +218,7 @@ class Progress:
         self.dealt += len(units)
 
     def end(self) -> None:
-        """Note that all units are handed out, of the iteration or of the prompt round."""
+        """Note that all units of the iteration, or of the prompt round, are handed out."""
         self.ended += 1
         if self.reader.loops:
             self.dealt = 0

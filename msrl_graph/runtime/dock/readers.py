@@ -21,7 +21,10 @@ from .messages import DockAddress, Member
 
 @dataclass(frozen=True)
 class ColumnRead:
-    """A column that a node reads: the index of its set of rows, and its writer node."""
+    """A column that a node reads.
+
+    `rows` is the index of the column's row set (ir/rowsets.py), and `writer` is the node that writes the column.
+    """
 
     column: str
     rows: int
@@ -39,14 +42,15 @@ class NodeReads:
       limit).
     - `group_warehouses`: for each data-parallel group, the index of the warehouse of its host (-1: the host has none).
     - `tokens`: the columns whose lengths make up the length of a unit, and how often each column counts. `balance`:
-      shares are even by this length, else by the number of units. `imbalance`: the largest load of a share, as a
-      multiple of an even share.
-    - `passed`: the filters whose verdicts decide which rows the node gets. `failing`: the filters of `passed` that also
-      decide in an evaluation. They are nodes that write inputs of this node, and drop the rows that failed.
-    - `refilling`: the filter of the graph that requests more prompts, if any. `before_refill`: the filters before it.
-      `loops`: the node is the `refilling` filter or comes before it, so the node works in rounds of prompts.
-    - `prompts`: a column of the source. The news of this column shows a node that loops and reads no column that a
-      round of prompts has begun.
+      whether the groups' shares have similar total lengths, instead of similar numbers of units. `imbalance`: the
+      largest load of a share, as a multiple of an even share.
+    - `passed`: the filters whose verdicts decide which rows the node gets. `failing`: the entries of `passed` that also
+      drop rows in an evaluation. These entries are generations and functions before this node, and drop failed rows.
+    - `refilling`: the filter of the graph that requests more prompts, if any. `before_refill`: the filters before
+      `refilling`. `loops`: the node is the `refilling` filter or comes before it, so the node works in rounds of
+      prompts.
+    - `prompts`: a column of the source. A node that works in rounds of prompts and reads no column learns from the news
+      of this column that a round has begun.
     """
 
     node: str
@@ -74,9 +78,9 @@ class NodeReads:
 
     @cached_property
     def needed_columns(self) -> dict[str, int]:
-        """The columns whose news the node needs, and the set of rows of each column.
+        """The columns about which the controller needs news, and the row set of each.
 
-        The columns with the verdicts of filters are included.
+        The columns with the verdicts of filters are included. A row set is given as an index into `sets`.
         """
         verdicts = (*self.passed, *([self.refilling] if self.refilling else []), *self.before_refill)
         begun = {self.prompts: 0} if self.loops and not self.reads else {}
@@ -94,7 +98,8 @@ def list_node_reads(plan: Plan) -> list[NodeReads]:
 
     A node may read more columns than its program declares for it:
 
-    - A node that compares log-probabilities reads those that were recorded when the tokens were sampled.
+    - A node that compares log-probabilities reads the log-probabilities that were recorded when the tokens were
+      sampled.
     - A node that scores conversations reads the positions where the conversations begin.
     """
     graph = plan.graph
@@ -156,7 +161,7 @@ def list_node_reads(plan: Plan) -> list[NodeReads]:
 
 
 def list_members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
-    """Return the dock's processes and the dock's address.
+    """Return the dock's processes, and what other processes need to find them.
 
     There is one process for each host that has a warehouse or a controller.
     """

@@ -1,4 +1,4 @@
-"""Numbers that a controller knows of each row, and the rows that pass the filters.
+"""Tables with one number per row, and the search for rows that pass the filters.
 
 Invariant: all results are pure functions of the received news. A row is *known* when every filter before the node has
 decided that the row continues. More news never makes a known row unknown: news only turns unknown rows into known ones,
@@ -16,7 +16,7 @@ from ..data.columns import Array
 
 
 class RowTable:
-    """A number for each row, by the row's number; `empty` for a row without one.
+    """A table from row numbers to integers; a row that was not set has `empty`.
 
     The row numbers of repeats (ir/rowsets.py) are far beyond `size`: row 3 of 8 has the repeats 11, 19, … Therefore the
     table consists of blocks of `size` numbers. A block is allocated when its first row is set. Block 0 is for the rows
@@ -59,18 +59,18 @@ class RowTable:
 def enumerate_rows(
     numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, RowTable]
 ) -> tuple[Array, Array]:
-    """List the rows of set `end` below some prompts that filters have not dropped.
+    """List the rows of row set `end`, below `prompts`, that no filter has dropped.
 
-    Returns the rows, and for each row whether it is known that the row continues. The function walks from the set of
-    prompts down to `end`:
+    Returns the rows, and for each row whether it is known that the row continues. The function goes down from the set
+    of prompts to `end`, the index of a row set (ir/rowsets.py):
 
     - A generation makes `fan` rows of each row.
     - A filter drops each row whose verdict is 0.
     - A `select` repeats each row whose verdict is 2 or more.
     - A row without a verdict remains, but is not known to continue.
 
-    For 2 prompts with 2 responses each and the verdicts 1, 0, 1 and none for the responses 0 to 3, the rows are [0, 2,
-    3], known [True, True, False].
+    Example: 2 prompts have 2 responses each. The verdicts on the responses 0 to 2 are 1, 0 and 1, and response 3 has no
+    verdict. The rows are [0, 2, 3], and the second result is [True, True, False].
     """
     rows = prompts
     known = np.ones(len(prompts), bool)
@@ -129,8 +129,8 @@ def first_prompts(alive: Array, open_: Array, count: int) -> tuple[Array, Array,
     - for each prompt, whether the first result is final,
     - the number of such prompts found, at most `count`.
 
-    Example with count = 2: if only the prompts 0, 2 and 3 have rows left, the first two are 0 and 2. If prompt 1 has no
-    row that is known to continue and any undecided row, the results for all prompts after prompt 0 are not final.
+    Example with count = 2: if only the prompts 0, 2 and 3 have rows left, the first two are 0 and 2. But if prompt 1
+    has an undecided row and no row that is known to continue, the results for all prompts after prompt 0 are not final.
     """
     decided = np.logical_and.accumulate(alive | ~open_)  # one row that continues is enough for the prompt
     rank = np.cumsum(alive & decided)

@@ -138,7 +138,10 @@ class UnprovedPeer:
 
 
 class AsyncRpcConnection:
-    """A connection for coroutines of a process of `host`; it sends one call at a time."""
+    """A connection from coroutines on the host `host` to the process `name`.
+
+    The connection sends one call at a time. `find` returns the address of a process.
+    """
 
     def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
         self.name = name
@@ -201,11 +204,11 @@ class PendingReply:
 
 
 class RpcConnection:
-    """A thread's connection to a named process.
+    """A thread's connection to the process `name`; `find` returns its address.
 
     A reply is read when its value is requested. While the thread waits for a reply on another of its connections
-    (`lines`), replies on this connection are read too, and broken connections are repaired: the other reply may depend
-    on a call that was lost on this connection.
+    (`lines`), replies on this connection are read too, and broken connections are repaired: the reply on the other
+    connection may depend on a call that was lost on this connection.
     """
 
     def __init__(self, name: str, find: Find, host: int, key: bytes, lines: Mapping[str, RpcConnection]) -> None:
@@ -222,8 +225,8 @@ class RpcConnection:
     def send(self, method: str, *arguments: Any, wait: bool = False) -> PendingReply:
         """Make a call; return its pending reply.
 
-        With `wait`, the call is not sent yet: it is sent together with the next call, in one message, or when its reply
-        is requested.
+        With `wait`, the call is not sent yet. It is sent in one message with the next call, or when its reply is
+        requested.
         """
         self._queued.append((answer := PendingReply(self), (method, arguments)))
         if not wait:
@@ -291,7 +294,10 @@ class RpcConnection:
 
 
 class RpcConnections:
-    """The connections of a process of `host`; each thread has its own connections."""
+    """The connections from a process on the host `host` to named processes.
+
+    Each thread has its own connections. `find` returns the address of a process.
+    """
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:
         self.find = find
@@ -308,8 +314,8 @@ class RpcConnections:
     def wait(self, future: futures.Future[T]) -> T:
         """Wait for the result of a future that another thread of this process sets.
 
-        While it waits, this thread reads its own connections and repeats calls that were lost on broken connections. (A
-        dock that died may have lost the very rows that the other thread waits for.)
+        While it waits, the calling thread reads its own connections and repeats calls that were lost on broken
+        connections. (A dock that died may have lost the very rows that the other thread waits for.)
         """
         while not futures.wait([future], _WAIT_SLICE).done:
             for line in _readable([*self._thread_local.__dict__.get("lines", {}).values()], 0):
@@ -320,8 +326,8 @@ class RpcConnections:
 def _readable(lines: Sequence[RpcConnection], patience: int | None) -> list[RpcConnection]:
     """Return the connections that can be read or are broken.
 
-    Only connections with unanswered calls are considered. Waits for up to `patience` milliseconds until there is one
-    (None: without limit).
+    Only connections with unanswered calls are considered. The function waits up to `patience` milliseconds until there
+    is such a connection (None: without limit).
     """
     by_descriptor = {line._socket.fileno(): line for line in lines if line._unanswered and line._socket is not None}
     # The kernel does not report data that TLS has already decrypted and nobody has read yet.
@@ -350,7 +356,7 @@ def _send(connection: socket.socket, parts: list[Any]) -> None:
 
 
 async def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
-    """Send a message in chunks, so that neither asyncio nor TLS copies all of it."""
+    """Send a message in chunks, so that neither asyncio nor TLS copies it as a whole."""
     for part in parts:
         view = memoryview(part).cast("B")
         for begin in range(0, len(view), _SEND_CHUNK):

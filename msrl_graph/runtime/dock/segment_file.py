@@ -1,5 +1,7 @@
 """The file format of a segment: a header in MessagePack, then raw arrays.
 
+A segment is a file with the rows that a process stored in one call (segments.py).
+
 Invariant: a reader does not trust a file. A damaged file raises RunError, and nothing in the file is executed (no
 pickle). Readers get views of the file, which is mapped read-only.
 """
@@ -23,7 +25,7 @@ HEADER_SIZE = struct.Struct("<Q")  # a file begins with the size of its header i
 
 
 class ArrayPlace(msgspec.Struct, array_like=True):
-    """The type and shape of an array, and its offset behind the header of the file."""
+    """The type and shape of an array, and its offset from the file's first array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +33,11 @@ class ArrayPlace(msgspec.Struct, array_like=True):
 
 
 class SegmentColumn(msgspec.Struct, array_like=True):
-    """A column of a segment: the places of its arrays, and whether it has verdicts."""
+    """A column of a segment.
+
+    `rows`, `values` and `offsets` say where the arrays of the column are in the file. `verdicts` says whether the
+    values are the verdicts of a filter.
+    """
 
     verdicts: bool
     rows: ArrayPlace
@@ -50,9 +56,9 @@ _header_decoder = msgspec.msgpack.Decoder(SegmentHeader)
 
 
 class Segment:
-    """The rows that one call wrote: for each column a piece, as views of the file.
+    """A segment that is mapped into memory; its rows are views of the file.
 
-    Raises RunError for a file that is not a complete segment.
+    The constructor raises RunError for a file that is not a complete segment.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +80,7 @@ class Segment:
 
     @cached_property
     def pieces(self) -> dict[str, ColumnRows]:
-        """The pieces by column."""
+        """The rows of each column."""
         return {name: self._piece(name, field) for name, field in self._fields.items()}
 
     def _piece(self, name: str, field: SegmentColumn) -> ColumnRows:
@@ -93,7 +99,7 @@ class Segment:
 
 
 def _fit_together(rows: Array, values: Array, offsets: Array | None) -> bool:
-    """Return whether these arrays can belong to one piece."""
+    """Return whether the types and lengths of a column's arrays fit together."""
     if rows.ndim != 1 or rows.dtype.kind != "i" or not values.ndim:
         return False
     if offsets is None:

@@ -1,5 +1,7 @@
 """The rows of one host in shared memory: one file per call that wrote rows.
 
+Such a file is a *segment*. Segments are grouped by *task*, which is one iteration of training or of an evaluation.
+
 Invariant: a segment file is complete or absent, and never changes. The file describes its own contents, so the
 replacement of a dead process can read everything. Readers get views of the file, which nobody may write to. The views
 stay valid when the file is dropped: the memory of a large dropped file is reused only when no process reads the file
@@ -59,18 +61,19 @@ _STATUS_INTERVAL = 0.05  # seconds between two writes of the number of computed 
 
 
 class Room:
-    """The folder with the files of one run on one host."""
+    """The folder of one run on one host that has the files of rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, name: str, size: int) -> Room:
-        """Make a room with space for `size` bytes, in memory if possible.
+        """Make a folder for `size` bytes of rows, in shared memory if possible.
 
-        If memory is too small, the room is among the temporary files. `name` must be impossible to guess. If a dead
-        process left a room of this name, the room is used again. The room is removed when no process uses it any more.
-        Raises RunError if other users can access the folder.
+        If shared memory has too little space, the folder is made in the directory for temporary files. `name`, the
+        folder's name, must be impossible to guess. If a dead process left a folder of this name, that folder is used
+        again. The folder is removed when no process uses it any more. Raises RunError if other users can access the
+        folder.
         """
         places = [SHARED] if SHARED.is_dir() and os.access(SHARED, os.W_OK) else []
         places += [Path(tempfile.gettempdir())]
@@ -88,7 +91,7 @@ class Room:
         return room
 
     def read_statuses(self) -> dict[str, ProcessStatus]:
-        """Return the last status of each process, including processes that have died."""
+        """Return the last status of each process of this host, even of dead processes."""
         statuses = {}
         for path in self.path.glob(f"{_STATUS_PREFIX}*"):
             with suppress(OSError, ValueError):
@@ -128,8 +131,8 @@ def _refuse(path: Path, error: OSError) -> NoReturn:
 class Activity:
     """The status of a process in shared memory, where the dock of its host reads it.
 
-    A status remains readable after the death of its process. An update is one write to mapped memory, without a
-    message.
+    A status remains readable after the death of its process. A change of the status is one write to mapped memory,
+    without a message.
     """
 
     def __init__(self, room: Room, process: str) -> None:
@@ -156,9 +159,10 @@ class Activity:
         self._write()
 
     def set_computed_rows(self, rows: int, total: int, where: str = "") -> None:
-        """Record how many of `total` rows are computed.
+        """Record that `rows` of `total` rows are computed.
 
-        The numbers are written to shared memory at most once in _STATUS_INTERVAL seconds.
+        `where` is a more exact position. The numbers are written to shared memory at most once in _STATUS_INTERVAL
+        seconds.
         """
         now = time.monotonic()
         before, _, moved, _ = self._rows
@@ -167,7 +171,10 @@ class Activity:
             self._write()
 
     def add_done_rows(self, key: str, node: str, rows: int) -> None:
-        """Add `rows` finished rows of a node that writes no rows."""
+        """Add `rows` to the count of finished rows of a node that writes no rows.
+
+        The count begins at 0 in each task `key`.
+        """
         if key != self._key:
             self._key = key
             self._done = {}
@@ -201,7 +208,7 @@ def room_name(run: str, host: int) -> str:
 def _sweep(place: Path) -> None:
     """Remove this user's rooms in the folder `place` that no process uses any more.
 
-    Such a room remains if the process that should have removed the room was killed too.
+    A room remains unused if the process that should have removed the room was killed too.
     """
     for path in place.iterdir():
         if not _ROOM.fullmatch(path.name):
@@ -220,16 +227,16 @@ def _sweep(place: Path) -> None:
 
 
 class Segments:
-    """The segments of a room, by task key and name."""
+    """The segments of a room; a task's key and a name identify a segment."""
 
     def __init__(self, room: Room) -> None:
         self.room = room
         self._open: dict[str, dict[str, Segment]] = {}
 
     def write(self, key: str, name: str, node: str, pieces: Mapping[str, ColumnRows]) -> None:
-        """Store the rows that `node` wrote, by column, as one segment.
+        """Store the rows that `node` wrote as one segment; `pieces` has rows by column.
 
-        The rows of each piece are stored in ascending order of their numbers.
+        The rows of each column are stored in ascending order of their numbers.
         """
         fields: dict[str, SegmentColumn] = {}
         arrays: list[tuple[int, Array]] = []
@@ -276,7 +283,8 @@ class Segments:
     def _open_for_writing(self, path: Path, size: int) -> int:
         """Open a file to write to; reuse a large dropped file that no process reads.
 
-        The memory of a dropped file is already allocated; allocating memory takes as long as filling it.
+        Reuse saves time: the memory of a dropped file is already allocated, and allocating memory takes as long as
+        filling it.
         """
         for spare in self._spares() if size >= _LARGE else ():
             with suppress(OSError):
@@ -302,12 +310,15 @@ class Segments:
         return known[name].pieces
 
     def writer(self, key: str, name: str) -> str:
-        """Return the node that wrote a segment; the segment must have been read before."""
+        """Return the node that wrote a segment; this process must have read the segment."""
         node: str = self._open[key][name].node
         return node
 
     def write_note(self, key: str, name: str, value: Any) -> None:
-        """Store a small value for the replacement of this process."""
+        """Store a small value of a task, for the replacement of this process.
+
+        The value is in a file of its own, called a note.
+        """
         folder = self._folder(key)
         folder.mkdir(exist_ok=True)
         part = folder / f".{name}.part"
@@ -315,7 +326,7 @@ class Segments:
         part.rename(folder / f".{name}")
 
     def list_notes(self, key: str) -> list[str]:
-        """Return the names of the notes, in order."""
+        """Return the sorted names of the notes of a task."""
         file_names = (path.name for path in self._folder(key).iterdir())
         return sorted(name[1:] for name in file_names if name.startswith(".") and not name.endswith(".part"))
 
@@ -344,7 +355,7 @@ class Segments:
         return [path.name for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
 
     def forget(self, key: str) -> None:
-        """Forget the segments of a task that this process has mapped."""
+        """Drop this process's references to the mapped segments of a task."""
         self._open.pop(key, None)
 
     def drop(self, key: str) -> None:

@@ -1,11 +1,12 @@
 """A warehouse of the transfer dock: the rows of one host.
 
-See arXiv:2507.19017, figure 4.
+See arXiv:2507.19017, figure 4. A *task* is one iteration of training or of an evaluation. A *segment* is a file with
+the rows of one write, in shared memory.
 
-Invariant: writes are idempotent: a row that is written again replaces the earlier copy. The rows are in segments (files
-in shared memory), which processes of the host write and read directly. The warehouse knows the segments and sends rows
-to other hosts. The warehouse also stores the open tasks and the decisions of the controllers of its process in its
-segments, so that a replacement of the process can read everything. This module imports neither Ray nor torch.
+Invariant: writes are idempotent: a row that is written again replaces the earlier copy. Processes of the host write and
+read the segments directly. The warehouse knows the segments and sends rows to other hosts. The warehouse also stores
+the open tasks, and the decisions of the controllers of its process, in the folder of the segments, so that a
+replacement of the process can read everything. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Warehouse:
         return True
 
     def put(self, key: str, name: str) -> list[RowsReady]:
-        """Note that a segment was written; return the news of its rows."""
+        """Note that the segment `name` was written; return the news of its rows."""
         self._names.setdefault(key, {})[name] = None
         return self._news(key, name)
 
@@ -78,18 +79,18 @@ class Warehouse:
         return [RowsReady.from_piece(column, piece, place) for column, piece in self.segments.read(key, name).items()]
 
     def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
-        """Store decisions (rounds) of a node's controller."""
+        """Store decisions (`rounds`) of the controller of `node` in the task `key`."""
         stored_rounds = self._rounds.setdefault(key, {}).setdefault(node, [])
         self.segments.write_note(key, f"{node}.{len(stored_rounds):06}", (node, rounds))
         stored_rounds.extend(rounds)
 
     def known(self, task: Task) -> WarehouseInventory:
-        """Return everything that a rebuilt controller needs to know of a task."""
+        """Return a task's news and stored decisions, from which controllers are rebuilt."""
         news = [entry for name in self._names.get(task.key, ()) for entry in self._news(task.key, name)]
         return WarehouseInventory(task, news, self._rounds.get(task.key, {}))
 
     def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, ColumnData]]:
-        """Return the requested rows by segment and column, in the requested order."""
+        """Return the wanted rows by segment and column, in the order of the request."""
         return {
             name: {column: select_rows(pieces[column], rows) for column, rows in columns.items()}
             for name, columns in wanted.items()
@@ -110,9 +111,10 @@ class Warehouse:
         }
 
     def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
-        """Return all rows of a task in this warehouse, by column and ascending.
+        """Return all rows of a task in this warehouse, by column.
 
-        If `columns` is given, the result has only these columns.
+        The rows of each column are in ascending order of their numbers. If `columns` is given, the result has only
+        these columns.
         """
         pieces: dict[str, list[ColumnRows]] = {}
         for name in self._names.get(key, ()):
@@ -138,7 +140,7 @@ class Warehouse:
 
 
 def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
-    """Select rows of a piece by their numbers.
+    """Return the values of the rows with the numbers `rows`, from a column's `piece`.
 
     The rows of the piece must be ascending. Returns a view if the selected rows are adjacent in the piece, else a copy.
     """
@@ -153,7 +155,7 @@ def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
 
 
 def payload_bytes(pieces: Mapping[str, ColumnRows]) -> int:
-    """Return the bytes of the rows' values, which is the size that a plan counts.
+    """Return the bytes of the rows' values; a plan counts the same bytes.
 
     The lengths and numbers of the rows are not counted, nor are the verdicts of filters.
     """

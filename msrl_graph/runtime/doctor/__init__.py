@@ -1,6 +1,6 @@
-"""`msrl-doctor`: problems of a machine or a cluster's hosts, and the next step.
+"""`msrl-doctor`: finds problems of a machine or cluster, and says how to fix them.
 
-Invariant: three tasks are separate: reading the machines (machine.py, and hosts.py for a cluster), judging the
-readings, and showing the findings. A rule is a pure function from the readings of a host to findings. The file of a
-rule also states which readings the rule needs.
+Invariant: three tasks are separate: reading facts from the machines (machine.py, and hosts.py for a cluster), judging
+these readings by rules, and showing the findings. A rule is a pure function from the readings of a host to findings.
+The file of a rule also states which readings the rule needs.
 """

@@ -1,8 +1,10 @@
 """Rules for Ascend machines: driver, CANN, plug-in of torch, links, dies.
 
+A *die* is one chip of an NPU; torch sees each die as a device.
+
 Invariant: findings are ordered from the lowest layer of the software to the highest. So the first wrong finding is the
 first to fix, and a finding that only follows from another finding is not reported. The rules cover Atlas A2 and A3. No
-rule has run on an NPU; output_parsers.py lists the sources of the output formats.
+rule has been tried on an NPU; output_parsers.py lists the sources of the output formats.
 """
 
 from __future__ import annotations
@@ -62,9 +64,10 @@ WANTS = asking(
 
 
 class Toolkit(NamedTuple):
-    """A CANN toolkit.
+    """An installed CANN toolkit.
 
-    `home` is the folder of the toolkit, as it appears in the paths of its files. `version` is the toolkit's version.
+    `home` is the folder of the toolkit, written as in the paths of the files that were read from it. `version` is the
+    toolkit's version.
     """
 
     home: str
@@ -80,18 +83,18 @@ def toolkit(host: ExaminedHost, home: str) -> Toolkit | None:
 
 
 def cann(host: ExaminedHost) -> Toolkit | None:
-    """Return the CANN toolkit that the environment names, or else an installed one.
+    """Return the CANN toolkit that a host's environment variables name.
 
-    Returns None if no toolkit is found.
+    If the variables name no installed toolkit, the result is a toolkit in one of the usual folders, or None.
     """
     homes = [host.variables[HOME]] if host.variables.get(HOME) else []
     return next((kit for home in (*homes, *HOMES) if (kit := toolkit(host, home))), None)
 
 
 def driver_version(host: ExaminedHost) -> str:
-    """Return the driver's version, from the driver's file or else from `npu-smi`.
+    """Return the Ascend driver's version, from the driver's version file or `npu-smi`.
 
-    The file is missing if the driver is installed in another folder.
+    The output of `npu-smi` is used if there is no such file, because the driver is installed in another folder.
     """
     return output_parsers.fields(host.text(DRIVER)).get("Version") or output_parsers.npu_driver(host.said(INFO)["text"])
 
@@ -130,7 +133,7 @@ def driver(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def environment(host: ExaminedHost) -> Iterator[Finding]:
-    """Check that CANN's toolkit is installed, and that the environment names it."""
+    """Check that a CANN toolkit is installed, and that environment variables name it."""
     home = host.variables.get(HOME, "")
     chosen = cann(host)
     if chosen is None:
@@ -161,7 +164,7 @@ def environment(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def kernels(host: ExaminedHost) -> Iterator[Finding]:
-    """Check CANN's operators, which are a separate package from the toolkit."""
+    """Check that CANN's operators are installed, a package apart from the toolkit."""
     if (kit := cann(host)) is None:
         return
     infos = (f"{kit.home}/{cpu}-linux/ascend_ops_install.info" for cpu in ("aarch64", "x86_64"))
@@ -224,9 +227,9 @@ def plugins(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def mindspeed(release: str) -> str:
-    """Return the commands that install a MindSpeed release from a clone.
+    """Return the shell commands that install a MindSpeed release from a git clone.
 
-    No package index has MindSpeed.
+    A clone is needed because no package index has MindSpeed.
     """
     return f"in a clone of MindSpeed: git checkout core_r{release}.0; pip install -e ."
 
@@ -273,7 +276,7 @@ def links(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def stray(host: ExaminedHost) -> Iterator[Finding]:
-    """Check for torch's NPU plug-in on a machine without an NPU and without CANN."""
+    """Warn if torch's NPU plug-in is installed on a machine without NPU and CANN."""
     if PLUGIN in host.packages and ASCEND not in host.kinds and cann(host) is None:
         message = f"{PLUGIN} {host.packages[PLUGIN]} is installed, but there is neither an NPU nor CANN: "
         message += "torch loads it and fails"

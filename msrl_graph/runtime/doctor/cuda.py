@@ -1,7 +1,7 @@
 """Rules for machines with NVIDIA devices: driver, torch, memory, faults, links.
 
-Invariant: findings are ordered from the lowest layer of the software to the highest, as in ascend.py. No rule has run
-on a machine with an NVIDIA device; output_parsers.py lists the sources of the output formats.
+Invariant: findings are ordered from the lowest layer of the software to the highest, as in ascend.py. No rule has been
+tried on a machine with an NVIDIA device; output_parsers.py lists the sources of the output formats.
 """
 
 from __future__ import annotations

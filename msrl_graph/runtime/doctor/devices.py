@@ -1,7 +1,9 @@
 """Rules for any kind of device: visibility, Ray's count, and use of memory.
 
-Invariant: two kinds of devices differ only in their entries in device_kinds.py, and in the dies that ascend.py or
-cuda.py reads.
+A *die* is one device as a process sees it: a chip of an NPU, or a GPU.
+
+Invariant: the rules treat all kinds of devices in the same way. What differs comes from the kind's entry in
+device_kinds.py, and from the dies that ascend.py or cuda.py reads.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
 
 
 def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
-    """Check that Ray counts all visible devices on a host of a cluster."""
+    """On a host of a cluster, check that Ray counts all visible devices."""
     if host.resources is None:
         return
     visible = seen(host, kind)
@@ -62,7 +64,7 @@ def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
 
 
 def held(host: ExaminedHost, dies: Sequence[DeviceEntry], command: str) -> Iterator[Finding]:
-    """Check which processes use the memory of the dies.
+    """Check whether other processes use the memory of the dies.
 
     `command` is the command that lists these processes.
     """

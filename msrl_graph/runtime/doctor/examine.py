@@ -1,4 +1,4 @@
-"""The complete query of a machine, and all rules that judge the readings.
+"""The complete query of a machine, and all rules that judge its answer.
 
 Invariant: this is the only file that knows all rule files. Findings are ordered from the machine (first) to the program
 (last), so the first wrong finding is the first to fix.
@@ -40,7 +40,7 @@ def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:
 
 
 def question(plan: Plan | None) -> HostQuery:
-    """Build the query for every host, including everything that the plan needs."""
+    """Return the query for every host: what the rules need, and what the plan needs."""
     return together(*WANTS, asking(marks=[str(Path.cwd())]), *([program.wants(plan)] if plan else []))
 
 

@@ -1,5 +1,7 @@
 """The input of rules, and the findings that rules return.
 
+A *reading* is a fact that is read from a machine, such as the text of a file or the output of a command.
+
 Invariant: a rule is a pure function from one host to findings. A rule that compares hosts is a pure function from all
 hosts to findings. A check has the same name on every machine.
 """
@@ -26,9 +28,9 @@ class Finding:
     """The result of a check.
 
     - `check`: the name of the check.
-    - `told`: the state that the check found, or the problem.
+    - `told`: what the check found, in words for the user.
     - `next`: the next step for the user, with its command.
-    - `hosts`: the hosts that the finding is about.
+    - `hosts`: the names of the hosts to which the finding applies.
     """
 
     check: str
@@ -40,9 +42,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class ExaminedHost:
-    """The readings of a machine.
+    """A machine, and the readings (facts) that were read from it.
 
-    For a host of a Ray cluster, three more facts are set:
+    For a host of a Ray cluster, these fields are also set:
 
     - `address`: the address of the host.
     - `resources`: the resources that Ray counts on the host.
@@ -79,7 +81,10 @@ class ExaminedHost:
         return fnmatch.filter(self.seen["paths"], pattern)
 
     def devices(self, kind: DeviceKind) -> int:
-        """Count the devices of a kind, including devices that processes cannot see."""
+        """Count the machine's devices of a kind, including devices that are not visible.
+
+        A device is not visible if a visibility mask hides it from processes.
+        """
         return len(numbers(self.paths(f"/dev/{kind.files}"))) if kind.files else 0
 
     @cached_property
@@ -93,9 +98,10 @@ class ExaminedHost:
         ]
 
     def anew(self, command: str) -> str:
-        """Append a restart of Ray to a command that changes the environment.
+        """Return `command`, followed by a restart of Ray if the host is in a cluster.
 
-        Only a host of a cluster needs the restart: Ray's processes have the environment in which `ray start` ran.
+        `command` changes environment variables. Ray's processes have the environment in which `ray start` ran, so the
+        change needs a restart.
         """
         return command if self.resources is None else f"{command}; then `ray stop`, and `ray start` again in that shell"
 
@@ -117,7 +123,7 @@ def asking(
     folders: Iterable[str] = (),
     rooms: Iterable[str] = (),
 ) -> HostQuery:
-    """Build a query of only the given items."""
+    """Build a HostQuery from the fields that are passed; other fields are empty."""
     return HostQuery(
         texts=[*texts],
         paths=[*paths],
@@ -147,7 +153,7 @@ def failed(
 ) -> str:
     """Describe why a command failed; "" if it succeeded.
 
-    `seconds` is the time limit of the command. `line` selects the line of its output that states the reason.
+    `seconds` is the time limit of the command. `line` selects the line of the command's output that states the reason.
     """
     if output["status"] == HUNG:
         return f"`{command}` did not end within {seconds:.0f} s"
@@ -159,16 +165,16 @@ def failed(
 def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Yield the findings of all rules on all hosts, in the order of the rules.
 
-    Equal findings of several hosts are yielded as one finding.
+    If a rule has equal findings on several hosts, they are yielded as one finding.
     """
     for rule in rules:
         yield from merged(replace(finding, hosts=(host.title,)) for host in hosts for finding in rule(host))
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge equal findings of a check into one finding with all their hosts.
+    """Merge equal findings into one finding that names all their hosts.
 
-    If several findings of a check have the state "ok", only the text of the first one is kept.
+    Findings of the same check with the state "ok" count as equal, even if their texts differ; the first text is kept.
     """
     by_key: dict[tuple[str, ...], Finding] = {}
     for finding in findings:

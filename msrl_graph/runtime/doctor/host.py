@@ -65,9 +65,9 @@ WANTS = asking(
 
 
 def versions(host: ExaminedHost) -> dict[str, str]:
-    """Return the versions that can be checked against the known pairs of versions.
+    """Return a host's versions of packages, Python, CANN, CUDA and their drivers.
 
-    The result has the versions of packages, Python, CANN, CUDA and their drivers.
+    The rule `together` compares these versions with the versions that are known to work together.
     """
     kit = ascend.cann(host)
     packages = dict(host.packages)
@@ -84,7 +84,7 @@ def versions(host: ExaminedHost) -> dict[str, str]:
 
 
 def memory(host: ExaminedHost) -> tuple[int, int]:
-    """Return the free and the total bytes of a host's memory."""
+    """Return the free and the total bytes of a host's main memory."""
     return output_parsers.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
 
 
@@ -126,7 +126,7 @@ def packages(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def together(host: ExaminedHost) -> Iterator[Finding]:
-    """Check the versions of packages against the known pairs of versions."""
+    """Check that a host's package versions are known to work together."""
     known = versions(host)
     for pair in version_pairs.find_broken_pairs(known):
         wanted = pair.wanted(known[pair.package])
@@ -147,7 +147,7 @@ def _how_to_install(package: str, wanted: str, host: ExaminedHost) -> str:
 
 
 def engines(host: ExaminedHost) -> Iterator[Finding]:
-    """Check which engines are installed and run on the devices of the host."""
+    """Check which engines are installed on a host and can use its devices."""
     kind = next((device_kind for device_kind in host.kinds if not device_kind.is_host), HOST)
     missing_packages = {
         name: [package for package in kind.packages(spec.needs) if package not in host.packages]
@@ -193,7 +193,7 @@ def descriptors(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def differing(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Find versions that differ from the version on most hosts.
+    """Find package versions that differ from the version on most hosts.
 
     Packages that only devices need are compared only between hosts with devices.
     """
@@ -254,7 +254,7 @@ def cluster(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
 
 
 def folders(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Check whether all hosts share the current folder of the caller."""
+    """Check whether all hosts share the folder in which msrl-doctor was started."""
     names = tuple(host.title for host in hosts)
     for path in hosts[0].seen["marks"] if len(hosts) > 1 else ():
         is_shared = len({host.seen["marks"][path] for host in hosts}) == 1 and hosts[0].seen["marks"][path]

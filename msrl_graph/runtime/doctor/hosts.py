@@ -1,8 +1,8 @@
 """The hosts to examine: this machine, or all hosts of the cluster in RAY_ADDRESS.
 
-Invariant: within WITHIN seconds, each host has answered or is named in a finding. Ray is loaded in a separate process,
-which is killed after WITHIN seconds. A host needs only the packages that come with Ray. msrl_graph itself need not be
-installed on a host.
+Invariant: within WITHIN seconds, each host has answered, or a finding names it as a host that does not answer. Ray is
+loaded in a separate process, which is killed after WITHIN seconds. A host needs only the packages that come with Ray.
+msrl_graph itself need not be installed on a host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def here(query: HostQuery) -> list[ExaminedHost]:
 def joined(address: str, query: HostQuery) -> tuple[list[ExaminedHost], list[Finding]]:
     """Examine the hosts of the Ray cluster at `address`.
 
-    Returns the hosts that answered, and findings about a cluster or hosts that did not answer.
+    Returns the hosts that answered, and findings. The findings say that the cluster, or some of its hosts, did not
+    answer.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -120,7 +121,8 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
 def _clock_difference(prober: Any) -> float:
     """Return the seconds by which a host's clock is ahead of this machine's clock.
 
-    The duration of the request makes the difference uncertain. Only the certain part of the difference counts.
+    Because the request takes time, the difference is known only within an interval. The result is the difference of
+    this interval that is nearest to 0.
     """
     import ray
 

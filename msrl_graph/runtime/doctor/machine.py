@@ -1,5 +1,7 @@
 """The readings of a machine, and the object that reads them.
 
+A *reading* is a fact about the machine, such as the text of a file or the output of a command.
+
 Invariant: reading changes nothing, loads no package and judges nothing. The reader knows no kind of device, and reads
 only the items that the query names. A command that hangs is abandoned after its deadline. All commands run in parallel,
 so reading takes no longer than the longest command. A host needs only Python: Ray sends the code of this file to the
@@ -39,12 +41,12 @@ ABSENT = "absent"
 
 
 class Command(TypedDict):
-    """A command to run.
+    """A command to run on a machine.
 
     - `words`: the program and its arguments.
-    - `each`: a pattern of files, or "". With a pattern, the command runs once for each matching file that ends in a
-      number. This number replaces `{}` in `words`.
-    - `where`: a pattern of files, or "". With a pattern, the command runs only if a file matches.
+    - `each`: a pattern of file paths, or "". With a pattern, the command runs once for each matching file whose path
+      ends in a number. This number replaces `{}` in `words`.
+    - `where`: a pattern of file paths, or "". With a pattern, the command runs only if a file matches.
     - `seconds`: the time limit.
     """
 
@@ -55,10 +57,10 @@ class Command(TypedDict):
 
 
 class HostQuery(TypedDict):
-    """Items to read from a machine.
+    """The facts to read from a machine.
 
-    - `texts`: patterns of files whose text is read. `$NAME` in a pattern is an environment variable.
-    - `paths`: patterns of files that are only searched, not read. `$NAME` in a pattern is an environment variable.
+    - `texts`: path patterns of files whose text is read. `$NAME` in a pattern is an environment variable.
+    - `paths`: path patterns of files that are listed, but not read. `$NAME` in a pattern is an environment variable.
     - `sizes`: paths of files whose size is read.
     - `marks`: paths of folders whose mark is read. A mark is a text that is equal on all hosts that share the folder.
     - `variables`: names of environment variables. A `*` at the end of a name matches any ending.
@@ -66,7 +68,7 @@ class HostQuery(TypedDict):
     - `sources`: files in Python modules, such as `torch/version.py`, whose text is read.
     - `commands`: commands to run.
     - `folders`: folders in which programs are searched, in addition to PATH.
-    - `rooms`: folders whose free space is read.
+    - `rooms`: folders whose free disk space is read.
     """
 
     texts: list[str]
@@ -92,10 +94,11 @@ class CommandOutput(TypedDict):
 
 
 class MachineReadings(TypedDict):
-    """The readings of a machine.
+    """What was read from a machine in answer to a HostQuery.
 
-    The keys of each dictionary are the items of the query. The keys of `said` are the words of each command, joined by
-    spaces. `descriptors` are the soft and the hard limit of open files.
+    The fields with the name of a field of HostQuery have the values for the paths or names in that field. `said` has
+    the output of each command. Its key is the words of the command, joined by spaces. `descriptors` are the soft and
+    the hard limit of open files.
     """
 
     name: str
@@ -117,7 +120,7 @@ class MachineReadings(TypedDict):
 
 
 class Machine:
-    """This machine.
+    """The machine on which this process runs, as a source of readings.
 
     Tests replace this object by an object with the same methods.
     """
@@ -127,7 +130,7 @@ class Machine:
         return initial_environment()
 
     def facts(self) -> dict[str, object]:
-        """Return the facts that can be read without running a command."""
+        """Return the facts for which the machine need not run a command."""
         return {
             "name": platform.node(),
             "system": f"{platform.system()} {platform.release()}",
@@ -143,7 +146,7 @@ class Machine:
         return sorted(glob(pattern))  # noqa: PTH207 (a Path has no pattern that begins at the root)
 
     def text(self, path: str) -> str:
-        """Return the beginning of a file; "" if it cannot be read."""
+        """Return the beginning of a file's text; "" if the file cannot be read."""
         try:
             with Path(path).open("rb") as file:
                 return file.read(SMALL).decode(errors="replace")
@@ -176,9 +179,9 @@ class Machine:
         return f"{stat_result.st_ino} {stat_result.st_mtime_ns}"
 
     def room(self, folder: str) -> tuple[int, int]:
-        """Return the free and the total bytes of a folder's disk.
+        """Return the free and the total bytes of the disk that contains a folder.
 
-        The free bytes are 0 if the folder is not writable.
+        The free bytes are 0 if this process cannot write to the folder.
         """
         try:
             usage = shutil.disk_usage(folder)
@@ -224,7 +227,7 @@ class Machine:
 
 
 class MachineProber:
-    """A process that answers queries about its host; a Ray actor on a cluster."""
+    """A process that answers queries about its host. On a cluster, it is a Ray actor."""
 
     def look(self, query: HostQuery) -> MachineReadings:
         return look(Machine(), query)
@@ -234,7 +237,7 @@ class MachineProber:
 
 
 def look(machine: Machine, query: HostQuery) -> MachineReadings:
-    """Read all items of a query from a machine."""
+    """Read everything that a query names from a machine."""
     variables = machine.variables
 
     def matching(patterns: list[str]) -> list[str]:
@@ -273,7 +276,7 @@ def look(machine: Machine, query: HostQuery) -> MachineReadings:
 
 
 def numbers(paths: list[str]) -> list[int]:
-    """Return the numbers at the ends of paths, in ascending order."""
+    """Return the numbers at the ends of file paths, in ascending order."""
     return sorted(int(match[0]) for path in paths if (match := re.search(r"\d+$", path)))
 
 

@@ -2,7 +2,7 @@
 
 Invariant: parsers are pure functions. Text in an unknown format gives an empty result and raises no error.
 
-The formats come from the following sources. No output was seen on a device of this project.
+The formats are taken from the following sources. They were not compared with the output of a real device.
 
 - `npu-smi info` of Atlas A2 (npu-smi 23.0 to 25.5) and A3 (24.1 to 26.0): reports 834, 1130, 2534 and 12980 in
   vllm-project/vllm-ascend. A3 has an additional column: the number of the die on the host. Version 26.0 has one more
@@ -28,7 +28,7 @@ MIB = 1 << 20
 class Holder:
     """A process that uses memory of a device.
 
-    `bytes` is the size of this memory.
+    `bytes` is the amount of this memory.
     """
 
     pid: str
@@ -206,10 +206,10 @@ def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
 
 
 def cards(text: str) -> set[str]:
-    """Parse the vendor and device id of each PCI card from /proc/bus/pci/devices.
+    """Parse the id of each PCI card from the text of /proc/bus/pci/devices.
 
-    Only the first function of a card counts. An id is the four hexadecimal digits of the vendor, followed by the four
-    digits of the device.
+    An id is the four hexadecimal digits of the vendor, followed by the four digits of the device. A card that provides
+    several PCI functions counts once.
     """
     rows = re.findall(r"^([0-9A-Fa-f]+)\s+([0-9A-Fa-f]{8})\s", text, re.MULTILINE)
     return {card.lower() for function, card in rows if int(function, 16) % 8 == 0}

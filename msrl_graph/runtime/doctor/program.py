@@ -1,7 +1,7 @@
 """Rules for a program: whether hosts have everything that the plan needs.
 
-Invariant: the plan states what it needs of its hosts. Everything that makes the driver refuse a run before its start is
-also an error of these rules.
+Invariant: the plan states what it needs of the hosts on which it runs. Everything that makes the driver refuse a run
+before its start is also an error of these rules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}
 
 
 def wants(plan: Plan) -> HostQuery:
-    """Build the query for a plan's hosts."""
+    """Return the query for the facts that the rules about a plan need from each host."""
     probes = [
         Command(words=command, each="", where="", seconds=LONG) for command in interpreters.commands(plan).values()
     ]
@@ -52,7 +52,10 @@ def _files_read(plan: Plan) -> dict[str, list[str]]:
 
 
 def findings(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Yield findings about everything that a plan needs and the hosts lack."""
+    """Yield the findings of all checks that the hosts have what a plan needs.
+
+    If all of these findings are "ok", the first finding says that the plan can run.
+    """
     support_findings = [*_check_support(plan)]
     rules = (_check_packages, _check_interpreters, _check_devices, _check_memory, _check_files)
     all_findings = [*support_findings, *(finding for rule in rules for finding in rule(plan, hosts))]
@@ -124,7 +127,7 @@ def _check_devices(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Findin
 
 
 def _count_usable(host: ExaminedHost, kind: DeviceKind) -> float:
-    """Return the number of devices that a run may use on a host."""
+    """Return how many devices of a kind a run may use on a host."""
     if host.resources is not None:
         return host.resources.get(kind.resource, 0)
     if kind.is_host:
@@ -170,9 +173,10 @@ def _check_memory(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding
 
 
 def _check_files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Check that the hosts have the files of the models and the data.
+    """Check that the hosts have the model files and data files that a plan reads.
 
-    The driver chooses the plan's first host only when the plan runs. So every host is checked for all files.
+    Which host is the plan's first host, which reads the data, is only known when the plan runs. So every host is
+    checked for all files.
     """
     models = plan.deploy.models
     for model in models.values():

@@ -19,7 +19,7 @@ NAMED = 3  # most hosts that a row names
 
 
 def status(findings: Sequence[Finding]) -> int:
-    """Return the exit status: 1 if a run would fail."""
+    """Return the exit status of msrl-doctor: 1 if a run would fail, else 0."""
     return int(any(finding.state == "wrong" for finding in findings))
 
 

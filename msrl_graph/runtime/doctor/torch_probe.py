@@ -1,7 +1,9 @@
-"""Rule for torch: whether it loads and sees the devices, in a separate process.
+"""A rule for torch: whether torch loads and sees the devices of the machine.
 
-Invariant: the rule reports nothing if a rule of a lower layer (BELOW) or a visibility mask (MASKS) is wrong, because a
-failure of torch would only follow from that problem.
+Torch is loaded in a separate process.
+
+Invariant: the rule reports nothing if a rule of a lower layer (BELOW) or a visibility mask (MASKS) has found a problem,
+because a failure of torch would only follow from that problem.
 """
 
 from __future__ import annotations

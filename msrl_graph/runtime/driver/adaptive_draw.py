@@ -1,7 +1,8 @@
-"""Number of prompts that each round draws, with an `adaptive` filter.
+"""Number of prompts that each round draws, if the filter is `adaptive`.
 
-Invariant: the number follows from the counts of ended iterations, and these counts follow from the rows alone. So the
-number is the same on any layout and after a resume: a checkpoint contains the counts.
+Invariant: the number depends only on how many prompts the ended iterations have drawn, and how many of these prompts
+have passed the filter. Both counts depend only on the rows, and a checkpoint contains both counts. So the number is the
+same on any layout and after a resume.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _ROUND = 0.25  # cost of one more round, without its prompts, as a share of the 
 
 
 class RefillSize:
-    """Fraction of prompts that pass the filter, and the draw size that follows.
+    """Fraction of prompts that pass the filter, and the number of prompts to draw.
 
-    `adapts` is true if the program asks for an adaptive draw size.
+    `adapts` is true if the program has a filter with `adaptive`.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -40,7 +41,7 @@ class RefillSize:
     def share(self) -> float:
         """Fraction of the drawn prompts that passed the filter; 1 before the first draw.
 
-        Later iterations have larger weights.
+        The fraction is a weighted mean over the ended iterations, in which later iterations have larger weights.
         """
         return min(1.0, self.passed / self.drawn) if self.drawn else 1.0
 
@@ -49,12 +50,15 @@ class RefillSize:
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:
-        """Add the draw size of an iteration to its report."""
+        """Add to a report the number of prompts that each round of an iteration draws."""
         if self.adapts:
             report.count("refill/prompts", self.draw_size(number), 1)
 
     def learn(self, number: int, reports: Sequence[Report]) -> None:
-        """Add the counts of an iteration that has ended."""
+        """Add an ended iteration's numbers of drawn and passed prompts to the totals.
+
+        The totals give the fraction `share`, which decides how many prompts later iterations draw.
+        """
         if not self.adapts:
             return
         passed, drawn = (
@@ -69,9 +73,9 @@ class RefillSize:
         return {KEY: np.array([self.passed, self.drawn])} if self.adapts else {}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore the counts from a checkpoint.
+        """Restore the numbers of drawn and passed prompts from a checkpoint.
 
-        If the run that wrote the checkpoint had no adaptive filter, the counts start from zero.
+        If the run that wrote the checkpoint had no adaptive filter, both numbers start from zero.
         """
         if self.adapts and KEY in arrays:
             self.passed, self.drawn = map(float, arrays[KEY])
@@ -80,15 +84,18 @@ class RefillSize:
 def prompts_for(target: int, share: float, most: int) -> int:
     """Choose how many prompts each round draws, from `target` to `most`.
 
-    The choice minimizes the expected cost until `target` prompts have passed. The cost is the number of drawn prompts,
-    plus `_ROUND` * `target` for each round after the first, because the run waits for each round. Each prompt passes
-    independently with the probability `share`.
+    The choice minimizes the expected cost of drawing until `target` prompts have passed the filter. The cost is the
+    number of drawn prompts, plus `_ROUND` * `target` for each round after the first, because the run waits for each
+    round. Each prompt is assumed to pass independently with the probability `share`.
     """
     return min(range(target, most + 1), key=lambda size: (_cost(size, target, share, most), size))
 
 
 def _cost(size: int, target: int, share: float, most: int) -> float:
-    """Return the expected number of drawn prompts, plus the cost of later rounds."""
+    """Return the expected cost of rounds that draw `size` prompts each.
+
+    The cost is defined in `prompts_for`.
+    """
     rounds = 1.0
     for count in range(1, -(-most // size)):
         rounds += (short := 1 - _suffices(count * size, target, share))
@@ -98,9 +105,10 @@ def _cost(size: int, target: int, share: float, most: int) -> float:
 
 
 def _suffices(drawn: int, target: int, share: float) -> float:
-    """Return the probability that at least `target` of `drawn` prompts pass.
+    """Return the probability that `target` or more of `drawn` prompts pass the filter.
 
-    The result uses the normal approximation of the binomial distribution.
+    `share` is the probability that one prompt passes. The result uses the normal approximation of the binomial
+    distribution.
     """
     deviation = math.sqrt(drawn * share * (1 - share))
     if not deviation:

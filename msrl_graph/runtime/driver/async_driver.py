@@ -1,11 +1,15 @@
 """Asynchronous pools, which run ahead of the updates as far as `staleness` allows.
 
-Invariant: a pool begins a task only when `PoolProgress` reports the task as due. The pool then uses the newest weights
-that are sent, among the versions with which the updates have already begun an iteration. So no row exceeds its age
-bound, even if some process is slow. If every version is sent, a generation that is slower than the updates is only one
-version behind. With `deterministic`, the rows of an iteration depend only on the program. A pipelined pool runs its
-tasks in the order of the requests: all due tasks of the pool are requested before the rest of an iteration is
-requested.
+A task is one iteration of training, or one evaluation. A pipelined pool computes both an update and the generation that
+takes over its weights. A task of a pipelined pool has two parts: the opening (the generation, which runs before the
+previous iteration has ended) and the rest.
+
+Invariant: a pool begins a task only when `PoolProgress` (ir/async_schedule.py) reports that the pool may begin this
+task. The pool then generates with the newest weights that the updates have sent by the iteration that they are in. So
+no row exceeds its age bound, even if a process is slow. If the updates send every version, and a generation is slower
+than the updates, the generation is only one version behind the updates. With `deterministic`, the rows of an iteration
+depend only on the program. A pipelined pool executes the driver's requests in their order. So the driver requests all
+openings that the pool may begin before it requests the rest of an iteration.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from ..process.task_report import Report
 
 
 class AsyncPools(PoolProgress):
-    """Progress and pending tasks of the asynchronous pools.
+    """Progress of the asynchronous pools, and their tasks that have not ended.
 
-    `ranks` are the actors of all ranks, in the order of the rank numbers. `first` is the first iteration that the run
-    computes.
+    The argument `ranks` has the Ray actors of all ranks of the run, by rank number. `first` is the first iteration that
+    the run computes.
     """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
@@ -63,9 +67,10 @@ class AsyncPools(PoolProgress):
         return bool(self.running[pool]) and pool not in self.pipelined
 
     def begin(self, pool: str, task: Task, now: int, measure: bool) -> None:
-        """Start a task on a pool, after the pool's current work.
+        """Request a task from the ranks of a pool, to start after the pool's current work.
 
-        `now` is the iteration that the updates are in, or are about to begin.
+        `now` is the iteration that the updates are in, or are about to begin. `measure` says whether the ranks measure
+        memory.
         """
         for edge in self.edges[pool, task.name]:
             name = self.names[edge]
@@ -82,11 +87,15 @@ class AsyncPools(PoolProgress):
         self.reports.setdefault(task.key, []).extend(references)
 
     def task_for_ranks(self, task: Task) -> Task:
-        """Return a copy of a task for the ranks that are in step with the updates.
+        """Return a copy of a task for the ranks that do not run ahead of the updates.
 
-        The copy names the resharding edges over which these ranks send weights. For each edge, the copy has the number
-        of fetches so far, and the version of the weights that samples the rows of the task. If no fetch was requested
-        for the task yet, this version is the newest version.
+        These are all ranks except the ranks of asynchronous pools that are not pipelined. The copy describes the
+        resharding edges with `staleness`:
+
+        - `sends`: the edges over which the updates send weights at the beginning of the task.
+        - `fetches`: for each edge, how many fetches of weights the driver has requested so far, and the version of the
+          weights that samples the rows of the task. If the driver has not requested a fetch for this task, the version
+          is the newest one.
         """
         number = task.number
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
@@ -103,12 +112,13 @@ class AsyncPools(PoolProgress):
         return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent_edges), part=part)
 
     def pending_references(self) -> list[Any]:
-        """Return references to tasks that are not known to have ended."""
+        """Return Ray references to the requested tasks whose end the driver has not seen."""
         return [reference for tasks in self.running.values() for reference in tasks]
 
     def take_ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
-        """Yield (task, report) for each training task among the ended references.
+        """Yield (task, report of a rank) for each ended Ray reference of a training task.
 
+        `references` are the Ray references that have ended; references of evaluations are taken, but not yielded.
         Raises the error of a task that failed.
         """
         for tasks in self.running.values():

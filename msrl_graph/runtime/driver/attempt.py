@@ -1,7 +1,9 @@
 """Checks and preparation of a run, before any process starts.
 
+A working copy is a local folder for the content of a URL.
+
 Invariant: this module starts no process. All errors that can be found without starting a process are reported together.
-If the run does not start, files that were fetched from a URL are removed again.
+If the run does not start, its working copies are removed again.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ PLAIN = WatchOptions()
 class PreparedRun:
     """A run that is ready to start.
 
-    - `rows`: a preview of each data file, by the name of the data in the program.
+    - `rows`: a preview of each data file (such as its number of rows), by the name of the data in the program.
     - `folder`: the run's folder. `stated`: whether the user named this folder.
     - `begin`: the checkpoint from which the run continues; None: the run starts from the beginning.
-    - `manifest`: the manifest of this checkpoint.
+    - `manifest`: the manifest of the checkpoint `begin`, which lists its files and says how it was written.
     - `warnings`: the warnings to print.
-    - `url`: the URL of which `folder` is a working copy; "" if `folder` is not a working copy.
-    - `copies`: all working copies.
+    - `url`: the URL where the results finally belong, if `folder` is only a working copy; otherwise "".
+    - `copies`: all working copies, which `drop` removes.
     """
 
     plan: Plan
@@ -81,7 +83,7 @@ class PreparedRun:
 
     @property
     def continues_in_place(self) -> bool:
-        """Whether the results are added to the folder of the resumed run."""
+        """Whether the run adds its results to the folder of the run that it resumes."""
         return self.begin is not None and self.folder == self.begin.parent.parent
 
     def lines(self) -> list[str]:
@@ -129,9 +131,10 @@ class PreparedRun:
 
 
 def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: WatchOptions = PLAIN) -> PreparedRun:
-    """Check everything that can be checked without starting a process.
+    """Check all that can be checked before a process starts; return the prepared run.
 
-    Raises Fault with all problems that were found.
+    `out` is the folder or URL of the results. `resume` is the folder or URL of a checkpoint, or of a run, to continue
+    from. Raises Fault with all problems that were found.
     """
     copies: list[Path] = []
     try:
@@ -204,10 +207,11 @@ def _prepare_run(
 def _check_lost_lines(
     run: Path, begin: Path, manifest: checkpoint.Manifest, in_place: bool, span: Span
 ) -> list[Diagnostic]:
-    """Check that the metrics lines that belong to a checkpoint still exist.
+    """Check that the metrics lines that a run wrote before a checkpoint still exist.
 
-    The lines are in the run's folder, or copied into the checkpoint. Returns a warning if lines are missing. Raises
-    Fault if lines are missing and the run continues in the same folder (`in_place`).
+    `run` is the folder of the run that wrote the checkpoint `begin`. The lines are in metrics.jsonl in this folder, or
+    in a copy in the checkpoint. Returns a warning if lines are missing. Raises Fault if lines are missing and the
+    resumed run continues in the same folder (`in_place`).
     """
     if any(file.name == checkpoint.METRICS for file in manifest.files) or manifest.hosts:
         return []
@@ -226,7 +230,8 @@ def _check_lost_lines(
 def _choose_folder(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
     """Choose the folder of a new run; return the folder and its URL.
 
-    The URL is the URL of which the folder is a working copy, or "" if the folder is not a working copy.
+    If `out` is a URL, the folder is a new working copy, which is added to `copies`. If `out` is not a URL, the returned
+    URL is "".
     """
     if not is_url(str(out)):
         return choose_folder(plan, out, options.overwrite, options.replay), ""

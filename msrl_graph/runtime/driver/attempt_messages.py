@@ -18,15 +18,15 @@ NO_SERVER = PreloadAddress()
 
 @dataclass(frozen=True)
 class Attempt:
-    """Input of a driver.
+    """The supervisor's message to a driver: what to run, and where.
 
     - `out`: the folder of the results.
     - `folder`: the temporary folder of the attempt.
     - `answer`: the descriptor of the open file to which the driver writes its result.
-    - `resume`: the checkpoint to resume from; "" if there is none.
-    - `lines`: the number of lines of the metrics in `out` that belong to this checkpoint.
+    - `resume`: the checkpoint to resume from; "" if the run starts from the beginning.
+    - `lines`: the number of metrics lines in `out` that were written before the checkpoint `resume`.
     - `restarts`: the number of earlier restarts of the run.
-    - `url`: the URL where the results finally belong; "" if they belong in `out`.
+    - `url`: the URL where the results finally belong; "" if the results belong in `out`.
     """
 
     plan: Plan
@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an attempt.
+    """The driver's message to the supervisor: how the attempt ended.
 
     `kind` is "done", "fault", "failed", "died" or "interrupted". Only an attempt that "died" may be retried.
     """

@@ -1,7 +1,8 @@
-"""Calls of the caller's function (`on_iteration`) after each iteration of a run.
+"""The user's function `on_iteration`, called after each iteration of a run.
 
-Invariant: the function is called once for each iteration, in order, in the thread that called `run`, even if the run
-restarts. The run does not wait for the function. If the function raises, it is not called again, and the run ends.
+Invariant: `on_iteration` is called once for each iteration, in order, in the thread that called `run`, even if the run
+restarts. The run does not wait for the function. If the function raises an error, the function is not called again, and
+the run ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class CallbackFailed(Exception):
 
 
 class MetricsFollower:
-    """Reader of a run's metrics file, while the run writes the file."""
+    """Reader of a run's metrics file, while the driver writes the file."""
 
     def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
         """`begin`: the first iteration that the run computes."""
@@ -38,14 +39,17 @@ class MetricsFollower:
         self.stale = 0  # size of a file with lines that the attempt is about to remove
 
     def begin_attempt(self, lines: int) -> None:
-        """Prepare for an attempt that continues after the first `lines` metrics lines."""
+        """Prepare for an attempt of the run, whose driver continues the metrics file.
+
+        The driver keeps the first `lines` lines of the file and removes the lines after them.
+        """
         texts, _ = read_valid_lines(self.metrics)
         self.start = self.offset = sum(map(len, texts[:lines]))
         size = self._size()
         self.stale = size if size > self.start else 0
 
     def look(self) -> None:
-        """Call the caller's function for each iteration that ended since the last look."""
+        """Call `on_iteration` for each iteration that ended since the last call of `look`."""
         size = self._size()
         if self.error is not None or (self.stale and size >= self.stale):
             return
@@ -67,7 +71,7 @@ class MetricsFollower:
                 return
 
     def has_iteration(self, iteration: int) -> bool:
-        """Return whether the metrics of an iteration are written."""
+        """Return whether the metrics file has the line of an iteration."""
         lines, _ = read_valid_lines(self.metrics)
         return any(parse_line(line).get("iteration") == iteration for line in lines)
 

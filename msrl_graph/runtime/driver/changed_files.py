@@ -1,9 +1,9 @@
 """Detection of user files that change during a run.
 
-The run continues to use the copies that it made when it began.
+If a file changes, the run continues to use the copy that it made of the file at its beginning.
 
-Invariant: each file is reported once per run, even if drivers die. The names of reported files are stored in the
-attempt's folder and passed to the next attempt.
+Invariant: each changed file is reported only once per run, even if the driver dies and is restarted. The names of
+reported files are stored in the attempt's temporary folder and passed to the next attempt.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _REPORTED = "edited"  # file in an attempt's folder, with a path a line
 
 
 class ChangedFiles:
-    """The user's files that a run copied and that are unchanged so far.
+    """The user's files that a run copied when it began and that are unchanged so far.
 
-    Files in `reported` were reported by earlier attempts and are not checked again.
+    Files in `reported` were reported as changed by earlier attempts, and are not checked again.
     """
 
     def __init__(self, folder: Path, reported: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class ChangedFiles:
         }
 
     def look(self) -> Iterator[str]:
-        """Yield a message for each file that changed since the last look."""
+        """Yield a message for each file that has changed since the last call of `look`."""
         for path in [path for path, file in self.unchanged.items() if shipped_files.is_edited(path, file)]:
             del self.unchanged[path]
             with (self.folder / _REPORTED).open("a", encoding="utf-8", errors="surrogateescape") as record:
@@ -40,7 +40,11 @@ class ChangedFiles:
 
     @staticmethod
     def list_reported(folder: Path, before: Sequence[str]) -> tuple[str, ...]:
-        """Return the files that an ended attempt, or an earlier attempt, has reported."""
+        """Return the files that the attempts of a run have reported as changed.
+
+        `folder` is the temporary folder of the last attempt. `before` are the files that the attempts before the last
+        one have reported.
+        """
         path = folder / _REPORTED
         new = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if path.is_file() else []
         return (*before, *new)

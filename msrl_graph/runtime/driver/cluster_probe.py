@@ -1,4 +1,4 @@
-"""Probe of a cluster's hosts, before any process of a run starts on the hosts.
+"""Check of a cluster's hosts, before a run starts any process on these hosts.
 
 Invariant: all hosts that the plan uses are queried at the same time. Within PROBE seconds, each host has answered or is
 named in an error. A problem that would end the run later is an error. A problem that would only slow down or degrade
@@ -41,7 +41,7 @@ INSTALL = "install the same versions on every host, from the same constraints"
 
 @dataclass(frozen=True)
 class HostColumn:
-    """A fact about every host, in host order.
+    """A column of the host table: one fact about each host, in the plan's host order.
 
     `wrong` are the indices of the hosts where the fact is wrong. `message` says what a wrong fact means. `span` is the
     place in the program that requires the fact.
@@ -61,8 +61,8 @@ class HostColumn:
 class Hosts:
     """The hosts of a plan, in the plan's order, with an actor and facts of each host.
 
-    `clocks` are the seconds by which each host's clock is ahead of this machine's clock. `blind` lists, for each marked
-    folder, the hosts that do not see the folder.
+    `clocks` are the seconds by which each host's clock is ahead of this machine's clock. `blind` lists, for each folder
+    in `marks` of the function `probe`, the hosts that do not see the folder.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ class Hosts:
             )
 
     def _interpreters(self) -> Iterator[HostColumn]:
-        """Yield a column for each Python interpreter that is not the run's own.
+        """Yield a column for each Python interpreter that pools use instead of the run's.
 
         Only hosts with processes that use the interpreter are checked.
         """
@@ -224,7 +224,7 @@ class Hosts:
         )
 
     def _variables(self) -> Iterator[HostColumn]:
-        """Yield a column for each environment variable that differs from the plan."""
+        """Yield a column for each environment variable whose value contradicts the plan."""
         for setting in environment_check.wanted_settings(self.plan):
             cells = [facts["variables"].get(setting.name, "-") for facts in self.seen]
             applies = [setting in environment_check.wanted_settings(self.plan, host) for host in range(len(self.seen))]
@@ -242,7 +242,7 @@ class Hosts:
     def judge(self, verbose: bool) -> list[str]:
         """Return warnings about the hosts; with `verbose`, also the table of the hosts.
 
-        Raises NoResources with all errors, if there are any.
+        Raises NoResources with all errors about the hosts, if there are any errors.
         """
         columns = self.columns()
         wrong = {
@@ -258,7 +258,7 @@ class Hosts:
         return [*texts, "the hosts of the run\n" + self.table(columns)] if verbose else texts
 
     def _diagnose(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
-        """Combine columns into one diagnostic, with their table."""
+        """Combine columns with wrong facts into one diagnostic, with a table of them."""
         first, *others = sorted(columns, key=lambda column: not column.span.line)
         code = first.code if all(column.code == first.code for column in others) else "host-differs"
         message = "\n".join([*(column.message for column in (first, *others)), self.table(columns)])
@@ -302,10 +302,10 @@ class HostsSilent(NoResources):
 def probe(
     plan: Plan, reserved: DeviceReservation, marks: Sequence[Path], also: Mapping[str, str], actors: list[Any]
 ) -> Hosts:
-    """Query the facts of a plan's hosts.
+    """Query a plan's hosts for facts, such as versions, files, memory and clocks.
 
-    The actors that the function starts on the hosts are added to `actors`. The function also checks which hosts see the
-    folders `marks`, the first of which is the run's folder. `also` are files that every host reads, by title.
+    An actor is started on each host and added to `actors`. The function also finds out which hosts see the folders
+    `marks`; the first is the run's folder. `also` has the paths of further files that every host reads, by title.
     """
     import ray
 
@@ -383,7 +383,7 @@ def _silent_hosts(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
 
 
 def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
-    """Return the seconds by which a host's clock is certainly ahead of this clock."""
+    """Return the least seconds by which a host's clock differs from this machine's."""
     import ray
 
     before = time.time()
@@ -399,8 +399,8 @@ def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
 def _marker_file(folder: Path) -> Iterator[str]:
     """Create a marker file in a folder, by which hosts prove that they see the folder.
 
-    A folder of the same name on another disk has no marker. In a read-only folder, no host sees a marker; for such a
-    folder, each host is asked for the files that should be in the folder.
+    A folder of the same name on another disk does not contain the marker. A read-only folder cannot contain a marker;
+    each host is then asked for the files that should be in the folder.
     """
     marker = folder.absolute() / f".{uuid.uuid4().hex}"
     with suppress(OSError):

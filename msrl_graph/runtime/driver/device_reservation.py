@@ -1,6 +1,6 @@
 """Reservation of a run's devices on Ray.
 
-If other runs hold the devices, the error names these runs.
+If the devices are held by other runs, the error message names these runs.
 
 Invariant: no process of a run starts before the run has reserved its devices. When a run ends or dies, its devices
 become free without any action of the run.
@@ -27,9 +27,9 @@ NAME_PREFIX = "msrl-run"  # prefix of the names of reservations
 class DeviceReservation(NamedTuple):
     """A placement group of Ray with a bundle of devices on each host.
 
-    `bundles`, `nodes` and `addresses` have an entry for each host of the plan: the index of the bundle, the node id in
-    Ray, and the address. The driver's machine is the first host if it is one of the hosts, because the first host reads
-    the data and writes the weights.
+    `bundles`, `nodes` and `addresses` have an entry for each host of the plan: the index of the host's bundle, the
+    host's node id in Ray, and the host's address. The first host of a plan reads the data and writes the weights. So
+    the driver's machine is the first host, if the driver's machine belongs to the reserved hosts.
     """
 
     group: Any
@@ -45,7 +45,7 @@ class DeviceReservation(NamedTuple):
 
 
 class NotEnoughHosts(NoResources):
-    """Only `hosts` hosts, fewer than requested, have the requested devices."""
+    """Only `hosts` hosts have the requested devices, and the plan needs more hosts."""
 
     def __init__(self, diagnostic: Diagnostic, hosts: int) -> None:
         super().__init__(diagnostic)
@@ -53,10 +53,11 @@ class NotEnoughHosts(NoResources):
 
 
 def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
-    """Reserve a plan's devices, under the name `name`.
+    """Reserve a plan's devices on Ray, under the name `name`.
 
-    Waits up to `patience` seconds for missing hosts. Raises NoResources with a message that lists the requested
-    devices, the existing devices, and the other runs that hold devices.
+    If Ray has fewer hosts than the plan needs, the function waits up to `patience` seconds for more hosts. Raises
+    NoResources with a message that lists the requested devices, the existing devices, and the other runs that hold
+    devices.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
@@ -116,7 +117,10 @@ def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReser
 
 
 def _list_reservations(name: str) -> dict[str, float]:
-    """Return the number of devices that other runs have reserved, by run name."""
+    """Return the number of devices that other runs have reserved, by run name.
+
+    `name` is the name of this run's own reservation, which is left out.
+    """
     from ray.util.placement_group import placement_group_table
 
     devices_of_run: dict[str, float] = {}
@@ -130,7 +134,8 @@ def _list_reservations(name: str) -> dict[str, float]:
 def _describe_free_devices(kind: str, lost: Collection[str]) -> list[str]:
     """Describe how many devices each host has, and how many of them are free.
 
-    Lost hosts are left out. The list is empty if this version of Ray does not report the free devices of each host.
+    `kind` is the devices' resource name in Ray. Hosts whose addresses are in `lost` are left out. The list is empty if
+    this version of Ray does not report the free devices of each host.
     """
     try:
         free = import_module("ray._private.state").available_resources_per_node()

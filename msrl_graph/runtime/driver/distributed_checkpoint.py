@@ -1,11 +1,12 @@
 """Checkpoints of hosts that do not see the run's folder.
 
-Each such host stores its part of a checkpoint at the same path on its own disk.
+Each such host has a folder of its own, at the same path as the run's folder. In this folder, the host stores its part
+of each checkpoint: the files that the ranks of the host write.
 
-Invariant: all parts have their final names before the driver writes the manifest, so a checkpoint with a manifest is
-complete. The files of the checkpoint to resume from are searched on all hosts before a rank loads its model. If a host
-lacks files that its ranks need, these files are copied in pieces from another host. If all hosts see the run's folder,
-no host stores a part of its own.
+Invariant: the files of all parts have their final names before the driver writes the manifest, so a checkpoint with a
+manifest is complete. Before a rank of a resumed run loads its model, the files of the checkpoint are searched on all
+hosts. If a host lacks files that its ranks need, these files are copied in pieces from another host. If all hosts see
+the run's folder, no host stores a part of its own.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ IN_FLIGHT = 4  # pieces of a file in flight at once
 class DistributedCheckpoint:
     """Saving, finding and copying of checkpoint parts.
 
-    For each host in `separate_hosts`, the first rank of the host stores the host's part of a checkpoint. Hosts in
-    `hosts_with_parts` may have parts of the checkpoint that the run resumes from.
+    `separate_hosts` are the hosts that do not see the run's folder. The first rank of each of these hosts stores the
+    host's part of a checkpoint. `hosts_with_parts` are the hosts whose own disks may have parts of the checkpoint that
+    the run resumes from.
     """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], wait: Wait) -> None:
@@ -59,9 +61,10 @@ class DistributedCheckpoint:
     def save(
         self, out: Path, iteration: int, recorder: Recorder, program: Mapping[str, Any], carried: RunState, wait: Wait
     ) -> Path:
-        """Write a checkpoint and return its folder.
+        """Write the checkpoint after `iteration` iterations, and return its folder.
 
-        Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
+        `program` is everything in the plan that decides the result. `carried` is the run state, which is part of the
+        checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
         """
         written = None
         try:
@@ -100,7 +103,10 @@ class DistributedCheckpoint:
         return target
 
     def _with_hosts(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
-        """Add the host of each file to a manifest; `files` are the files of each rank."""
+        """Return a copy of a manifest that says which host stores each file.
+
+        `files` are the checkpoint files that each rank has written, by rank number.
+        """
         written_files = {
             file.name: self.plan.cluster.host(rank) for rank, rank_files in enumerate(files) for file in rank_files
         }
@@ -118,8 +124,8 @@ class DistributedCheckpoint:
     def send(self, folder: Path, url: str) -> None:
         """Upload a checkpoint to the run's URL.
 
-        The checkpoint becomes visible at the URL when all of its files are uploaded. Checkpoints that are no longer
-        kept are removed from the URL. Raises OSError or Fault.
+        The checkpoint becomes visible at the URL when all of its files are uploaded. Older checkpoints that the run's
+        folder no longer contains are also removed from the URL. Raises OSError or Fault.
         """
         run = folder.parent.parent
         below = urls.join(url, checkpoint.FOLDER)
@@ -143,9 +149,10 @@ class DistributedCheckpoint:
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
 
     def upload_rest(self, run: Path, url: str) -> None:
-        """After a run, upload the remaining files of each host in `separate_hosts`.
+        """Upload the logs and recorded rows that hosts in `separate_hosts` have stored.
 
-        Each of these hosts then removes its own folder at the run's path. Raises OSError.
+        The function is called after a run. Each of the hosts then removes its own folder at the path `run`. Raises
+        OSError.
         """
         for act in (("send", str(run), url, ("logs", rows.FOLDER, rows.EVALUATED)), ("forget", str(run))):
             self._ask_hosts(*act)
@@ -153,9 +160,9 @@ class DistributedCheckpoint:
     # Resuming
 
     def check_files(self, folder: Path) -> None:
-        """Check that each file of the checkpoint to resume from exists on some host.
+        """Check that each file of the checkpoint to resume from is intact on some host.
 
-        Raises Fault with the files that are missing, and why.
+        Raises Fault if no host has an intact copy of a file. The message says for each such file what is wrong with it.
         """
         if not self.hosts_with_parts:
             return
@@ -192,9 +199,9 @@ class DistributedCheckpoint:
         raise Fault(Diagnostic("bad-checkpoint", message, help=help))
 
     def bring(self, folder: Path, manifest: Manifest, wait: Wait) -> None:
-        """Copy files of the checkpoint to the hosts whose ranks need but lack these files.
+        """Copy files of the checkpoint to resume from to the hosts that need these files.
 
-        Raises OSError.
+        A host needs the files that its ranks load. Files that the host already has are not copied. Raises OSError.
         """
         if not self.hosts_with_parts:
             return
@@ -214,9 +221,9 @@ class DistributedCheckpoint:
             self._copy(folder, file, self.holders[file.name][0], target)
 
     def collect(self, folder: Path) -> None:
-        """Copy to the driver's disk a folder that rank 0 wrote on its own host.
+        """Copy a folder that rank 0 wrote, from rank 0's host to the driver's disk.
 
-        Raises OSError.
+        Nothing is copied if the host of rank 0 sees the run's folder. Raises OSError.
         """
         if (source := self.plan.cluster.host(0)) not in self.separate_hosts:
             return
@@ -236,11 +243,11 @@ class DistributedCheckpoint:
         _raise_first([*map(self._result, under_way), self._result(self._ask(target, "whole", str(folder), file))])
 
     def _find_files(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
-        """Return two dictionaries: the places of each intact file, and errors by place.
+        """Return where each file of a checkpoint is intact, and the errors at each place.
 
-        The first dictionary has, for each file, the places where the file is intact. The second dictionary has, for
-        each place, the error of each file ("" if the file is intact). A place is the number of a host, or HERE for the
-        driver's disk.
+        A place is the number of a host, or HERE for the driver's disk. The first dictionary has, for each file, the
+        places where the file is intact. The second dictionary has, for each place, the error of each file ("" if the
+        file is intact).
         """
         requests = {
             place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.hosts_with_parts, HERE)

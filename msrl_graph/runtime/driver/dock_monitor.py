@@ -1,8 +1,9 @@
 """Status of the docks of all hosts, and detection of lost hosts.
 
-Invariant: a query of a dead dock raises an error immediately. A host that neither answers nor accepts a connection
-counts as lost. This check finds a lost host long before Ray does: Ray reports a cut link only after a minute or more. A
-host that accepts a connection may be slow or stopped for a while, so the driver waits for the host.
+Invariant: a query of a dead dock raises an error immediately. A host whose dock does not answer, and that does not
+accept a connection, counts as lost. This check finds a lost host long before Ray does: Ray reports a cut link only
+after a minute or more. A host that accepts a connection may be slow or stopped for a while, so the driver waits for the
+host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class HostLost(RunError):
 
 
 class DockMonitor:
-    """The last status of each dock; `statuses` lists them in the order of the hosts."""
+    """Monitor of all docks; `statuses` has each dock's last status, in host order."""
 
     def __init__(self) -> None:
         self._heard: dict[int, Status] = {}
@@ -40,7 +41,8 @@ class DockMonitor:
     def look(self, ray: Any, actors: Sequence[Any], patience: float, watched: bool = False) -> None:
         """Query the status of each dock, and wait up to `patience` seconds for answers.
 
-        A dock that has not answered the previous query is not queried again. Raises Ray's error if a dock is dead.
+        `actors` are the docks. With `watched`, the docks also report the details that are shown to users who watch the
+        run. A dock that has not answered the previous query is not queried again. Raises Ray's error if a dock is dead.
         """
         for i, actor in enumerate(actors):
             if i not in self._asked:
@@ -55,7 +57,7 @@ class DockMonitor:
                 self._asked[i] = (question, since, looks + 1)
 
     def silent_docks(self, seconds: float) -> list[int]:
-        """Return the docks that have not answered a query for more than `seconds`.
+        """Return the indices of docks that have not answered a query for over `seconds`.
 
         A dock counts only after `look` has waited LOOKS times for its answer.
         """
@@ -63,9 +65,9 @@ class DockMonitor:
         return [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > seconds]
 
     def lost_hosts(self, nodes: Sequence[str]) -> list[str]:
-        """Return the addresses of hosts that do not answer and cannot be reached.
+        """Return the addresses of hosts whose docks are silent and that cannot be reached.
 
-        `nodes` are the node ids of the hosts in Ray.
+        `nodes` are the Ray node ids of the docks' hosts, in the order of the docks.
         """
         now = time.monotonic()
         silent = [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > SILENT]
@@ -75,8 +77,8 @@ class DockMonitor:
 def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
     """Wait for all Ray references and return their results.
 
-    Raises HostLost if a host cannot be reached in two checks in a row: Ray itself may never report a process that is to
-    begin on a lost host. `nodes` are the node ids of the hosts in Ray.
+    Raises HostLost if a host cannot be reached in two successive checks. Without these checks, the wait might never
+    end: Ray may never report that a process cannot begin on a lost host. `nodes` are the node ids of the hosts in Ray.
     """
     pending = list(references)
     unreachable = set[str]()
@@ -90,10 +92,12 @@ def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) 
 def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None:
     """Wait until all processes have answered, or have died.
 
-    `references` has a pending call for each process, by the name of the process. If a process died, the next call to
-    the process reports the death. Raises HostLost for the same reason as `wait_for_results`. Also raises HostLost if
-    some processes take far longer than all others: a process that was to begin while its host could not be reached may
-    never begin, and Ray may not report this failure.
+    `references` has a pending call of each process, by the name of the process. If a process has died, the next call of
+    the process raises Ray's error. `nodes` are the node ids of the hosts in Ray.
+
+    Raises HostLost if a host cannot be reached in two successive checks, or if some processes take far longer than all
+    others. In both cases, a process may never begin because its host cannot be reached, and Ray may never report this
+    failure.
     """
     pending = dict(references)
     unreachable = set[str]()
@@ -112,7 +116,7 @@ def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[st
 def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
     """Return the addresses of hosts that cannot be reached.
 
-    Raises HostLost if one of these hosts is also in `before`, the result of the previous check.
+    Raises HostLost if a host that cannot be reached is also in `before`, the result of the previous check.
     """
     unreachable = unreachable_hosts(nodes) if nodes else set[str]()
     if lost := sorted(unreachable & before):
@@ -123,7 +127,7 @@ def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
 def unreachable_hosts(nodes: Iterable[str]) -> set[str]:
     """Return the addresses of hosts that Ray reports dead or that refuse a connection.
 
-    The hosts are given by node id, because after a restart of Ray another node may have the same address.
+    `nodes` are Ray node ids and not addresses, because after a restart of Ray another node may have the same address.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""End of a driver process: it writes its result for the supervisor and exits.
+"""End of a driver process, which first writes its result for the supervisor.
 
 Invariant: only the first result is written.
 """
@@ -25,8 +25,8 @@ _leaving = threading.Lock()
 def leave(attempt: Attempt, result: Result) -> NoReturn:
     """Write the attempt's result and end this process; only the first result counts.
 
-    The process does not disconnect from Ray, because that would take a second. The supervisor's keeper (processes.py)
-    ends the rest of the run.
+    The process does not disconnect from Ray, because that would take a second. The supervisor's keeper (its cleanup
+    process, processes.py) ends the other processes of the run.
     """
     _leaving.acquire()
     with suppress(OSError):  # a full disk
@@ -35,10 +35,11 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
 
 
 def exit_with_supervisor(attempt: Attempt) -> None:
-    """End this process and its run when the supervisor is gone.
+    """Wait until the supervisor is gone, then end this process and its run.
 
-    The supervisor's keeper does the same. But the supervisor and the keeper may both have been killed, and a driver
-    that continues alone would write into the same folder as the next driver.
+    The supervisor's keeper (its cleanup process, processes.py) also ends the run in this case. But the keeper may have
+    been killed together with the supervisor, and a driver that continues alone would write into the same folder as the
+    next driver.
     """
     os.set_inheritable(attempt.parent, False)
     with suppress(OSError):
@@ -51,9 +52,9 @@ def exit_with_supervisor(attempt: Attempt) -> None:
 
 
 def watch_ray_servers(attempt: Attempt, pool: ProcessPool, finished: threading.Event) -> None:
-    """End this process when one of Ray's servers is gone.
+    """End this process when one of Ray's servers is gone, unless `finished` is set.
 
-    Ray itself would take up to a minute to notice the loss, or would hang.
+    Ray itself would take up to a minute to notice the loss of the server, or would hang.
     """
     while not finished.wait(LOOK):
         if (gone := pool.look()) and not finished.is_set():

@@ -33,7 +33,10 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def judge_value(setting: Setting, value: str) -> tuple[Severity, str, str]:
-    """Return severity, code and help for a value that differs from the plan's value."""
+    """Return severity, code and help of a diagnostic about an environment variable.
+
+    `value` is the variable's value, which differs from the value in `setting` that the plan wants.
+    """
     if setting.refuses(value):
         return "error", FAILING, f"unset {setting.name}, or set it to {setting.value} ({setting.source})"
     return "warning", KEPT, "unset it, or leave it if it is intended"

@@ -36,9 +36,10 @@ class ExportedWeights:
 def export(target: str, program: Plan | None = None, worker: str = "", to: str = "") -> ExportedWeights:
     """Write the weights of a checkpoint as Hugging Face folders.
 
-    `target` names the checkpoint. By default, all trained workers are exported, each into its own folder below `to`.
-    With `worker`, only this worker is exported, into `to` itself. If `to` is empty, the folders are in the folder
-    `exported` of the run. The models come from `program`, or else from the plan in the run's folder. Raises Fault.
+    `target` is the folder or URL of a checkpoint, or of a run, whose newest checkpoint is exported. By default, all
+    trained workers are exported, each into its own folder below `to`. With `worker`, only this worker is exported, into
+    `to` itself. If `to` is empty, the weights are written below the folder `exported` of the run. The models are those
+    of the plan `program`, or by default of the plan in the run's folder. Raises Fault.
     """
     copies: list[Path] = []
     try:
@@ -64,7 +65,7 @@ def _refuse(message: str, help: str = "", code: str = "bad-checkpoint") -> Fault
 
 
 def _load_plan(path: Path, target: str) -> Plan:
-    """Load the plan from the folder of the run that wrote a checkpoint."""
+    """Load the plan from the folder of the run that wrote the checkpoint `path`."""
     file = path.parent.parent / remote_folder.PLAN
     again = f"name the program of the run: msrl-run PROGRAM --export {target}"
     try:
@@ -77,7 +78,10 @@ def _load_plan(path: Path, target: str) -> Plan:
 
 
 def _select_workers(path: Path, manifest: Manifest, plan: Plan, worker: str) -> list[str]:
-    """Return the names of the workers to export, in the order of the checkpoint."""
+    """Return the names of the workers to export, in their order in the checkpoint.
+
+    If `worker` is empty, all workers whose weights the checkpoint contains are exported.
+    """
     pieces = (piece.name.split("/") for file in manifest.files for piece in file.pieces)
     saved = list(dict.fromkeys(name for name, kind, *_ in pieces if kind == "weights"))
     has = " and ".join(f"`{name}`" for name in saved)
@@ -112,7 +116,7 @@ def _check_free(folder: Path) -> Path:
 
 
 def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Model:
-    """Return the model of a worker, after a check that the checkpoint has this model."""
+    """Check that a checkpoint was trained from a worker's model; return the model."""
     model = plan.model(plan.graph.sharing(worker)[0].name)
     name = plan.graph.worker(worker).model
     shapes = manifest.program.get("models", {}).get(name)
@@ -129,9 +133,9 @@ def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Mode
 
 
 def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: Manifest) -> list[Diagnostic]:
-    """Return warnings about changed files in the model's folder.
+    """Return warnings about model files that changed since a checkpoint was written.
 
-    Raises Fault if a change turns the model into another model.
+    Files with weights are not compared. Raises Fault if a change turns the model into another model.
     """
     name = plan.graph.worker(worker).model
     before = run_inputs.parse_inputs(manifest.inputs)

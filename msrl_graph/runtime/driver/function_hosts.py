@@ -1,12 +1,13 @@
 """The function hosts of a run, which the driver starts, calls and replaces.
 
-A host has one lane, with one process, for each iteration that may be in progress at the same time. Functions of an
-older iteration may wait for ranks, and functions of the next iteration must not be delayed by that wait.
+Several iterations may be in progress at the same time. Each host has one process for each of these iterations; such a
+process is called a lane. So the functions of an iteration are not delayed while functions of the previous iteration
+wait for ranks.
 
 Invariant: the calls of a lane run in the order of the requests, even if the lane's process is replaced. Ray keeps the
-order of calls to one process, but not the order of calls that Ray retries after a death: a later task could then block
-an earlier task that it depends on. So Ray retries no call. The driver replaces a process that died, and repeats the
-unanswered calls of the process in the same order.
+order of calls to one process, but not the order of calls that Ray retries after the process died. Then a later call
+could run first, although it needs the result of an earlier call, and would block the earlier call. So Ray retries no
+call. The driver replaces a process that died, and repeats the unanswered calls of the process in the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 @dataclass(eq=False)
 class ActorCall:
-    """A call of a method of a process.
+    """A call of a method of a lane's process.
 
-    `reference` is the Ray reference to the result. Each repetition of the call sets a new reference.
+    `reference` is the Ray reference to the result. If the process died and the call is repeated, `reference` changes.
     """
 
     process: int
@@ -32,9 +33,9 @@ class ActorCall:
 class FunctionHosts:
     """The processes of all lanes of all hosts; each may die up to `restarts` times.
 
-    `start(host, lane, again)` starts a process and returns its actor. `again` means that the process replaces a process
-    that died. `ended(references)` returns a dictionary of the references that have ended. The value is None if the call
-    has a result, or Ray's error if the process died before.
+    `start(host, lane, again)` starts a process and returns its Ray actor. `again` means that the process replaces a
+    process that died. `ended(references)` returns a dictionary with those of the references that have ended. The value
+    of a reference is Ray's error if the process died before the call ended, and None in all other cases.
     """
 
     def __init__(
@@ -54,18 +55,18 @@ class FunctionHosts:
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
-        """Request a call, which runs after all earlier requests of the same lane."""
+        """Request a method call, which runs after all earlier calls of the host's lane."""
         call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open_calls[call.process].append(call)
         self._send(call)
         return call
 
     def ask_all(self, method: str) -> list[ActorCall]:
-        """Request a call from all processes, beginning with those of the first lane."""
+        """Request a call of `method` from all processes, first from lane 0 of each host."""
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
     def replace_dead(self) -> list[str]:
-        """Replace processes that died, and return their names.
+        """Replace processes that died, repeat their open calls, and return their names.
 
         Raises Ray's error if a process died more than `restarts` times.
         """
@@ -92,12 +93,12 @@ class FunctionHosts:
 
 
 def name(host: int, lane: int = 0) -> str:
-    """Return the display name of a process."""
+    """Return the display name of the process of a host's lane."""
     return f"functions of host {host}{f' lane {lane}' if lane else ''}"
 
 
 def reference(item: Any) -> Any:
-    """Return the current reference of an ActorCall; return any other item unchanged."""
+    """Return an ActorCall's current Ray reference; return any other item unchanged."""
     return item.reference if isinstance(item, ActorCall) else item
 
 

@@ -1,9 +1,12 @@
 """Requests of the driver to the function hosts, for each task in progress.
 
-Invariant: the functions of a task run in the order of the task's instruction stream. A function that reads an algorithm
-state begins only after the previous iteration has set the value of this state. If the value is not known yet, only the
-opening of the task (the first part of its stream) is requested. The rest of the task is requested as soon as the
-functions of the previous iteration have ended. These functions do not wait for an update.
+A task is one iteration of training, or one evaluation. The opening of a task is the part of its instructions before the
+first function that reads an algorithm state.
+
+Invariant: the functions of a task run in the order of the task's instructions. A function that reads an algorithm state
+begins only after the previous iteration has set the value of this state. If the value is not known yet, the driver
+requests only the opening of the task. The driver requests the rest of the task as soon as the functions of the previous
+iteration have ended. These functions do not wait for an update.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class FunctionTasks:
     def begin(self, task: Task) -> None:
         """Request the function calls of a task.
 
-        If the algorithm states of the task are not known yet, only the opening of the task is requested.
+        If the values of the algorithm states are not known yet, only the opening of the task is requested.
         """
         part: Part = "opening" if task.trains and self.reads_states and not self.carried.knows(task.number) else "whole"
         self.calls[task.key] = []
@@ -42,9 +45,10 @@ class FunctionTasks:
             self.openings[task.number] = task
 
     def calls_of(self, task: Task) -> list[ActorCall]:
-        """Return the function calls of the task that the driver starts next.
+        """Return the function calls of a task that the driver is about to start.
 
-        Raises RuntimeError if the rest of the task cannot be requested yet.
+        Raises RuntimeError if the driver cannot request the rest of the task yet, because values of algorithm states
+        are missing.
         """
         self.request_ready()
         if task.number in self.openings and task.trains:
@@ -52,25 +56,29 @@ class FunctionTasks:
         return self.calls[task.key]
 
     def end(self, task: Task) -> None:
-        """Forget a task that has ended."""
+        """Forget the function calls of a task that has ended."""
         self.ended -= {*map(reference, self.calls.pop(task.key))}
 
     def awaited_references(self) -> list[Any]:
-        """Return references to calls that must end before the rest of a task is requested."""
+        """Return Ray references to the calls after which the rest of a task is requested.
+
+        A task of which only the opening is requested waits for the functions of the previous iteration. The result
+        contains the calls of these functions that have not ended. The result is empty if no task waits.
+        """
         before = self.calls[f"train/{min(self.openings) - 1}"] if self.openings else []
         return [call_reference for call_reference in map(reference, before) if call_reference not in self.ended]
 
     def record_ended(self, ended: Collection[Any]) -> None:
-        """Record calls that have ended.
+        """Record which function calls have ended, and request work that waited for them.
 
-        `ended` may contain references to calls of other processes, which are ignored. Raises the error of a call that
-        failed.
+        `ended` are Ray references. References to calls that are not function calls are ignored. Raises the error of a
+        call that failed.
         """
         self.ended |= {*ended} & {reference(call) for calls in self.calls.values() for call in calls}
         self.request_ready()
 
     def request_ready(self) -> None:
-        """Request the rest of each task whose algorithm states are known."""
+        """Request the rest of each task for which the algorithm states' values are known."""
         while self.openings:
             number = min(self.openings)
             if not self.carried.knows(number):
@@ -90,8 +98,8 @@ class FunctionTasks:
 
 
 def lane(task: Task) -> int:
-    """Return the number of the lane whose functions run a task.
+    """Return the number of the lane (function_hosts.py) whose processes run a task.
 
-    An evaluation uses the lane of the iteration before the evaluation, because that iteration has ended.
+    An evaluation uses the lane of the last iteration before the evaluation, because that iteration has ended.
     """
     return task.number if task.trains else task.number - 1

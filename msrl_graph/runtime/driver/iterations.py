@@ -47,7 +47,7 @@ PATIENCE = 15.0  # seconds that a disk may stall under the last checkpoint after
 
 
 class _Running(NamedTuple):
-    """A task in progress, its start (perf_counter), and references to its reports."""
+    """A task in progress, its start (perf_counter), and Ray references to its reports."""
 
     task: Task
     start: float
@@ -110,7 +110,7 @@ class Driver:
         return result
 
     def _bring(self, out: Path) -> checkpoint.Manifest:
-        """Fetch the checkpoint's missing files and metrics lines; return its manifest."""
+        """Copy files and metrics of the checkpoint to resume from; return its manifest."""
         folder = Path(self.attempt.resume)
         manifest = checkpoint.read_manifest(folder)
         self.pool.checkpoints.bring(folder, manifest, self._wait_for_disk)
@@ -205,7 +205,7 @@ class Driver:
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
-        """Write a checkpoint; if the disk fails, report that and continue the run."""
+        """Write a checkpoint; if the disk fails, print a message and continue the run."""
         after = plural(iteration, "iteration")
         self.display.phase(f"saving after {after}")
         store = self.pool.checkpoints
@@ -231,17 +231,17 @@ class Driver:
             self.display.say(self.unsaved)
 
     def _wait_for_disk(self, calls: Sequence[Any]) -> list[Any]:
-        """Wait for calls that read or write weights, without a limit while bytes move."""
+        """Wait for calls that read or write weights; no time limit while bytes are moved."""
         return self._wait(calls, disk=True)
 
     def _open(self, task: Task) -> None:
-        """Announce a task to the docks; raise if a host is lost, where Ray would hang."""
+        """Announce a task to the docks; raise HostLost if a host is lost (Ray would hang)."""
         fault_points.reach("driver", f"open {task.key}")
         self._wait([dock.open.remote(task) for dock in self.pool.docks])
         fault_points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
-        """Start a task on all pools; in training, asynchronous pools start due tasks only."""
+        """Start a task on all pools; pools that run ahead start all training that is due."""
         start = time.perf_counter()
         self._prepare(task)
         if task.trains:
@@ -257,7 +257,7 @@ class Driver:
         return _Running(task, start, [*ranks, *self.async_pools.reports.pop(task.key, ()), *self.tasks.calls_of(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
-        """Start due tasks of `pools` while the updates are in iteration `now`."""
+        """Start each iteration that `pools` may begin while the updates are in `now`."""
         last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
         for pool, number in self.async_pools.due(now, last, self.run_state.knows_data, pools):
             task = self.run_state.task(number)
@@ -286,7 +286,7 @@ class Driver:
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
-        """Drop the rows of an ended task; return bytes moved and number of messages."""
+        """Drop an ended task's rows; return its moved bytes and its number of messages."""
         fault_points.reach("driver", f"clear {task.key}")
         for remark in [*(text for report in reports for text in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
@@ -304,7 +304,7 @@ class Driver:
         return moved, messages
 
     def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """Return the results of calls; meanwhile start due tasks for iteration `training`.
+        """Return the results of calls; meanwhile, pools may run ahead of `training`.
 
         Raises if a call fails, a process dies for good, or no row (`disk`: no byte) moves for `deadline` seconds.
         """
@@ -359,11 +359,11 @@ class Driver:
         return processes_in_user_code(self.plan, self.docks.statuses, busy)
 
     def _patience(self, disk: bool) -> float:
-        """Return the seconds that a wait may stall: at least twice the longest iteration."""
+        """Return the seconds that a wait may stall after a signal asked the run to end."""
         return max(PATIENCE if disk else STILL, 2 * self.longest)
 
     def _look(self, idle: bool) -> bool:
-        """Query the docks if idle or watched; raise if a dock is dead or a host is lost."""
+        """Query the docks if `idle` or if users watch the run; raise if a host is lost."""
         watched = bool(self.display.wanted())
         if not watched and not (idle and time.monotonic() - self.looked >= 0.8 * LOOK):
             return False
@@ -382,7 +382,7 @@ class Driver:
         return True
 
     def describe_deaths(self, names: Sequence[str]) -> str:
-        """Describe how processes died, first those that were killed for not responding."""
+        """Describe how processes died; processes killed for not responding come first."""
         self.fates.hear(self.docks.statuses)
         killed = self.fates.take_reasons(names)
         others = [name for name in names if name not in killed]
@@ -390,12 +390,12 @@ class Driver:
         return "; ".join([*killed.values(), *died])
 
     def describe_places(self, names: list[str]) -> str:
-        """Describe what processes did according to their last reports."""
+        """Describe what each process did, according to its last report to a dock."""
         places = wait_report.places(self._ask_docks(), names)
         return f" {' and '.join(places)}" if places else f", after {self.display.last}" if self.display.last else ""
 
     def describe_waits(self, reported: str = "") -> str:
-        """Describe each wait of a process in one line, except waits in `reported`."""
+        """Describe each waiting process in a line, except waits in the text `reported`."""
         return "".join(f"\n  {line}" for line in wait_report.waits(self._ask_docks(), reported))
 
     def _ask_docks(self) -> list[Status]:
@@ -404,7 +404,7 @@ class Driver:
         return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
-        """Return whether to measure memory: in the second iteration, or in the only one."""
+        """Return whether to measure memory in an iteration: the second, or the only one."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:

@@ -30,8 +30,8 @@ class RunFailed(Exception):
 class Interrupted(Exception):
     """A signal asked the run to end.
 
-    `when` is a text that says when the run ended, for example after how many iterations. `status` is the exit status
-    that a shell expects.
+    `when` is a text that says when the run ended, for example after how many iterations. `status` is 128 plus the
+    number of the signal, the exit status that a shell expects.
     """
 
     def __init__(self, status: int, when: str) -> None:
@@ -45,8 +45,8 @@ class Interrupted(Exception):
 class Outcome:
     """Results of a run.
 
-    `folder` contains the files of the run; it is a string if the folder is at a URL. `reported` has the first and the
-    last value of each mean that the evaluations report. Its keys are the titles of the means.
+    `folder` contains the files of the run; it is a string if the folder is at a URL. `reported` has, for each column
+    mean that the evaluations report, the first and the last value. The keys of `reported` are the titles of the means.
     """
 
     folder: Path | str
@@ -71,8 +71,8 @@ class Outcome:
     def best(self) -> dict[str, Path | str]:
         """The checkpoint with the best figure of each evaluation that states `best`.
 
-        The keys are the titles of the figures. A figure is left out if its best value came before the training, or if
-        its checkpoint is in another folder.
+        The keys are the titles of the figures. A figure is left out if its best value was reached before the training,
+        or if the checkpoint with this value is not in the run's folder.
         """
         saved = self._list_names(checkpoint.FOLDER) if any(best.iteration for best in self.bests) else []
         checkpoints: dict[str, Path | str] = {}
@@ -104,8 +104,8 @@ class Outcome:
     def rows(self, iteration: int, generation: str | None = None) -> Any:
         """Return the recorded rows of an iteration (from 0) as an Arrow table.
 
-        If the program has several generation nodes, each of them has its own table. In this case, `generation` selects
-        the table by the column that the node writes. Raises Fault if there is no such table.
+        If the program has several generation nodes, each node has its own table, which is named after the column that
+        the node writes. In this case, `generation` is the name of the table. Raises Fault if there is no such table.
         """
         if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
             value = str(iteration) if isinstance(iteration, int) else kind_of(iteration)
@@ -133,14 +133,14 @@ class Outcome:
             return source.read()
 
     def _read_lines(self) -> list[dict[str, Any]]:
-        """Read the lines of the metrics; NaN and infinity, which JSON lacks, are None."""
+        """Read the lines of metrics.jsonl; null (for NaN and infinity) becomes None."""
         if METRICS not in self._list_names():
             _refuse("missing-file", f"there are no metrics in {self.folder}", "the run has not been started")
         lines, _ = read_valid_lines(self._fetch_file(METRICS))
         return [json.loads(line) for line in lines]
 
     def _list_names(self, *folder: str) -> list[str]:
-        """Return the names in a folder of the run; [] if the folder does not exist."""
+        """Return the file names in a folder below the run's folder; [] if it is missing."""
         if isinstance(self.folder, str):
             url = urls.join(self.folder, *folder)
             with urls.report_errors(url):
@@ -155,7 +155,7 @@ class Outcome:
 
 
 def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]:
-    """Return the outcome of a run, and the damage of its metrics file ("": none)."""
+    """Return the outcome of a run, and the damage in its metrics file ("": no damage)."""
     evaluations = {candidate.task: candidate for candidate in plan.deploy.evaluations}
     means: dict[str, tuple[float, float]] = {}
     texts, wrong = read_valid_lines(folder / METRICS)

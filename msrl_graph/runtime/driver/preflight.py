@@ -84,7 +84,7 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 def _links(model: Model) -> Iterator[Diagnostic]:
     """Yield an error for each symbolic link that leads out of a model's folder.
 
-    Without the error, the run would copy or train the content of the link, and save it.
+    Without the error, the run would read the file to which the link leads, and save its content with the trained model.
     """
     folder = Path(model.path)
     for file, target in (tensor_files.find_outside_links(folder) if folder.is_dir() else {}).items():
@@ -94,10 +94,10 @@ def _links(model: Model) -> Iterator[Diagnostic]:
 
 
 def _packages(plan: Plan) -> Iterator[Diagnostic]:
-    """Yield an error for each engine that is not installed.
+    """Yield an error for each engine whose packages are not installed.
 
-    The error points to the place where the program names the engine, or else to the layout that only this engine can
-    run.
+    The error points to the place where the program names the engine. If the program does not name the engine, the error
+    points to the layout because of which the plan chose the engine.
     """
     by_engine: dict[str, list[Placement]] = {}
     for placement in interpreters.placements_of(plan):
@@ -129,9 +129,9 @@ def _missing_packages(plan: Plan, spec: EngineSpec) -> list[str]:
 
 
 def _reason(placement: Placement) -> str:
-    """Return what other engines lack, if the plan chose this engine for that reason.
+    """Return why the plan chose a node's engine: what the other engines lack.
 
-    Returns "" if the plan did not choose the engine.
+    Returns "" if the program names the engine.
     """
     by, _, lacking = placement.engine.chosen.partition(": ")
     return lacking if by.startswith("the plan") else ""
@@ -140,7 +140,7 @@ def _reason(placement: Placement) -> str:
 def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
     """Suggest axes to leave out of a layout, so that an installed engine can run it.
 
-    Returns "" if no installed engine can run the layout without these axes.
+    An axis is, for example, `tp`. Returns "" if no installed engine can run the layout without some of its axes.
     """
     node = plan.graph.node(placement.node)
     model = plan.model(placement.node)
@@ -159,7 +159,7 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
 def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
     """Check the pools' Python interpreters, unless the run is on a cluster.
 
-    On a cluster, the probe (cluster_probe.py) checks the interpreters of each host.
+    On a cluster, cluster_probe.py checks the interpreters of each host.
     """
     return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check_interpreters(plan)
 

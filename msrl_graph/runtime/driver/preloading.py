@@ -60,8 +60,7 @@ def serving(plan: Plan, early: PreloadServer | None = None) -> Iterator[PreloadS
     """Let a preload server import the modules of a plan.
 
     `early` is a server that was already started, or None. The server ends with the context. Yields None if the plan's
-    devices are not CPUs of the host, because it is not tested whether the packages of other devices can be imported
-    before a fork.
+    devices are not CPUs of the host: no test shows that packages for other devices can be imported before a fork.
     """
     server = (early or _start()) if plan.cluster.device.kind.is_host else None
     if server is None and early is not None:
@@ -76,7 +75,7 @@ def serving(plan: Plan, early: PreloadServer | None = None) -> Iterator[PreloadS
 
 
 def _start() -> PreloadServer | None:
-    """Start a preload server; return None if a running cluster starts the workers.
+    """Start a preload server; return None if a cluster starts the run's processes.
 
     Also returns None if the server cannot be started.
     """
@@ -88,7 +87,7 @@ def _start() -> PreloadServer | None:
 
 
 def _mentions_host(file: Path) -> bool:
-    """Return whether a file contains `"cpu"`, the name of the host as a device."""
+    """Return whether a file contains `"cpu"`, the name of CPU devices in a program."""
     with suppress(OSError, ValueError):  # the compiler reports it
         return b'"cpu"' in file.read_bytes()
     return False

@@ -1,8 +1,9 @@
 """The processes of a run on Ray: their resources, start and end.
 
-Invariant: no process starts before the resources are known to exist. Ray restarts docks that die, and function_hosts.py
-replaces function hosts that die, each at most `run { restarts }` times. The death of any other process ends the
-attempt. After an attempt, the supervisor ends the remaining processes on this machine.
+Invariant: the driver reserves the run's devices before it starts a process. Ray restarts docks that die, and
+function_hosts.py replaces function hosts that die. Each of these processes is restarted at most `run { restarts }`
+times. The death of any other process ends the attempt. After an attempt, the supervisor ends the remaining processes on
+this machine.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class ProcessPool:
                 )
 
     def start(self) -> None:
-        """Start the actors, and return when all are ready."""
+        """Start all ranks, docks and function hosts, and return when all have begun."""
         import ray
 
         plan = self.plan
@@ -214,7 +215,10 @@ class ProcessPool:
         self._release()  # processes that use the probes' folders hold them now
 
     def _prepare_hosts(self, reservation: device_reservation.DeviceReservation) -> list[HostFolder]:
-        """Probe the hosts of a cluster, and copy the shipped files to them."""
+        """Check the hosts of a cluster, and copy the run's files to the hosts.
+
+        Returns the folder on each host. Raises NoResources if a host does not fit the plan.
+        """
         import ray
 
         resume = self.attempt.resume
@@ -245,7 +249,7 @@ class ProcessPool:
             raise NoResources(*diagnostics)
 
     def _release(self) -> None:
-        """End the processes that probed the hosts."""
+        """End the actors that checked the hosts (cluster_probe.py)."""
         import ray
 
         while self.probes:
@@ -265,7 +269,7 @@ class ProcessPool:
         return self.reserved.nodes if self.attached and self.reserved is not None else []
 
     def look(self) -> list[str]:
-        """Return the names of Ray's servers that are gone.
+        """Return the names of Ray's servers on this machine that are gone.
 
         Until all of Ray's servers are known, each call first searches for them among this process's children.
         """
@@ -315,9 +319,10 @@ class ProcessPool:
         )
 
     def examine(self, dock: int, limits: heartbeat.Limits) -> None:
-        """Start a search for stopped processes on the host of a dock that is silent.
+        """Start a search for stopped processes on the host of a dock that does not answer.
 
-        A new process does the search, because all existing processes of the host may be stopped.
+        `dock` is the index of the dock. A new process does the search, because all existing processes of the host may
+        be stopped.
         """
         import ray
 

@@ -1,5 +1,7 @@
 """A run's folder at a URL: a working copy on the driver's host, and uploads.
 
+A working copy is a local folder for the content of a URL.
+
 Invariant: the content at the URL is authoritative, so each start of a run makes its own working copy. A checkpoint
 becomes visible at the URL only when all of its files are uploaded, because its manifest is uploaded last
 (distributed_checkpoint.py). The working copy is removed when all of its content is at the URL. If an upload fails, the
@@ -71,8 +73,8 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
     """Fetch the checkpoint that a URL names into a working copy.
 
     `target` is the URL of a checkpoint, or of a run, whose newest checkpoint is fetched. The metrics and the plan of
-    the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag that names the URL.
-    Raises Fault.
+    the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag with the URL,
+    "resume" or "export". Raises Fault if there is no intact checkpoint.
     """
     above, _, last = target.rstrip("/").rpartition("/")
     is_checkpoint = checkpoint.is_folder_name(last) and urls.name(above) == checkpoint.FOLDER
@@ -120,7 +122,7 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
 def finish(copy: Path, url: str) -> None:
     """Upload the files of a run that has ended, and remove its working copy.
 
-    The working copy is kept if its newest checkpoint is not complete at the URL. Raises OSError if an upload fails.
+    If the newest checkpoint is not complete at the URL, the working copy is kept. Raises OSError if an upload fails.
     """
     urls.send(copy, url, [name for name in MADE if name != checkpoint.FOLDER])
     checkpoints = checkpoint.list_checkpoints(copy)

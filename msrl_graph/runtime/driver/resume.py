@@ -34,7 +34,7 @@ _CALL = re.compile(r"(?:.*/)?([^/]+\.py:\w+)")
 class ResumePoint:
     """The checkpoint from which a run is resumed.
 
-    `changed` are texts that describe the changes since the checkpoint that affect the result.
+    `changed` describes each change that affects the run's result and was made after the checkpoint was written.
     """
 
     path: Path
@@ -48,9 +48,9 @@ def find_resume_point(
 ) -> ResumePoint:
     """Find the checkpoint to resume from, and check that it fits the plan.
 
-    `target` is the folder of a checkpoint or of a run. `now` are the plan's inputs. If `trains` is true, the run
-    continues from the checkpoint. If `trains` is false, the run only evaluates the checkpoint. Raises Fault if the
-    checkpoint is damaged or belongs to another program.
+    `target` is the folder of a checkpoint or of a run. `now` are the digests of the plan's files as they are on disk;
+    None: files are not compared. If `trains` is true, the run continues from the checkpoint. If `trains` is false, the
+    run only evaluates the checkpoint. Raises Fault if the checkpoint is damaged or belongs to another program.
     """
     path, manifest = find_checkpoint(target, span)
     if trains and manifest.iteration > plan.deploy.run.iterations:
@@ -88,8 +88,8 @@ def find_resume_point(
 def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path, Manifest]:
     """Find the checkpoint that `target` names.
 
-    If `target` is a run, the result is the newest checkpoint of the run. `use` is the command-line flag that names
-    `target`. Raises Fault if there is no intact checkpoint.
+    `target` is the folder of a checkpoint, or of a run, whose newest checkpoint is returned. `use` is the command-line
+    flag with the folder, "resume" or "export". Raises Fault if there is no intact checkpoint.
     """
     path = Path(target).absolute()
 
@@ -155,7 +155,7 @@ def model_shapes(plan: Plan) -> dict[str, Any]:
 
 
 def _is_scheduled(update: UpdateAttributes) -> bool:
-    """Return whether the learning rate depends on the last step of the run."""
+    """Return whether an update's learning rate depends on the run's number of steps."""
     if update.rate.kind != "call":
         return False
     known = library().get(("schedule", str(update.rate.value)))
@@ -174,9 +174,10 @@ def _without_spans(value: Any) -> Any:
 
 
 def differences(before: Any, now: Any, where: str = "") -> list[str]:
-    """Describe the differences between two programs.
+    """Describe the differences between two results of `program`.
 
-    Two functions are equal if they differ only in the folders of their files.
+    `where` is the dotted name of the compared values, for messages. Two functions are equal if they differ only in the
+    folders of their files.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*before, *(key for key in now if key not in before)]

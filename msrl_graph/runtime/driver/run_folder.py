@@ -1,8 +1,8 @@
 """The folder of a run.
 
-Invariant: a run never writes into a folder with another run's results, unless the user asks to replace them. In this
-case, the run removes only files that runs create, and no file that the run itself reads. Two runs never write into one
-folder at the same time.
+Invariant: a run never writes into a folder with another run's results, unless the user asks to replace these results.
+In this case, the run removes only files that runs create, and never a file that the run itself reads. Two runs never
+write into one folder at the same time.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ MADE = (
 
 
 def choose_folder(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
-    """Choose the folder of a run.
+    """Choose the folder of a run: `out`, or a new folder under runs/.
 
-    The folder is new or empty, with one exception: with `overwrite`, the folder may contain the results of another run,
-    if the run reads none of these results. Raises Fault if `out` is not such a folder.
+    The folder must be new or empty, with one exception: with `overwrite`, the folder may contain the results of another
+    run, if this run reads none of these results. `replay` is the folder of a run whose rows this run reads, or "".
+    Raises Fault if `out` is not such a folder.
     """
     try:
         return _choose(plan, out, overwrite, replay)
@@ -99,9 +100,9 @@ def _creation_fault(folder: Path | str | None, error: OSError) -> Fault:
 
 
 def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
-    """Return a folder whose results the run replaces.
+    """Check that a run may replace the results in a folder; return the folder.
 
-    Raises Fault if the run reads some of these results.
+    Raises Fault if the run reads some of these results, for example as a model or as rows of the run `replay`.
     """
     results = [(folder / name).resolve() for name in MADE]
     reads = [
@@ -154,8 +155,8 @@ def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
 def check_own(out: Path) -> None:
     """Raise Fault if another user could change the folder while the run writes.
 
-    Such a user could place links in the folder. The run would follow the links and could overwrite any file of its own
-    user. If `out` itself is a link, the link must belong to this user or to root.
+    Another user could place links in the folder. The run would follow the links and could overwrite any file of the
+    user who started the run. If `out` itself is a link, the link must belong to this user or to root.
     """
     try:
         private.check_link(out)
@@ -169,11 +170,11 @@ def check_own(out: Path) -> None:
 
 
 def check_links(out: Path) -> None:
-    """Raise Fault if a link leads out of an output folder.
+    """Raise Fault if a link in an output folder leads out of the folder.
 
-    Only paths to which the run writes are checked. A run never creates such a link, so another person has created it,
-    for example in a folder that was copied from a stranger. Files in the folder of checkpoints are not checked, because
-    checkpoints are written under new names.
+    Only paths to which the run writes are checked. A run never creates a link out of its folder, so another person has
+    created the link, for example in a folder that was copied from a stranger. Files in the folder of checkpoints are
+    not checked, because checkpoints are written under new names.
     """
     for path in (out / name for name in MADE):
         inner = path.rglob("*") if path.is_dir() and path.name != checkpoint.FOLDER else ()
@@ -196,7 +197,7 @@ def lock_folder(out: Path) -> Iterator[int]:
     """Lock a folder, so that two runs never write into it at the same time.
 
     Yields the descriptor that holds the lock. The supervisor and its driver both have this descriptor, and the lock
-    ends when both processes have ended, in any way. Raises Fault if another run holds the lock.
+    ends when both processes have ended, for any reason. Raises Fault if another run holds the lock.
     """
     handle = os.open(out, os.O_RDONLY)
     until = time.monotonic() + ORPHAN
@@ -222,9 +223,9 @@ def lock_folder(out: Path) -> Iterator[int]:
 
 
 def holders(out: Path) -> list[int]:
-    """Return the ids of the processes that hold the lock of a folder.
+    """Return the ids of other processes that hold the lock of a folder.
 
-    Only processes that this process may inspect are found.
+    Processes that this process may not inspect are not found.
     """
     pids = []
     here = out.stat()
@@ -249,10 +250,11 @@ def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
 
 
 def _supervises(pid: int) -> bool:
-    """Return whether a process that has a run's folder open is a supervisor.
+    """Return whether a process that holds the lock of a run's folder is a supervisor.
 
-    A driver is not a supervisor: it ends when its supervisor ends. A process that is ending also does not count: its
-    memory is released before its descriptors, so for a moment it has no command line.
+    Each such process counts as a supervisor, with two exceptions: a driver, which ends when its supervisor ends, and a
+    process that is ending. A process that is ending has no command line, because its memory is released before its
+    descriptors.
     """
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,8 +1,8 @@
 """Inputs that decide a run's result: digests of files, versions of packages.
 
-Invariant: a file is compared by its content, never by its name, place or time. So a model that was moved is still the
-same model. For a small file, the digest covers the whole file. For a large file, the size and sampled blocks are
-compared before a run. During the run, `DigestThread` digests the whole file once, and reports a difference that the
+Invariant: two versions of a file are compared by content, never by name, folder or time. So a model that was moved is
+still the same model. The digest of a small file covers the whole file. For a large file, the size and sampled blocks
+are compared before a run. During the run, `DigestThread` digests the whole file once, and reports a difference that the
 samples do not show.
 """
 
@@ -47,7 +47,7 @@ class InputFile:
     - `path`: the path on this host.
     - `bytes`: the size; -1 if the file cannot be read.
     - `changed`: the modification time in nanoseconds.
-    - `sampled`: a digest of sampled blocks.
+    - `sampled`: a digest of blocks that are sampled from the file.
     - `sha256`: the SHA-256 of the whole file; "" if it is not known yet.
     - `keys`: for a small JSON file, the values of its keys. A long value is replaced by its digest.
     """
@@ -64,7 +64,8 @@ class InputFile:
 class RunInputs:
     """Files and package versions that decide a run's result.
 
-    The key of a file names what the file belongs to and the file itself, for example `model policy: config.json`.
+    A key of `files` names what the file belongs to and the file itself, for example `model policy: config.json`.
+    `versions` has the version of each package.
     """
 
     files: dict[str, InputFile]
@@ -109,7 +110,7 @@ def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
 def companions(folder: Path, name: str) -> dict[str, InputFile]:
     """Return the files of a model's folder other than its weights.
 
-    `name` is the model's name in the program.
+    `name` is the model's name in the program. The keys are the keys of `RunInputs.files`.
     """
     return {f"model {name}: {file.relative_to(folder)}": _read_file(file) for file in sorted(companion_files(folder))}
 
@@ -170,7 +171,10 @@ def write(run: Path, inputs: RunInputs) -> None:
 
 
 def read(run: Path) -> dict[str, Any]:
-    """Read the inputs in a run's folder, for a checkpoint's manifest; {} if none."""
+    """Read the inputs that `write` wrote into a run's folder; {} if there are none.
+
+    The result is stored in the manifest of a checkpoint.
+    """
     try:
         inputs: dict[str, Any] = msgspec.json.decode((run / FILE).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
@@ -179,7 +183,7 @@ def read(run: Path) -> dict[str, Any]:
 
 
 def parse_inputs(content: Mapping[str, Any]) -> RunInputs | None:
-    """Return the inputs in a checkpoint's manifest; None if it has no valid inputs."""
+    """Return the inputs that a checkpoint's manifest contains; None if not valid."""
     try:
         return msgspec.convert(content, RunInputs) if content else None
     except msgspec.ValidationError:
@@ -190,7 +194,7 @@ def parse_inputs(content: Mapping[str, Any]) -> RunInputs | None:
 
 
 def differences(before: RunInputs, now: RunInputs) -> Differences:
-    """Compare two sets of inputs."""
+    """Return the differences between the inputs `before` and the inputs `now`."""
     model: list[str] = []
     changed: list[str] = []
     for name in dict.fromkeys([*before.files, *now.files]):
@@ -205,17 +209,17 @@ def differences(before: RunInputs, now: RunInputs) -> Differences:
 
 
 def data(inputs: RunInputs) -> dict[str, str]:
-    """Return the digests of sampled blocks of data files, by the data's names."""
+    """Return a digest of each data file (of its sampled blocks), by the data's name."""
     return {
         name.removeprefix("data "): entry.sampled for name, entry in inputs.files.items() if name.startswith("data ")
     }
 
 
 def describe_edit(inputs: RunInputs) -> str:
-    """Describe the first input that changed since the run began; "" if none did.
+    """Describe the first input that changed since the run began; "" if none changed.
 
-    Only files that each restart reads again are checked: weights, model configs, data and replayed rows. All other
-    files were copied when the run began, and every restart uses these copies (shipping.py).
+    Only files that each restart of the run reads again are checked: weights, model configs, data and replayed rows. All
+    other files were copied when the run began, and every restart uses these copies (shipping.py).
     """
     for name, entry in inputs.files.items():
         if not (name.startswith(("data ", "replay ")) or ".safetensors" in name or name.endswith(": config.json")):
@@ -251,7 +255,11 @@ def _compare_file(name: str, before: InputFile | None, now: InputFile | None) ->
 
 
 def has_same_content(before: InputFile, now: InputFile) -> bool:
-    """Return whether two entries have the same content, as far as both digests show."""
+    """Return whether two versions of a file have the same content.
+
+    The SHA-256 of the whole files are compared if both are known. Otherwise, the sizes and the sampled blocks are
+    compared.
+    """
     if before.sha256 and now.sha256:
         return before.sha256 == now.sha256
     return (before.bytes, before.sampled) == (now.bytes, now.sampled)
@@ -264,7 +272,10 @@ def _describe_sizes(before: InputFile, now: InputFile) -> str:
 
 
 def _is_model(name: str) -> bool:
-    """Return whether a file is part of a model: weights, config or tokenizer."""
+    """Return whether a file is part of a model: weights, config or tokenizer.
+
+    `name` is a key of `RunInputs.files`.
+    """
     kind, _, file = name.partition(": ")
     if not kind.startswith("model ") or not file:
         return False
@@ -278,7 +289,8 @@ def _is_model(name: str) -> bool:
 class DigestThread:
     """A thread that digests large files completely, one after the other.
 
-    The thread runs at the lowest priority. `before` are the recorded inputs of a resumed run. `say` prints a message.
+    The thread runs at the lowest priority. `before` are the recorded inputs of the run that is resumed; None if no run
+    is resumed. `say` prints a message.
     """
 
     def __init__(self, run: Path, inputs: RunInputs, before: RunInputs | None, say: Callable[[str], None]) -> None:

@@ -1,12 +1,12 @@
 """State of a run that outlives an iteration, apart from the weights.
 
-The run state consists of the position in the data, the responses that continue in the next iteration, and the values of
-the algorithm states (such as a KL coefficient).
+The run state consists of the position in the data, the cut responses (which continue in the next iteration), and the
+values of the algorithm states (such as a KL coefficient). A task is one iteration of training, or one evaluation.
 
 Invariant: the run state is stored in the driver. The run state changes only when an iteration, its generation or its
-functions have ended. Every process receives the run state with the task. An algorithm state has one value in each
-iteration, which the previous iteration has set. Only the sampling of rows may use an older value: the value of the
-iteration that the updates were in when the task was created. A checkpoint contains the run state.
+functions have ended. The driver sends the run state to every process together with the task. An algorithm state has one
+value in each iteration, which the previous iteration has set. Only the sampling of rows may use an older value: the
+value of the iteration that the updates were in when the task was created. A checkpoint contains the run state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CUT = "cut/"
 class RunState:
     """State of a run between iterations, which the driver holds.
 
-    `rows` is the number of rows in the data of the source. A per-prompt algorithm state has one value for each of these
+    `rows` is the number of rows in the training data. A per-prompt algorithm state has one value for each of these
     rows.
     """
 
@@ -66,10 +66,10 @@ class RunState:
         self.known_early = not firsts and not self.refills and not self.groups
 
     def task(self, number: int) -> Task:
-        """Return the training task `number`, with all inputs that are known.
+        """Return the task of training iteration `number`, with all inputs known so far.
 
-        `knows_data(number)` must be true. The rows of the task are sampled with the algorithm states that are known at
-        the first call for `number`.
+        `knows_data(number)` must be true. The first call for an iteration decides with which values of the algorithm
+        states the rows of the task are sampled: the newest values that are known at that time.
         """
         cut = self.cut[number] if self.groups else ()
         now = min(self.states)
@@ -84,15 +84,18 @@ class RunState:
 
     @property
     def position(self) -> int:
-        """Position in the data where the next iteration begins."""
+        """Index of the next iteration's first prompt in the endless sequence of data rows."""
         return self.positions[min(self.positions)]
 
     def knows(self, number: int) -> bool:
-        """Return whether the algorithm states for iteration `number` are known."""
+        """Return whether the algorithm states' values for iteration `number` are known."""
         return number in self.states
 
     def knows_data(self, number: int) -> bool:
-        """Return whether the position and the cut responses of an iteration are known."""
+        """Return whether an iteration's position in the data and cut responses are known.
+
+        Cut responses were cut in the previous iteration and continue in this iteration.
+        """
         return (not self.refills or number in self.positions) and (not self.groups or number in self.cut)
 
     def _position(self, number: int) -> int:
@@ -102,7 +105,7 @@ class RunState:
     def take_report(self, task: Task, report: Report) -> None:
         """Record what the report of a process says about the next iteration's data.
 
-        The process has ended its part of the iteration `task`.
+        The process has ended its part of `task`, an iteration of training.
         """
         if report.rounds:
             self._advance(task, report.rounds * task.prompts)
@@ -116,19 +119,22 @@ class RunState:
             self._advance(task, task.prompts - len(task.cut))
 
     def _advance(self, task: Task, prompts: int) -> None:
-        """Advance the position in the data by the number of prompts that a task has used."""
+        """Set the next iteration's position in the data: `prompts` after the task's start."""
         self.positions[task.number + 1] = task.position + prompts
 
     def evaluation(self, evaluation: Evaluation, number: int, prompts: int) -> Task:
-        """Return the task of an evaluation after `number` iterations."""
+        """Return the task of an evaluation after `number` iterations.
+
+        `prompts` is the number of prompts in the data of the evaluation.
+        """
         states = _run_states(self.states[number])
         return Task(evaluation.task, number, prompts, evaluation.samples_of(self.graph), 0, states, draws=states)
 
     def tables(self, number: int) -> Tables:
-        """Return the algorithm states with one value per data row, for a begun iteration.
+        """Return the values of the algorithm states that have one value per data row.
 
-        The first table has the values with which rows are sampled, and the second table has the values of the
-        iteration.
+        The first table has the values with which the rows of iteration `number` are sampled, and the second table has
+        the values of the iteration itself. The iteration must have begun.
         """
         return Tables(_row_states(self.draws[number][1]), _row_states(self.states.get(number, {})))
 
@@ -146,9 +152,9 @@ class RunState:
         self.cut = {number: cut for number, cut in self.cut.items() if number > task.number}
 
     def learn(self, number: int, reports: Sequence[Report]) -> None:
-        """Record the algorithm states that the functions of iteration `number` have set.
+        """Record the values of algorithm states that an iteration's functions have set.
 
-        These states are the states of the next iteration.
+        These values are the values for the next iteration, `number` + 1.
         """
         if number + 1 in self.states:
             return
@@ -165,10 +171,10 @@ class RunState:
         self.states[number + 1] = states
 
     def count(self, number: int, reports: Sequence[Report]) -> None:
-        """Add the metrics of algorithm states to the report that lists the drawn rows.
+        """Add the metrics of algorithm states to one of an iteration's reports.
 
         The metrics are the mean value of each algorithm state over the drawn rows, and the age (in iterations) of the
-        values with which the rows were sampled.
+        values with which the rows were sampled. The report is the one that lists the drawn rows.
         """
         report = next(candidate for candidate in reports if len(candidate.prompt_rows))
         rows = report.prompt_rows
@@ -180,9 +186,10 @@ class RunState:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
 
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
-        """Write the run state as a file of a checkpoint, if there is any state.
+        """Write the run state as a file of a checkpoint; return the written file.
 
-        The position in the data is stored in the manifest, not in this file.
+        The position in the data is stored in the manifest, not in this file. The list is empty if the run state has no
+        other content.
         """
         arrays = {**self.states[min(self.states)], **(_to_arrays(self.cut[min(self.cut)]) if self.groups else {})}
         arrays |= self.refill.to_arrays()
@@ -245,10 +252,10 @@ def _to_arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
 
 
 def _from_arrays(arrays: Mapping[str, Array], iteration: int) -> tuple[CutPrompt, ...]:
-    """Restore the responses from the arrays of `_to_arrays`; () if there are none.
+    """Restore the cut responses from the arrays of `_to_arrays`; () if there are none.
 
-    A file of an older version does not contain the rows as which the responses began. Such responses continue as rows
-    of `iteration`, the next iteration.
+    Each response has the iteration and the row number with which it began. An older version of msrl_graph did not store
+    these two numbers. Responses without these numbers continue as rows of `iteration`, the next iteration.
     """
     fields = {name[len(CUT) :]: values for name, values in arrays.items() if name.startswith(CUT)}
     if not fields:

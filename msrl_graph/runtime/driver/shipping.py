@@ -32,7 +32,8 @@ MOST = 256 << 20  # bytes: some tens of MiB are usual, and each host keeps them 
 def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
     """Return the files to copy, by absolute path.
 
-    `shipped` means that the files are sent to other hosts. Raises Fault if such files are too large (MOST).
+    `shipped` means that the files are sent to other hosts. Raises Fault if files that are sent are larger than MOST in
+    total.
     """
     spans = {path: node.span for path, _, node in files_loaded(plan)}
     code = user_modules.plan_files(plan)
@@ -62,7 +63,7 @@ def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
 
 
 def _read_file(file: Path, folder: Path | None) -> ShippedFile:
-    """Read a user's file, or a file of a model's `folder`."""
+    """Read a file of the user (`folder` is None), or a file in the folder of a model."""
     with file.open("rb") if folder is None else open_inside(file, folder) as stream:
         return ShippedFile(stream.read(), os.fstat(stream.fileno()).st_mtime_ns)
 

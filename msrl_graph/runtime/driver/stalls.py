@@ -1,7 +1,9 @@
 """Stalls of a run: their duration, the processes killed for them, and their cause.
 
-Invariant: where rows or bytes can be counted, no wait has a fixed limit from its start. A wait for rows is measured
-from the last move of a row. A wait for a disk is measured from the last move of bytes.
+A wait for rows stalls while no row moves between processes. A wait for a disk stalls while no byte is read or written.
+
+Invariant: where moved rows or bytes can be counted, a wait is never limited by its total time, but only by the time
+since the last row or byte has moved.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class ProcessStuck(RunError):
 
 
 class StallClock:
-    """Clock that measures the time since a row moved; with `disk`, bytes also count."""
+    """Clock that measures the time since a row (or, with `disk`, a byte) has moved."""
 
     def __init__(self, disk: bool) -> None:
         self.disk = disk
@@ -56,7 +58,7 @@ class StallClock:
 
 
 class DeathReports:
-    """Reasons why processes of a run were killed, each reported once.
+    """Reasons why processes of a run were killed; each reason is reported once.
 
     `folder` is the temporary folder of the attempt on the driver's host.
     """
@@ -67,7 +69,7 @@ class DeathReports:
         self._reported: set[tuple[str, str]] = set()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Record deaths that the docks report, and deaths that are noted on this host."""
+        """Record deaths that the docks report, and deaths noted on the driver's host."""
         for host, ended in enumerate(
             [heartbeat.killed_processes(self.folder) if self.folder else {}, *(status.ended for status in statuses)], -1
         ):
@@ -91,9 +93,10 @@ class DeathReports:
 
 
 def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -> list[str]:
-    """Return the busy processes that run the user's code.
+    """Return the processes in `busy` that run the user's code.
 
-    A function host that waits for rows is left out.
+    `busy` are processes that have not answered a call. `statuses` are the docks' statuses, which say what each process
+    does. A function host that waits for rows is left out.
     """
     waiting = {wait.who for status in statuses for wait in status.waits}
     processes = []
@@ -113,7 +116,7 @@ def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collect
 
 
 def _has_partner(node: Node) -> bool:
-    """Return whether a node is a generation in which a rank waits for the user's code."""
+    """Return whether a node is a generation whose ranks call the user's code and wait."""
     from ...ir.attributes import GenerateAttributes
 
     return node.verb == "generate" and GenerateAttributes.of(node).partner is not None

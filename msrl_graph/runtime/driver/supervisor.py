@@ -81,7 +81,7 @@ def run(
 
 
 class Supervisor:
-    """Supervisor of a prepared run; `driver` are the arguments that start a driver."""
+    """Supervisor of a prepared run; `driver` are the arguments of a driver process."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Supervisor:
         return wrong
 
     def _copy_lines(self, out: Path) -> None:
-        """Copy the resumed run's metrics lines, if the run continues in another folder."""
+        """Copy metrics lines of the resumed run, if the run continues in another folder."""
         begin = self.prepared.begin
         manifest = self.prepared.manifest
         if begin is None or manifest is None or self.prepared.continues_in_place or self.options.evaluate:
@@ -250,7 +250,7 @@ class Supervisor:
     def _attempt_with_fewer(
         self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
     ) -> Result:
-        """Continue on the remaining hosts if the program fits, else wait for lost hosts."""
+        """Continue on the remaining hosts if the program fits, or wait for the lost hosts."""
         remaining = plural(result.hosts, "host")
         patience = self.plan.docks.deadline
         if (fewer := with_hosts(self.plan, result.hosts)) is not None:
@@ -346,7 +346,7 @@ class Supervisor:
         return watchdog.describe_end(child, temporary, status)
 
     def _follow(self) -> None:
-        """Call `on_iteration` for ended iterations; if it raises, ask the driver to end."""
+        """Call `on_iteration` for ended iterations; if the call raises, end the driver."""
         follower = self.follower
         if follower is None or follower.error is not None:
             return
@@ -411,7 +411,7 @@ def _is_file(stream: IO[str]) -> bool:
 
 
 def _append_to_first_line(message: str, more: str) -> str:
-    """Append `more` to the first line of a message; the next lines list the waits."""
+    """Append `more` to a message's first line; the lines after it list waits."""
     first_line, newline, rest = message.partition("\n")
     return first_line + more + newline + rest
 

@@ -25,7 +25,8 @@ _BY_NAME = ("import_module", "__import__")
 def plan_files(plan: Plan) -> dict[Path, Path]:
     """Return the Python files of a plan's functions.
 
-    The keys are all files that the functions need. The value of a file is the file in the program that leads to it.
+    The keys are all files that the functions need. The value of a file is the file in the program that needs it, either
+    directly or through imports.
     """
     owners: dict[Path, Path] = {}
     for path, _, _ in files_loaded(plan):
@@ -70,9 +71,9 @@ def _package_inits(path: Path) -> Iterator[Path]:
 
 
 def _resolve(name: str, folder: Path, complete: bool = False) -> list[Path]:
-    """Return the files of the module with a dotted name, searched in a folder.
+    """Search a folder for the module with a dotted name; return the module's files.
 
-    With `complete`, the result has all files of the module's package.
+    With `complete`, the result has all files of the package that contains the module.
     """
     first_name, _, rest = name.partition(".")
     package = folder / first_name
@@ -88,7 +89,8 @@ def _resolve(name: str, folder: Path, complete: bool = False) -> list[Path]:
 def _list_imports(file: Path) -> Iterator[tuple[str, Path | None]]:
     """Yield (name, folder) for each module that a file imports, anywhere in its text.
 
-    For a relative import, `folder` is the folder in which the module is searched. For other imports, `folder` is None.
+    For a relative import, `folder` is the folder in which the module is searched. For all other imports, `folder` is
+    None.
     """
     try:
         tree = ast.parse(file.read_bytes())
@@ -109,7 +111,7 @@ def _list_imports(file: Path) -> Iterator[tuple[str, Path | None]]:
 
 
 def _user_folders() -> list[Path]:
-    """Return Python's search folders without the library and installed packages."""
+    """Return the folders of `sys.path`, except the library and installed packages."""
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     folders = []
     for entry in dict.fromkeys(filter(None, sys.path)):  # no process searches the folder in which a run is started

@@ -1,4 +1,4 @@
-"""Texts about the docks' reports: what processes do, and which processes wait."""
+"""Texts about the statuses of docks: what processes do, and which processes wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from ..dock.messages import Status
 
 
 def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
-    """Describe what processes did according to their last reports, as far as known."""
+    """Return what each process did, according to its last report to a dock, as a text.
+
+    A process without a report is left out.
+    """
     # A process reports its work to the dock of its host; another host's dock may know a share that it took since.
     activities = sorted(
         (item for status in statuses for item in status.doing.items()), key=lambda item: -item[1].seconds
@@ -18,7 +21,7 @@ def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
 
 
 def waits(statuses: Sequence[Status], reported: str) -> list[str]:
-    """Return the wait-for graph in lines, without waits that `reported` contains.
+    """Return a line for each process that waits or works, except waits in `reported`.
 
     `reported` is a message that was already shown.
     """

@@ -1,9 +1,9 @@
-"""Watchdog of the supervisor for its driver and its keeper.
+"""Watchdog, by which the supervisor watches its driver and its keeper.
 
 The keeper (processes.py) is the process that cleans up when the supervisor is gone.
 
-Invariant: the supervisor never waits for a process that does not respond: it kills such a driver, and replaces such a
-keeper.
+Invariant: the supervisor never waits for a process that does not respond. The supervisor kills a driver that does not
+respond, and replaces a keeper that does not respond.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK = 0.2  # seconds between two reads of the lines that a run has written
 def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
     """Kill a driver that does not respond, and replace a stopped or dead keeper.
 
-    The watch lasts as long as the context.
+    `driver` is the driver's process id. The watch lasts as long as the context.
     """
     finished = threading.Event()
     # The driver is watched by its heartbeat, and by its process id before it has a heartbeat.
@@ -49,7 +49,7 @@ def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callabl
 
 
 def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: Callable[[], None]) -> int:
-    """Wait for a driver's end and return its status.
+    """Wait for a driver's end and return its exit status.
 
     During the wait, `write` gets the text that the driver prints, and `look` is called repeatedly.
     """
@@ -82,9 +82,9 @@ def describe_end(driver: subprocess.Popen[bytes], temporary: Temporary, status: 
 def handle_stopped_driver(
     driver: subprocess.Popen[bytes], again: bool, limits: Limits, say: Callable[[str], None]
 ) -> None:
-    """Handle a signal while the driver is stopped and cannot react.
+    """Handle a signal to the supervisor while the driver is stopped and cannot react.
 
-    `again` means that an earlier signal has already asked the run to end.
+    The first signal prints a message. A repeated signal (`again`) kills the driver.
     """
     if again:
         driver.kill()
@@ -95,7 +95,7 @@ def handle_stopped_driver(
 
 @contextmanager
 def pipe() -> Iterator[int]:
-    """Open a pipe and yield its read end; the write end closes with this process."""
+    """Open a pipe and yield its read end; the write end closes when this process ends."""
     reader, writer = os.pipe()
     try:
         yield reader

@@ -1,1 +1,1 @@
-"""Function nodes and environments: user Python code, called on rows of the dock."""
+"""Function nodes and environments, which call the user's Python code on rows."""

@@ -31,8 +31,9 @@ class AsyncCaller:
     def map_units(self, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
         """Yield each unit with the outcome of its call, in the order of the units.
 
-        Raises RunError if the same calls have already ended a process. The journal does not show which of these calls
-        ended the process, so none of the calls is repeated.
+        All calls are in progress at the same time, so the crash journal has one entry for all of them. If a process
+        died during these calls, the journal does not show which call was the cause. In this case, none of the calls is
+        repeated, and the method raises RunError.
         """
         all_units = [*units]
         node = self.function.node

@@ -1,10 +1,10 @@
-"""A record of a function host's current call, which survives the host.
+"""A record of a function host's current call, which survives the host's death.
 
 Invariant: a call that ended its process, by an exit or by a signal that the call caused, is not repeated. A call during
 which the process was killed twice is not repeated either: the call may be the cause of the kills, for example because
 it uses up all memory. A call during which the process was killed once is repeated, because one kill proves nothing
-about the call. Writing an entry needs no system call: it is a write to the memory of a mapped file, which the kernel
-keeps after the process is gone.
+about the call. Writing an entry needs no system call: it is a write to the memory of a mapped file, and the kernel
+saves this memory even if the process dies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LENGTH = 4
 
 
 class ProcessDied(Exception):
-    """The error that a call is not repeated, because a process died in the call.
+    """The error that a call is not repeated, because a process died during the call.
 
-    `frames` is the stack of the process at its death, with the innermost frame last. `frames` is empty if the stack is
-    not known.
+    `frames` is the call stack of the process when it died, with the innermost frame last. `frames` is empty if the call
+    stack is not known.
     """
 
     def __init__(self, how: str, frames: list[traceback.FrameSummary]) -> None:
@@ -45,7 +45,7 @@ class _Death:
     """The call in which a process died.
 
     - `call`: the text that identifies the call.
-    - `times`: the number of processes that died in this call in a row.
+    - `times`: how many processes, one after another, died in this call.
     - `how`: how the call ended its process; empty if the process was killed.
     - `trace`: the stack trace that Python wrote when the process died.
     """
@@ -57,7 +57,7 @@ class _Death:
 
 
 class CrashJournal:
-    """The crash journal of this process.
+    """The crash journal of this process: a record of its current call of user code.
 
     `path` is the file of the journal; with None, no other process can read the journal. `again` means that this process
     replaces a process that died.
@@ -122,9 +122,9 @@ class CrashJournal:
 
 
 def _read_death(path: Path) -> _Death | None:
-    """Return the call in which the process that wrote this file died.
+    """Return the call during which a process died; None if it died outside a call.
 
-    Returns None if the process did not die in a call.
+    `path` is the journal file that this process wrote.
     """
     with suppress(OSError, ValueError):  # ValueError: an incomplete entry
         data = path.read_bytes()

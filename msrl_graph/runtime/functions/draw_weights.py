@@ -1,7 +1,8 @@
-"""The user's function that weights the rows of the data (`weights` of the source).
+"""Weights with which prompts are drawn from the data (the option `weights`).
 
-The arguments of the function are states, and columns of all rows of the data. The function returns one weight for each
-row. The weight says how likely the row is drawn.
+The option is stated for the algorithm's source, the node that draws rows of the data as prompts. It names a function of
+the user. The arguments of the function are states, and whole columns of the data. The function returns one weight for
+each row of the data: the more weight, the more likely the row is drawn.
 """
 
 from __future__ import annotations
@@ -100,10 +101,11 @@ class DrawWeights:
 
 
 def remark_scarce_weights(source: Node, task: Task, weights: Array, first: int) -> list[str]:
-    """Return a remark if a round is the first that must draw rows of weight 0.
+    """Return a remark in the first round that must draw rows of weight 0.
 
-    `first` is the number of prompts that earlier rounds of the iteration have drawn. Returns an empty list for other
-    rounds.
+    The first such round of the iteration is the first round that needs more prompts than there are rows with a weight
+    above 0. `first` is the number of prompts that earlier rounds of the iteration have drawn. In all other rounds, the
+    result is an empty list.
     """
     positive_count = np.count_nonzero(weights)
     if not first <= positive_count < min(first + task.prompts, len(weights)):

@@ -40,7 +40,7 @@ MAX_CONCURRENT_CALLS = 64  # concurrent calls of instances, which wait for netwo
 
 
 class EnvironmentClass:
-    """The environment class that a generation node names.
+    """The user's environment class that a generation node names.
 
     `columns` are the columns that the node writes in addition to the response, the log-probabilities and the mask.
     `verdicts` is the name of the dock's column that says which rows failed, or "" if a failure ends the run.
@@ -86,10 +86,10 @@ class EnvironmentClass:
         self.verdicts = sieve.column if sieve else ""
 
     def start(self) -> None:
-        """Import the user's file.
+        """Import the file that defines the class.
 
-        If a failure ends the run, this process imports the file. If rows may fail, a separate process imports it, so
-        that the user's code cannot harm this process.
+        If a failure ends the run, this process imports the file. If rows may fail, a separate process imports the file,
+        so that the user's code cannot harm this process.
         """
         if self.verdicts:
             folder = shipped_files.shipped_folder()
@@ -101,9 +101,9 @@ class EnvironmentClass:
             self.called = ClassSignature(make, self.injected_arguments, self.columns, self.timeout, self.gym)
 
     def instances(self, rows: int, fan: int) -> Instances | IsolatedInstances:
-        """Return the environment instances for `rows` rows.
+        """Return the instances of the class for `rows` responses, one for each response.
 
-        `fan` consecutive rows belong to the same row of the batch.
+        `fan` consecutive responses belong to the same prompt.
         """
         if not self.verdicts:
             return Instances(self.called, MAX_CONCURRENT_CALLS)
@@ -112,17 +112,17 @@ class EnvironmentClass:
         )
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
-        """Return the episodes of `rows`, with one episode for each row.
+        """Return the episodes of the responses `rows`, with one episode for each response.
 
-        Each row of the batch has the same number of episodes.
+        `batch` has the prompts' rows. Each prompt has the same number of responses.
         """
         return Episodes(self, batch, rows, task)
 
     def reset_arguments(self, batch: Batch, fan: int) -> list[dict[str, Any]]:
-        """Return the arguments of `reset` for each episode.
+        """Return, for each episode, the arguments of `reset` that come from columns.
 
-        Each row of the batch has `fan` episodes. Each episode has its own copies of the values, which an environment
-        may change.
+        Each row of the batch has `fan` episodes. Each episode has its own copies of the values, because an environment
+        may change the values.
         """
         episodes: list[dict[str, Any]] = [{} for _ in range(len(batch.rows) * fan)]
         for name in self.reads:
@@ -140,10 +140,10 @@ class EnvironmentClass:
 
 
 class Episodes:
-    """The episodes of the rows of a batch.
+    """The episodes of the responses to the prompts of a batch.
 
-    An episode is identified by the position of its row in `rows`. `surviving_rows` records which rows are lost. The
-    episode of a lost row is over.
+    `rows` has the numbers of the responses' rows. An episode is identified by the position of its row in `rows`.
+    `surviving_rows` records which rows are lost. The episode of a lost row is over.
     """
 
     def __init__(self, environment: EnvironmentClass, batch: Batch, rows: Array, task: Task) -> None:
@@ -173,19 +173,22 @@ class Episodes:
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[Utterance, bool]]:
         """Return the environment's answers to the texts that the policy wrote in a turn.
 
-        `positions` are the rows of the texts. The first turn is 1. Each answer comes with a flag that is true if the
-        answer ends the episode.
+        `positions` has, for each text, the position of its row. The first turn is 1. Each answer comes with a flag that
+        is true if the answer ends the episode.
         """
         return self._ask(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
 
     def refuse(self, position: int, reason: str, when: str) -> None:
-        """Record the failure of a row whose environment returned something unusable."""
+        """Record the failure of a row whose environment returned something unusable.
+
+        `reason` says what is wrong with the returned value, and `when` says in words when it was returned.
+        """
         self._fail(position, Failure.from_error(BadResult(reason)), when)
 
     def end(self, lengths: Mapping[str, Array]) -> Array:
         """End all instances, and return which rows remain (True) or are lost (False).
 
-        `lengths` are the lengths of the columns that the generation wrote.
+        `lengths` has, for each column that the generation wrote, the length of each row.
         """
         try:
             return self._check_values(lengths)
@@ -194,7 +197,7 @@ class Episodes:
                 self.instances.end()
 
     def _check_values(self, lengths: Mapping[str, Array]) -> Array:
-        """Check the additional values of all rows, and return which rows remain.
+        """Check the column values of all environments, and return which rows remain.
 
         A row fails if one of its values does not fit its column.
         """
@@ -210,7 +213,7 @@ class Episodes:
         return ~self.surviving_rows.lost
 
     def columns(self) -> dict[str, ColumnData]:
-        """Return the additional columns that the node writes, for the remaining rows."""
+        """Return the columns that the environments fill, for the remaining rows."""
         stay = np.flatnonzero(~self.surviving_rows.lost)
         return {
             name: self.environment.return_checker.column(name, [values[i] for i in stay])
@@ -220,7 +223,8 @@ class Episodes:
     def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
         """Return the dock's column that says which rows remain, by the column's name.
 
-        Lost rows are counted and reported. Returns {} if a failure ends the run, because no row can then be lost.
+        Lost rows are counted and reported in `report`. The names of the metrics of failed rows begin with
+        `metric_prefix`. Returns {} if a failure ends the run, because no row can then be lost.
         """
         return self.surviving_rows.make_verdicts(report, metric_prefix)
 

@@ -1,7 +1,7 @@
 """The client of a fork server (fork_server.py), which has imported a user's code.
 
-Invariant: no forked process outlives the process that requested it. The fork server is the parent of the forked
-processes, so it can report how each of them ended.
+Invariant: no process that the fork server forks outlives the client that requested it. The fork server is the parent of
+the forked processes, so it can report how each of them ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=Spec)
 class Nest(Generic[S]):
     """A handle of a fork server (a *nest*), which has imported a user's code.
 
-    `spec` says what the server imports. Raises RunError if the user's code cannot be imported.
+    `spec` says which code the server imports. Raises RunError if the user's code cannot be imported.
     """
 
     def __init__(self, spec: S) -> None:
@@ -54,8 +54,8 @@ class Nest(Generic[S]):
     def fork(self, memory: int) -> tuple[int, socket.socket]:
         """Fork a process, and return its id and a socket to the process.
 
-        `memory` is the number of bytes that the process may use in addition to the memory of the import. 0 means no
-        limit.
+        `memory` is the number of bytes that the process may use beyond what it uses after the import of the user's
+        code. 0 means no limit.
         """
         client_end, server_end = socket.socketpair()
         with server_end:
@@ -67,7 +67,10 @@ class Nest(Generic[S]):
         return pid, client_end
 
     def status(self, pid: int) -> int | None:
-        """Wait until a process has ended, and return its exit status; None if unknown."""
+        """Wait until a forked process has ended, and return its exit status.
+
+        Returns None if the status is not known.
+        """
         with suppress(OSError, EOFError):
             return self._send_order(WAIT, pid)
         return None
@@ -89,7 +92,7 @@ PROCESS_GONE = Failure("exited", ErrorSummary("its process is gone"))
 
 
 def exits_within(pid: int, seconds: float) -> bool:
-    """Return whether a process ends by itself within `seconds`.
+    """Return whether a forked process ends by itself within `seconds`.
 
     `Nest.status` can still return the status of the process afterwards.
     """
@@ -104,7 +107,7 @@ def exits_within(pid: int, seconds: float) -> bool:
 
 
 def death_reason(status: int | None) -> Failure:
-    """Return the failure that explains the exit status of a process.
+    """Return the failure that explains why a process ended, from its exit status.
 
     The status None means that the status is not known.
     """

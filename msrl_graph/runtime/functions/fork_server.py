@@ -4,12 +4,12 @@ The program is a fork server (a *nest*): it imports the user's files, and then f
 program is used for code that may do harm, or that runs in parallel.
 
 Invariant: the user's code can only harm its own process.
-- A forked process has a memory limit, which is added to the memory of the import.
+- A forked process has a memory limit: a number of bytes beyond what it uses after the import of the user's files.
 - A forked process is the first process that the system kills when memory runs out.
 - A forked process ends when its nest ends. The nest ends when the process that started the nest ends.
 
-Each message is a pickle after its length. Pickles are safe because the author of the user's code is trusted.
-Nevertheless, a process may die in the middle of a message.
+A message is a pickle, preceded by its length. Pickles are safe because the author of the user's code is trusted. But a
+process may die after it has sent only the beginning of a message.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Return the next message. Raises EOFError if the connection has ended."""
+    """Return the next message. Raises EOFError if the other process closed the socket."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     return pickle.loads(receive_exactly(connection, length))
 
@@ -79,10 +79,10 @@ def receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def main() -> None:
-    """Import the user's files, and execute orders until the client is gone.
+    """Import the user's files, and execute the client's orders until the client ends.
 
-    The first message is the spec. The reply to the spec is the reason why the import failed, or "" if the import
-    succeeded.
+    The first message from the client is the Spec. The nest replies with the reason why the import failed, or with "" if
+    the import succeeded. An order is to fork a process, or to wait for the end of a forked process.
     """
     orders = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, meant for the run
@@ -122,9 +122,9 @@ def main() -> None:
 
 
 def _receive_order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
-    """Return the next order with its file descriptors; None at the end.
+    """Return the client's next order with its file descriptors; None after the last.
 
-    An order is a kind and a number (see `ORDER`).
+    An order is a kind (FORK or WAIT) and a number (see `ORDER`).
     """
     data, fds, _, _ = socket.recv_fds(orders, ORDER.size, 1)
     return (*ORDER.unpack(data), fds) if len(data) == ORDER.size else None
@@ -133,7 +133,8 @@ def _receive_order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None
 def _prepare_child(memory: int) -> None:
     """Set up a forked process.
 
-    `memory` is the number of bytes that the process may use in addition to the memory of the import. 0 means no limit.
+    `memory` is the number of bytes that the process may use beyond what it uses after the import of the user's files. 0
+    means no limit.
     """
     os.setpgid(0, 0)  # so that the processes that it starts can be ended with it
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)

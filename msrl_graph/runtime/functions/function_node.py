@@ -54,11 +54,12 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 class Results:
     """The results of a function node for a batch, or for a part of a batch.
 
-    - `columns`: by column, the rows and their values. A filter has one column, with its verdicts.
-    - `states`: by state, its next values.
-    - `failed`: for each unit that failed and left, the failure and the number of rows. The keys say where the unit
-      failed.
-    - `rows`: the number of rows.
+    - `columns`: for each written column, row numbers and the values of these rows. A filter has one column, with its
+      verdicts.
+    - `states`: for each state that the function computes, its values for the next iteration.
+    - `failed`: for each unit that failed and leaves the iteration, the failure and the number of the unit's rows. The
+      keys say in words which unit or row failed.
+    - `rows`: the number of rows of the batch or part.
     - `last`: true if no other part of the batch comes after this part.
     """
 
@@ -90,9 +91,9 @@ class _OfUnit(list[Any]):
 class FunctionNode:
     """A function node of a plan, which can be called.
 
-    - `reader`: the dock's description of the node.
+    - `reader`: the columns and rows that the dock passes to the node (NodeReads).
     - `note`: the crash journal, which records the node's current call.
-    - `workers`: worker processes that call the function for rows or groups in parallel. The workers are not used if the
+    - `workers`: worker processes that call the function for rows or groups in parallel. They are not used if the
       function must run in this process.
     """
 
@@ -148,9 +149,9 @@ class FunctionNode:
             }
 
     def find_spoilt_rows(self, batch: Batch) -> Array:
-        """Return which rows may have a wrong result, because an input was not finite.
+        """Return which rows may get a wrong result because of infinite or NaN inputs.
 
-        If the node's units have several rows, one bad row spoils all rows of its unit.
+        If the node's units have several rows, one such row spoils all rows of its unit.
         """
         spoilt_rows = np.zeros(len(batch.rows), bool)
         for name in self.node.reads:
@@ -166,7 +167,7 @@ class FunctionNode:
         return Results.joined([*self.parts(batch, task)])
 
     def parts(self, batch: Batch, task: Task, part_seconds: float = math.inf) -> Iterator[Results]:
-        """Yield the results for a batch in parts of about `part_seconds` seconds each.
+        """Yield the results for a batch in parts, each computed in about `part_seconds`.
 
         So finished rows do not wait for the other rows of the batch. The division into parts changes no value.
         """
@@ -198,7 +199,7 @@ class FunctionNode:
         yield part.results(batch, row_count, last=True)
 
     def _call_units(self, batch: Batch, task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
-        """Call the function for each unit, and yield the units with outcomes in order."""
+        """Call the function for each unit, and yield each unit with its outcome, in order."""
         units = self._units(batch, task, arguments := self._arguments(batch, task))
         if self.workers is not None:
             return self.workers.map_units(self.node.name, units, task)
@@ -240,10 +241,11 @@ class FunctionNode:
             yield Unit(unit, f"{scope} {unit}", unit_arguments, rows, targets, lengths, most)
 
     def _arguments(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
-        """Return the parameters of the function, with their values for a batch.
+        """Return the arguments of the function for a batch, as (name, values) pairs.
 
-        The values of a parameter are a list or an array with one value per row, or one number if the parameter is a
-        state. A column that the function gets through `*columns` is returned by the name of the column.
+        A name is a parameter of the function. If the function has a parameter `*columns`, each column that this
+        parameter binds has a pair of its own, with the column's name. The values are a list or an array with one value
+        per row, or one number if the parameter is a state.
         """
         return [
             (column if parameter == self.signature.rest else parameter, self._argument(batch, task, column, parameter))
@@ -263,17 +265,21 @@ class FunctionNode:
         return values_for_function(column, self.graph.column(name).element, range(len(column)), text, tokens)
 
     def _unit_argument(self, values: Any, rows: slice) -> Any:
-        """Return the value that a parameter has for the rows of a unit.
+        """Return the value that a parameter has for one unit.
 
-        `values` are the values of the parameter for the batch. The result is a single value if the unit is one row, or
-        if all rows of the unit share the value. In all other cases it has one value per row.
+        `values` are the values of the parameter for the batch, and `rows` are the positions of the unit's rows. The
+        result is a single value if the unit is one row, or if all rows of the unit share the value. In all other cases,
+        the result has one value per row.
         """
         if not isinstance(values, (list, np.ndarray)):
             return values
         return values[rows.start] if self.of_unit.single or isinstance(values, _OfUnit) else values[rows]
 
     def _call_many(self, batch: Batch, task: Task, arguments: list[tuple[str, Any]]) -> Iterator[Any]:
-        """Call the function's variant for many rows (`many`), and return all results."""
+        """Call the variant of the function that takes many rows at a time (`many`).
+
+        Returns the results of all rows of the batch.
+        """
         assert self.many is not None
         where = f"{len(batch.rows)} rows"
         # The defaults are those of the function for one row.
@@ -299,19 +305,19 @@ class FunctionNode:
         return Results({self.sieve.column: Verdicts(rows, ColumnData(times))}, rows=len(rows))
 
     def _lengths(self, columns: Sequence[str], batch: Batch, position: int) -> dict[str, int]:
-        """Return the lengths of some columns in one row of the batch.
+        """Return the lengths that the values of `columns` have in one row of the batch.
 
-        Columns that the batch does not have are left out.
+        `position` is the position of the row. Columns that the batch does not have are left out.
         """
         return {name: len(batch.columns[name][position]) for name in columns if name in batch.columns}
 
 
 class _Part:
-    """The outcomes for the rows of a batch from position `begin` on.
+    """The outcomes for one part of a batch: the rows from position `begin` on.
 
     - `values`: for each column or state, the numbers of its rows or units, and their values.
     - `times`: for a filter, how many times each row passes.
-    - `failed`: each failure and its number of rows, by the place where the failure occurred.
+    - `failed`: each failure and the number of rows that it removes. The keys say in words which unit or row failed.
     - `dropped`: the positions of the rows that failed.
     """
 

@@ -1,5 +1,7 @@
 """Function hosts: processes on CPUs that run the source and the Python functions.
 
+The *source* is the node that draws rows of the data as prompts.
+
 Invariant: between tasks, a function host keeps only what a replacement process can load or compute again: the data
 files, the functions, and the rows that a task draws. Values that outlive an iteration arrive with the task and are
 returned in the report.
@@ -144,7 +146,7 @@ class FunctionHost:
         return ray.util.get_node_ip_address(), ()
 
     def start(self) -> dict[str, Loaded]:
-        """Load the functions and the data, and return what was loaded of each data file."""
+        """Load the functions and the data files; return the numbers of rows by file."""
         plan = self.plan = copy_to_host(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
         for name, file in files.items():  # a replacement must not read other rows
@@ -195,7 +197,7 @@ class FunctionHost:
         )
 
     def run(self, task: Task, tables: Tables) -> Report:
-        """Execute this pool's instruction stream for one task, or a part of the stream.
+        """Execute the instruction stream of function nodes for one task, or a part of it.
 
         A process that replaces a dead process executes the whole task again. The second execution does not change the
         results: the process gets the same shares, functions are pure, and a row that is written twice gets the same
@@ -244,7 +246,10 @@ class FunctionHost:
         return ""
 
     def figures(self, task: Task) -> dict[str, float]:
-        """Return the metrics of a finished evaluation, except the means of its columns."""
+        """Return the metrics of a finished evaluation that are computed from its rows.
+
+        The means of the evaluation's columns are not included.
+        """
         if self.functions is None:
             self.start()
         evaluation = self.plan.deploy.evaluation(task.name)
@@ -255,8 +260,8 @@ class FunctionHost:
     def _count_rounds(self, steps: Sequence[Instruction], task: Task) -> int:
         """Return how many rounds of prompts the opening of a task has drawn.
 
-        The opening is the first part of the task's instruction stream (`task.part`). `steps` are the instructions of
-        the opening, which is finished.
+        The *opening* is the first part of the task's instruction stream (`task.part`). `steps` are the instructions of
+        the opening, which this host has finished.
         """
         filter = next((step.node for step in steps if step.op == "AGAIN"), "")
         return next(
@@ -264,10 +269,10 @@ class FunctionHost:
         )
 
     def _run_source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
-        """Write the prompts of a round to the dock, with their known states.
+        """Write the prompts of a round to the dock, with the states that are known.
 
-        In the opening of a task, only the states with which rows are sampled are known. `_put_states` writes the other
-        states later.
+        In the opening of a task (the first part of its instruction stream), only the states with which rows are sampled
+        are known. `_put_states` writes the other states later.
         """
         chosen = self._choose_rows(task, round, tables.draws, report)
         columns = self._dataset(task).take(chosen)
@@ -277,7 +282,7 @@ class FunctionHost:
         self._put(task, round, columns)
 
     def _put_states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
-        """Write the states of prompts that were written before their states were known."""
+        """Write to the dock the states of prompts that were written without their states."""
         for round in rounds if self.host == 0 and self.read else ():
             chosen = self._choose_rows(task, round, tables.draws)
             self._put(task, round, self._state_columns(task, chosen, tables.states, self.read))
@@ -291,7 +296,7 @@ class FunctionHost:
     def _state_columns(
         self, task: Task, chosen: Array, tables: Mapping[str, Array], named: Mapping[str, State]
     ) -> dict[str, ColumnData]:
-        """Return the states of some rows of the data, by the names of the dock's columns.
+        """Return the states of some rows of the data, as columns of the dock.
 
         `chosen` are the numbers of the rows. `tables` has the values of states for all rows of the data. `named` maps
         the names of the dock's columns to states. In an evaluation, each state has its initial value.
@@ -308,8 +313,8 @@ class FunctionHost:
     def _choose_rows(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
         """Return the numbers of the rows of the data that a round draws.
 
-        The result is a function of the task. The result is stored, because the part of the task after the opening needs
-        the same rows again.
+        The result depends only on the arguments. It is stored, because the part of the task after the opening needs the
+        same rows again.
         """
         if (task.key, round) in self.drawn:
             return self.drawn[task.key, round]

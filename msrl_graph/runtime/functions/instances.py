@@ -89,11 +89,12 @@ class ClassSignature:
     """An environment class, and how its methods are called.
 
     - `make`: the class, which is called to make an instance.
-    - `filled`: the arguments that `reset` gets in addition to columns.
+    - `filled`: the arguments `rng`, `tokenizer` and `iteration`, which `reset` gets if it has parameters with these
+      names.
     - `columns`: the columns whose values `step` returns.
     - `timeout`: the maximum number of seconds for a call.
-    - `gym`: "" for the interface of this package. For a gymnasium class, it is "sum" if the column `reward` is the sum
-      of the rewards of all steps, or "each" if the column is the list of these rewards.
+    - `gym`: "" for the interface of msrl_graph. For a gymnasium class, it is "sum" if the column `reward` is the sum of
+      the rewards of all steps, or "each" if the column is the list of these rewards.
     """
 
     make: Callable[[], Any]
@@ -104,7 +105,7 @@ class ClassSignature:
 
 
 class Instances:
-    """The environment instances of some rows.
+    """The instances of an environment class for some rows, one for each row.
 
     An instance is identified by the position of its row. Plain methods run in threads, with at most `at_once` calls at
     a time. `async` methods share an event loop, in which all calls run concurrently.
@@ -124,8 +125,8 @@ class Instances:
     ) -> dict[int, EnvironmentReply | Failure]:
         """Call the instances, and return the reply to each request by position.
 
-        If `stops` is true, only the replies up to the first failure are returned. `where` is the text of progress
-        reports.
+        If `stops` is true, only the replies up to the first failure are returned. `where` is the text that progress
+        reports show.
         """
         row_progress.report(0, len(requests), where)
         calls = {position: _Call(self, position, request) for position, request in requests.items()}
@@ -140,7 +141,7 @@ class Instances:
         return replies
 
     def end(self) -> None:
-        """Release all instances. Instances of a gymnasium class are closed first."""
+        """Close the instances of a gymnasium class, and drop all instances."""
         closing = [instance.close for instance in self.made.values() if self.called.gym and hasattr(instance, "close")]
         futures = [
             self.threads.submit(self._close, close_method)
@@ -178,7 +179,10 @@ class Instances:
         return instance.reset(**request.arguments, **signature.filled(request.task, request.iteration, request.row))
 
     def parse_result(self, position: int, request: Ask, result: Any) -> EnvironmentReply:
-        """Convert the result of a call to a reply. Raises BadResult if it is unusable."""
+        """Convert the result of a call to a reply.
+
+        Raises BadResult if the result cannot be used.
+        """
         if self.called.gym:
             return self._parse_gym_result(position, request, result)
         if isinstance(request, EpisodeStart):
@@ -234,7 +238,7 @@ class _Call:
         )
 
     def answer(self) -> EnvironmentReply | Failure:
-        """Wait for the reply. Returns a Failure if the call takes too long."""
+        """Wait for the environment's reply; return a Failure if the call takes too long."""
         limit = self.instances.called.timeout
         future = self.future
         while not future.done() and (seconds_left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:

@@ -1,7 +1,9 @@
-"""Environment instances in processes of their own, on the same host as the rank.
+"""Environment instances in processes that are separate from the rank's process.
+
+The processes run on the same host as the rank that uses the instances.
 
 Invariant: if a process ends, hangs or uses up its memory, only the rows of its instances fail. The reason of such a
-failure says what happened to the process. No process outlives the rows for which it was started.
+failure says what happened to the process. No process outlives the episodes of its rows.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def _serve(called: ClassSignature, connection: socket.socket) -> None:
 
 
 def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
-    """Return an answer if it can be pickled, else a failure."""
+    """Return `answer` if it can be pickled, or else a failure that says why not."""
     try:
         pickle.dumps(answer)
     except Exception as error:
@@ -80,10 +82,10 @@ def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
 
 
 class _Process:
-    """A process with the instances of some rows.
+    """A process with the environment instances of some rows.
 
-    `memory` is the number of bytes that the process may use in addition to the memory of the import. `why` is the
-    reason why the process ended, or None.
+    `memory` is the number of bytes that the process may use beyond what it uses after the import of the user's code.
+    `why` is the reason why the process ended, or None.
     """
 
     def __init__(self, nest: Nest[EnvironmentSpec], memory: int, rows: Iterable[int]) -> None:
@@ -111,8 +113,8 @@ class _Process:
 class IsolatedInstances:
     """Environment instances in several processes.
 
-    `parts` has the positions of the rows for each process. `memory` is the number of bytes that a process may use in
-    addition to the memory of the import.
+    `parts` has the positions of the rows for each process. `memory` is the number of bytes that a process may use
+    beyond what it uses after the import of the user's code.
     """
 
     def __init__(self, nest: Nest[EnvironmentSpec], parts: Sequence[Iterable[int]], memory: int) -> None:
@@ -125,8 +127,8 @@ class IsolatedInstances:
     ) -> dict[int, EnvironmentReply | Failure]:
         """Call the instances, and return the reply to each request by position.
 
-        If the process of a row has ended, the reply is the reason why it ended. `stops` has no effect. `where` is the
-        text of progress reports.
+        If the process of a row has ended, the reply is the reason why the process ended. `stops` has no effect. `where`
+        is the text that progress reports show.
         """
         parts: dict[_Process, dict[int, Ask]] = {}
         for position, request in requests.items():
@@ -175,7 +177,7 @@ class IsolatedInstances:
         return {}
 
     def lose(self, positions: Iterable[int]) -> None:
-        """Drop rows that get no more requests, and end processes that have no rows left."""
+        """Drop rows that need no more calls, and end each process that has no rows left."""
         for process in {self.process_of[position] for position in positions}:
             process.rows.difference_update(positions)
             if not process.rows and process.why is None:

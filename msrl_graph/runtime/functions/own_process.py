@@ -1,8 +1,8 @@
-"""Guards of a process against forks and exits in the user's code that it calls.
+"""Protection of a process from forks and exits in the user's code that it calls.
 
 Invariant: a call returns only in the process that began the call. If the user's code forks and the child returns from
-the call, the child is ended at this point, so it never answers instead of its parent. In a process that other processes
-depend on, `os._exit` within a call is an error of the call.
+the call, the child is ended at this point, so the child never answers instead of its parent. In a process that other
+processes depend on, `os._exit` does not end the process; it raises an error in the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _guarded: ContextVar[int] = ContextVar("process of the guarded call", default=0)
 
 
 class ProcessExit(BaseException):
-    """The error that a user's code tried to end a process that other code uses."""
+    """The error that the user's code tried to end a process that other code needs."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it ends its process with status {status}")
@@ -28,7 +28,7 @@ class ProcessExit(BaseException):
 
 @contextmanager
 def guarded_call(process: int) -> Iterator[None]:
-    """Mark a call of the user's code, so that it returns only in one process.
+    """Context for a call of the user's code: only one process leaves the context.
 
     `process` is the id of the process that begins the call. A forked child that returns from the call is ended.
     """
@@ -43,8 +43,8 @@ def guarded_call(process: int) -> Iterator[None]:
 def end_child(parent: int) -> None:
     """End this process if it is a forked child of `parent` that returned from a call.
 
-    The exit status is 1 if the call raised an error, the argument of `sys.exit` if the call used it, and 0 in all other
-    cases.
+    The exit status is 1 if the call raised an error. If the call used `sys.exit`, the exit status is the argument of
+    `sys.exit`. In all other cases, the exit status is 0.
     """
     if os.getpid() == parent:
         return

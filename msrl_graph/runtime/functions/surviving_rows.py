@@ -28,7 +28,7 @@ class SurvivingRows:
 
     - `rows`: the numbers of the rows. The methods identify a row by its position in this array.
     - `fan`: the number of consecutive rows that form a group.
-    - `failed`: for each row that failed, the failure and, in words, the time of the failure.
+    - `failed`: for each row that failed, the failure, and when the row failed, in words.
     - `lost`: which rows leave, because the row itself or another row of its group failed.
     """
 
@@ -63,7 +63,8 @@ class SurvivingRows:
     def make_verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
         """Return the dock's column that says which rows remain, by the column's name.
 
-        Lost rows are counted and reported. Returns {} if a failure ends the run, because no row can then be lost.
+        Lost rows are counted and reported in `report`. The names of the metrics of failed rows begin with
+        `metric_prefix`. Returns {} if a failure ends the run, because no row can then be lost.
         """
         if not self.column:
             return {}

@@ -1,8 +1,8 @@
 """Calls of a user's function for one unit: a row, a group, or the batch.
 
 Invariant: the result of a function for a unit depends on the unit alone, not on the time or on the process that calls
-the function. The result fits the columns of the node, or BadResult says what was returned. The key of a function's
-random generator is (seed, node, task, iteration, unit).
+the function. Either the result fits the columns of the node, or BadResult says what was returned. The key of a
+function's random generator is (seed, node, task, iteration, unit).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Unit(NamedTuple):
     - `arguments`: the arguments of the function, as (parameter, value) pairs.
     - `rows`: the positions of the unit's rows in the batch.
     - `targets`: for each column that the node writes, the rows that get a value from this unit.
-    - `lengths`: for each column that the node writes and each target row, the lengths of the columns whose length the
-      value must have.
+    - `lengths`: which length the returned values must have. For each column that the node writes, there is one
+      dictionary per row in `targets`. The dictionary has the columns whose values must be as long as the written value,
+      and the lengths of these values in the row.
     - `most`: the maximum number of times that a filter may pass a row.
     """
 
@@ -95,9 +96,10 @@ UnitOutcome = UnitResult | UnitFailure
 
 
 class UnitFunction:
-    """The function of a node, which is imported when it is first needed.
+    """The user's function of a node. The first call imports the function.
 
-    `reader` is the dock's description of the node. `note` is the crash journal, which records the call in progress.
+    `reader` says which columns and rows the dock passes to the node. `note` is the crash journal, which records the
+    call in progress.
     """
 
     def __init__(self, node: Node, plan: Plan, reader: NodeReads, note: CrashJournal | None = None) -> None:
@@ -127,7 +129,7 @@ class UnitFunction:
         return load_function(self.expr, "function")
 
     def __call__(self, unit: Unit, task: Task) -> UnitOutcome:
-        """Call the function for a unit. An error of the function becomes a UnitFailure."""
+        """Call the function for a unit. If the function raises, return a UnitFailure."""
         try:
             self._check_size(unit)
             with self.note.record_call(f"{self.node.name}: {unit.where} of {task.key}"):
@@ -139,7 +141,7 @@ class UnitFunction:
             return self._failure(unit, error)
 
     async def call_async(self, unit: Unit, task: Task) -> UnitOutcome:
-        """Call the function for a unit, in an event loop that other calls share."""
+        """Call the `async` function for a unit, in an event loop that other calls share."""
         try:
             self._check_size(unit)
             with guarded_call(os.getpid()):
@@ -153,7 +155,10 @@ class UnitFunction:
             return self._failure(unit, error)
 
     def check_result(self, unit: Unit, result: Any) -> UnitOutcome:
-        """Check a result that the function has already returned for a unit."""
+        """Convert a value that the function has already returned for a unit to an outcome.
+
+        The outcome is a UnitFailure if the value does not fit the node's columns.
+        """
         try:
             self._check_size(unit)
             return self._parse(unit, result)
@@ -176,9 +181,9 @@ class UnitFunction:
         return self.call(**dict(unit.arguments), **options)
 
     def _parse(self, unit: Unit, result: Any) -> UnitResult:
-        """Assign a returned value to columns and rows.
+        """Assign the value that the function returned to columns and rows.
 
-        Raises BadResult if the value does not fit.
+        Raises BadResult if the value does not fit the columns.
         """
         if self.sieve is not None:
             return UnitResult(times=self._row_counts(result, unit.size, unit.most))
@@ -263,7 +268,10 @@ class UnitFunction:
 
 
 def options_of(call: Expr) -> dict[str, Any]:
-    """Evaluate the options of a call, including options that are calls themselves."""
+    """Return the options that the program passes in a call, as Python values.
+
+    An option that is a call itself is evaluated, too.
+    """
     arguments = {
         key: argument
         for key, argument in zip(call.keys, call.args, strict=True)
@@ -278,9 +286,9 @@ def options_of(call: Expr) -> dict[str, Any]:
 
 
 def _to_array(result: Any) -> Array:
-    """Convert a result to an array.
+    """Convert the value that a function returned to an array.
 
-    The result is an object array of None if the value is masked or numpy cannot convert it.
+    If the value is a masked array, or if NumPy cannot convert it, the result is an object array of None.
     """
     if np.ma.is_masked(result):
         return np.asarray(None)
@@ -291,7 +299,11 @@ def _to_array(result: Any) -> Array:
 
 
 def row_filter(sieve: Sieve | None) -> Sieve | None:
-    """Return a node's row filter, or None if the node only drops rows that fail."""
+    """Return `sieve` if it is a filter of the program, or else None.
+
+    A node whose rows may fail also has a sieve, which only drops the rows that failed. The result for such a sieve is
+    None.
+    """
     return None if sieve is None or sieve.failures else sieve
 
 

@@ -46,7 +46,7 @@ class ErrorSummary:
     """The description of an error, for processes that do not have the error object.
 
     - `reason`: the error in one line.
-    - `steps`: the frames of the user's code that led to the error, with one line each.
+    - `steps`: the call stack of the user's code at the error, with one line for each frame.
     - `traceback`: Python's full traceback.
     """
 
@@ -68,8 +68,8 @@ def describe_failure(
 ) -> str:
     """Return the message for a failed call of a node's Python code.
 
-    `where` names the row or the unit in words. `given` are the arguments of the call, by parameter. The log of this
-    process gets the full text.
+    `where` names the row or the unit in words. `given` are the arguments of the call, by parameter. The full text, with
+    the whole traceback, is written to the log of this process.
     """
     summary = error if isinstance(error, ErrorSummary) else ErrorSummary.from_error(error)
     headline = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {summary.reason}"
@@ -102,9 +102,10 @@ def describe_reason(error: BaseException) -> str:
 
 
 def describe_steps(error: BaseException) -> list[str]:
-    """Describe the stack of the user's code at an error, with one line per frame.
+    """Describe the call stack of the user's code at an error, with one line per frame.
 
-    Returns an empty list if `describe_reason` already says everything.
+    Returns an empty list if the error is a BadResult, because the error is then the returned value. The middle of a
+    long stack is left out.
     """
     lines = [
         f"{frame.filename}:{frame.lineno} in {frame.name}: {shorten_line(frame.line or '', MAX_SHOWN)}"
@@ -140,10 +141,10 @@ def shorten_line(text: str, limit: int) -> str:
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error that are in the user's own code.
+    """Return the frames of an error's traceback that are in the user's own code.
 
     If no frame is in the user's own code, the result is the last frame in a library. If no frame is in a library
-    either, a function of this package failed, and the result is the last frame.
+    either, a function of msrl_graph failed, and the result is the last frame.
     """
     all_frames: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
     if isinstance(error, ProcessDied):  # the frames begin with the process; keep those after the ones of this folder

@@ -1,6 +1,7 @@
-"""Conversion of values of rows for a user's Python code, and of returned values.
+"""Conversion of the dock's values for a user's code, and of returned values.
 
-Invariant: a returned value fits its column, or BadResult says what was returned and what is expected.
+Invariant: a value that the user's code returns fits its column, or BadResult says what was returned and what is
+expected.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ReturnChecker:
         }
 
     def check(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
-        """Return a value in the type of the column `name`.
+        """Return a value of the column `name`, converted to the column's type.
 
         `lengths` are the lengths of other columns of the row. Raises BadResult if the value does not fit the column.
         """
@@ -112,8 +113,8 @@ class ReturnChecker:
 class InjectedArguments:
     """The arguments that a function gets for parameters with fixed names (`GIVEN`).
 
-    The names are `iteration`, `rng` and `tokenizer`. A function gets these arguments in addition to columns and
-    options.
+    The names are `iteration`, `rng` and `tokenizer`. A function gets the arguments for these names in addition to
+    columns and options.
     """
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
@@ -131,7 +132,7 @@ class InjectedArguments:
         return {name: values[name] for name in self.names}
 
     def episode_seed(self, task: str, iteration: int, unit: int) -> int:
-        """Return a seed for a unit, for an environment that makes its own generator."""
+        """Return a unit's seed, for an environment that makes its own random generator."""
         return int(noise.RandomStream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
 
 
@@ -154,7 +155,7 @@ def values_for_function(column: ColumnData, element: str, rows: range, text: boo
 def load_with_signature(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
     """Return the function that a program calls, with its signature.
 
-    The function is from this package, or from a user's file ("path.py:name").
+    The function is defined in msrl_graph, or in a user's file ("path.py:name").
     """
     return load_function(call, kind), signature_of(call, kind)
 
@@ -177,7 +178,10 @@ def signature_of(call: Expr, kind: CallKind) -> Signature:
 
 
 def import_user_file(path: str, call: Expr) -> Any:
-    """Import the file that a program names in a call. Raises RunError if this fails."""
+    """Import the file at `path`, which the program names in `call`; return the module.
+
+    Raises RunError if the import fails.
+    """
     try:
         with guarded_call(os.getpid()):
             return shipped_files.import_file(path)
@@ -198,7 +202,7 @@ def by_row(name: str, values: Any, size: int) -> Any:
     """Return the values that a function returned for the `size` rows of a group.
 
     The values must be a sequence, or an array of any library, with one value for each row in order. Raises BadResult
-    for anything else, such as a dict, a set or a generator: iterating over such an object does not give a value for
+    for any other value, such as a dict, a set or a generator, because the items of such an object are not one value for
     each row.
     """
     rows = values
@@ -273,7 +277,7 @@ def _check_text(name: str, value: Any) -> str:
 
 
 def _to_json(name: str, value: Any) -> str:
-    """Serialize a value as JSON. Raises BadResult if this would change the value.
+    """Serialize a value as JSON. Raises BadResult if JSON would change the value.
 
     The JSON text parses to the same value again, except that tuples become lists.
     """
@@ -287,9 +291,9 @@ def _to_json(name: str, value: Any) -> str:
 
 
 def _find_odd_key(value: Any) -> Any:
-    """Return a dictionary key that is not text, at any depth of a value; else None.
+    """Return a dictionary key that is not a string, at any depth of a value, or None.
 
-    JSON would turn such a key into text, and might make two keys equal.
+    JSON would turn such a key into a string, and might make two keys equal.
     """
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)

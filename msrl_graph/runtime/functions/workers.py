@@ -1,8 +1,8 @@
 """Worker processes that call a user's function for rows or groups in parallel.
 
 Invariant: results are returned in the order of the units, and are equal to the results of a single process. A call that
-ended its own process is not repeated. A call whose process was killed once is repeated (crash_journal.py). When the
-caller stops iterating, no call remains in progress.
+ended its own process is not repeated. A call during which its process was killed once is repeated (crash_journal.py).
+When the caller stops iterating over the results, no call remains in progress.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class _Process:
     def reply(self) -> Reply | None:
         """Return the reply of the worker; None if the worker has died.
 
-        A worker that has died is replaced, and its request is sent again. Raises RunError if a worker dies too often.
+        A worker that has died is replaced by a new worker, which gets the same request. Raises RunError if workers die
+        too often.
         """
         with suppress(OSError, EOFError):
             reply: Reply = receive(self.line)
@@ -173,9 +174,10 @@ class Workers:
                     process.request = None
 
     def _message_size(self, node: str, remaining: int) -> int:
-        """Return how many units to send in one message.
+        """Return how many units to send to a worker in one message.
 
-        The number is large enough to be worth the cost of a message, and small enough to leave units for other workers.
+        `remaining` is the number of units that are not sent yet. The result is large enough to be worth the cost of a
+        message, and small enough to leave units for other workers.
         """
         enough = min(MESSAGE_SECONDS / max(self.seconds.get(node, math.inf), 1e-9), MAX_UNITS)
         return max(1, min(int(enough), math.ceil(remaining / (2 * len(self.processes)))))

@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, warnings, and predicted against measured values."""
+"""Reports of a run: metrics, warnings, and measured next to predicted values."""

@@ -17,10 +17,10 @@ from ...ir.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class BestFigure:
-    """The best figure of an evaluation.
+    """The best value of the figure that an evaluation states as `best`.
 
-    `iteration` is the number of iterations after which the figure was reached. `since` is the number of evaluations
-    after that.
+    `iteration` is the number of iterations after which the best value was reached. `since` is the number of evaluations
+    after the evaluation with the best value.
     """
 
     evaluation: Evaluation
@@ -58,7 +58,10 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
 
 
 def early_stop_reason(bests: Iterable[BestFigure]) -> str:
-    """Return why training ends before its last iteration; "" if training continues."""
+    """Return why training ends before its last iteration; "" if training continues.
+
+    Training ends if the last `patience` runs of an evaluation have not improved its best figure.
+    """
     exhausted = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
     return (
         f"{plural(exhausted.since, 'evaluation')} gave nothing better than {exhausted.description}" if exhausted else ""

@@ -1,8 +1,8 @@
-"""Metrics that are computed from the sums of all processes, but are not means.
+"""Metrics from the sums of all processes: means, and metrics from several sums.
 
-Invariant: a sum whose name begins with `_` after the last `/` is only an input of these metrics. Such a sum appears in
-no metrics line. The metrics do not depend on how rows are split into micro-batches and ranks, because the sums do not
-depend on this split.
+Invariant: if the last part of a sum's name (after the last `/`) begins with `_`, the sum is only an input of other
+metrics and appears in no metrics line. The metrics do not depend on how rows are split into micro-batches and ranks,
+because the sums do not depend on this split.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Sums = Mapping[str, tuple[float, float]]  # by name: the total and the weight, 0
 def means(sums: Sums) -> dict[str, float]:
     """Return the mean of each metric, and the metrics derived from several sums.
 
-    A metric with weight 0 is a count; its total is returned instead of a mean. The derived metrics of a loss term TERM
-    are:
+    `sums` has a (total, weight) for each metric. A metric with weight 0 is a count; its total is returned instead of a
+    mean. The derived metrics of a loss term TERM are:
 
     - `TERM/effective_sample_size`: (mean r)^2 / mean r^2, from 0 to 1, where r is the `ratio` of the term.
     - `TERM/explained_variance`: 1 - var(e) / var(R), where e is the error of the predicted values and R the returns.

@@ -1,7 +1,7 @@
 """Display of a run: a live line on a terminal, else one plain line per iteration.
 
-Invariant: an iteration is named by its number, counted from 0, as in metrics, rows, logs and errors. Counts are numbers
-of finished iterations.
+Invariant: an iteration is displayed with its number, counted from 0, as in metrics, rows, logs and errors. A displayed
+count is the number of finished iterations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .terminal_panel import panel
 class Screen(Console):
     """A console that ignores a broken pipe, so that the run continues.
 
-    The console draws only on a terminal. In a notebook, FORCE_COLOR is set, and rich alone would treat the notebook's
-    pipe as a terminal.
+    The console draws only on a terminal. Notebooks set FORCE_COLOR, so a console of rich would treat a notebook's pipe
+    as a terminal.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -78,7 +78,8 @@ class Display:
     """Display of a run's progress.
 
     `phase` and `iteration` may be called at any rate, because the display limits the rate of drawing. With `watched`, a
-    terminal shows everything that is known about the run (`panel`). Without `watched`, a terminal shows one line.
+    terminal shows everything that is known about the run (terminal_panel.py). Without `watched`, a terminal shows one
+    line.
     """
 
     def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
@@ -117,7 +118,7 @@ class Display:
         self.progress.update(self.task, phase=make_printable(name))
 
     def set_metrics(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-        """Set the lists that contain the metrics lines of iterations and evaluations."""
+        """Set the lists to which the recorder adds metrics of iterations and evaluations."""
         self.facts.lines = lines
         self.facts.evaluations = evaluations
 
@@ -125,7 +126,10 @@ class Display:
         self.facts.begin(task)
 
     def wanted(self) -> bool:
-        """Return whether a watcher of the run waits for new data from the docks."""
+        """Return whether a watcher (terminal, web page, Prometheus) waits for new data.
+
+        The driver then queries the docks for the data.
+        """
         return self.facts.wanted
 
     def look(self, statuses: Sequence[Status]) -> None:
@@ -148,7 +152,10 @@ class Display:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def iteration(self, line: dict[str, Any], scalars: list[str], reports: Sequence[Report] = ()) -> None:
-        """Show an ended iteration; `scalars` are the columns whose means are shown."""
+        """Show the metrics line of an ended iteration.
+
+        `scalars` are the columns whose means are shown.
+        """
         self.facts.iteration(line, scalars, reports)
         # A figure that is named by its unit has the name after the value.
         words = "  ".join(
@@ -204,8 +211,8 @@ SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions"
 def format_evaluation(evaluation: Evaluation, values: Mapping[str, float]) -> str:
     """Format the figures of an evaluation over all rows, as one line.
 
-    The line only counts figures over a part of the rows and figures without a value. The values of all figures are in
-    the metrics.
+    The line does not show figures over a part of the rows, or figures without a value; it only says how many more
+    figures metrics.jsonl contains.
     """
     line = [f"{key} {values[key]:.3f}" for key in evaluation.figures if not math.isnan(values.get(key, math.nan))]
     if more := len(values) - len(line):

@@ -1,6 +1,7 @@
 """Figures of an evaluation in addition to column means: pass@k, best@k, maj@k.
 
-Each figure is also computed for each value of the column `by`, over the prompts with this value.
+An evaluation may state a column `by`, such as the source of a prompt. Each figure is then also computed for each value
+of this column, over the prompts with this value.
 
 Invariant: the figures are computed from all rows of the evaluation together, so the figures do not depend on how the
 rows were distributed over processes.
@@ -27,10 +28,10 @@ MOST_VALUES = 100  # most values of the column that splits an evaluation
 def evaluation_figures(
     plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, ColumnRows]
 ) -> dict[str, float]:
-    """Compute the figures of an evaluation, by their keys in the metrics.
+    """Compute the figures of an evaluation, by the figures' names in the metrics.
 
-    `pieces` are the rows of the evaluation's columns, by column. Raises RunError if the column `by`, which splits the
-    evaluation, has more than MOST_VALUES values.
+    `pieces` has the rows of each column that the figures need, by the name of the column. Raises RunError if the column
+    `by`, which splits the evaluation, has more than MOST_VALUES values.
     """
     row_sets = rowsets(plan.graph)
     counted = row_numbers(row_sets.sets, row_sets.refilling, task)
@@ -59,8 +60,8 @@ def evaluation_figures(
 def _group_prompts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
     """Group the prompts by their values in the column `by` of the evaluation.
 
-    The keys are the endings of metric names, such as `data_source=gsm8k`. The values are the row numbers of the
-    prompts.
+    A key of the result is the ending of metric names for one group, such as `data_source=gsm8k`. The value is the list
+    of the row numbers of the group's prompts.
     """
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:
@@ -83,7 +84,11 @@ Attempts = tuple[Array, Sequence[bytes] | None]
 def _attempts_by_prompt(
     prompts: Array, rows: Array, values: Array, answers: Mapping[int, bytes] | None
 ) -> dict[int, Attempts]:
-    """Return, for each prompt, the values and the answers of the prompt's rows."""
+    """Return, for each prompt, the values and the answers of the prompt's rows.
+
+    `prompts`, `rows` and `values` have an element for each row: the row's prompt, the row's number and the row's value.
+    `answers` has the answers by row number.
+    """
     order = np.argsort(prompts, kind="stable")
     units, starts = np.unique(prompts[order], return_index=True)
     attempts: dict[int, Attempts] = {}
@@ -118,7 +123,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _answers_by_row(piece: ColumnRows | None) -> dict[int, bytes]:
-    """Return the answer of each row as bytes.
+    """Return the answer of each row as bytes, by row number.
 
     The bytes are empty if a row has no answer, or if its answer is NaN.
     """

@@ -1,11 +1,11 @@
-"""Signs in the metrics that a run goes wrong.
+"""Signs in the metrics that something is wrong with a run.
 
 A sign is reported when it first appears. The sign is reported again only if it has been absent for CALM iterations. So
 a figure that swings around its threshold is reported once.
 
 Invariant: the reports depend only on the metrics lines in their order. So a resumed run reports the same signs as a run
-without the interruption. The thresholds come from the program's `run { }`. A sign that ends the run is reported by
-`end_reason`.
+without the interruption. The thresholds come from the program's `run { }`. If a sign ends the run, the sign is reported
+by `end_reason`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALM = 10
 
 
 class HealthChecks:
-    """Checks of a run's metrics; `look` gets the metrics line of each iteration."""
+    """Checks of a run's metrics; call `look` with the metrics line of each iteration."""
 
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
@@ -57,10 +57,10 @@ class HealthChecks:
         )
 
     def _find_drift(self, line: dict[str, Any]) -> Node | None:
-        """Return the node that compares log-probabilities, if the drift is too large.
+        """Return the node that measures drift, if the drift is more than `max_drift`.
 
         The drift is the difference between the log-probabilities of trainer and generator. Returns None if the drift is
-        at most `max_drift`, or if the plan has no such node.
+        at most `max_drift`, or if no node of the plan measures drift.
         """
         bound = self.run.max_drift
         if self.compares is None or bound is None or not line.get("logp_drift", 0.0) > bound:
@@ -113,9 +113,10 @@ class HealthChecks:
 
 
 def judged_columns(graph: Graph) -> list[str]:
-    """Return the per-response columns from which a node computes advantages.
+    """Return the columns from which nodes compute group-relative advantages.
 
-    The node computes the advantages of a response from the values of several responses together.
+    A column has one value per response. A node computes the advantage of a response from the values of several
+    responses.
     """
     compared = [
         node for node in graph.nodes if node.per != "row" and any(graph.column(column).dims for column in node.writes)

@@ -1,8 +1,8 @@
 """HTTP servers of a run: the run's web page, and the metrics for Prometheus.
 
 Invariant: a client that does not know the page's token gets no content of the page, and its connection is closed after
-some seconds (process/connection_gate.py). The driver queries the docks for a client's request; without clients, these
-queries have no cost.
+some seconds (process/connection_gate.py). The driver queries the docks only when a client requests data. So a run
+without clients does not pay for these queries.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StatusServer:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def end(self, kind: str, reason: str) -> None:
-        """Send open pages how the attempt ended, and wait until the pages are closed.
+        """Send to all open pages how the attempt ended, and wait until they are closed.
 
         The wait takes at most FAREWELL seconds.
         """
@@ -70,9 +70,10 @@ class StatusServer:
 class _Server(ThreadingHTTPServer):
     """An HTTP server on a socket that is already listening.
 
-    A connection has some seconds to send its request. A connection without the token has some more seconds to receive
-    the answer. The connections before the request and the connections before the answer are limited separately, so no
-    connection of one group is closed to make room for the other group.
+    A client has some seconds to send its request on a new connection. After that, a client without the token has some
+    more seconds to receive the answer. The number of connections in the first phase and the number of connections in
+    the second phase are limited separately. So no connection in one phase is closed to make room for a connection in
+    the other phase.
     """
 
     daemon_threads = True

@@ -1,7 +1,7 @@
-"""Results of k attempts at a prompt, estimated from n: pass@k, best@k, maj@k.
+"""pass@k, best@k and maj@k: results of k attempts, estimated from n attempts.
 
-Invariant: each result is the mean over all subsets of k of the n attempts. The mean is computed exactly, without
-sampling subsets.
+Invariant: each result is the mean over all subsets of k of the n attempts at one prompt. The mean is computed exactly,
+without sampling subsets.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from ..data.columns import Array
 def pass_at(attempts: int, passed: int, k: int) -> float:
     """Return the chance that at least one of k attempts passes.
 
-    The chance is 1 - C(n - c, k) / C(n, k), for n attempts of which c passed (Chen et al. 2021, arXiv:2107.03374,
-    equation 1).
+    The chance is 1 - C(n - c, k) / C(n, k), for n attempts of which c have passed (Chen et al. 2021, arXiv:2107.03374,
+    equation 1). `attempts` is n, and `passed` is c.
     """
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
 
 def best_at(values: Array, k: int) -> float:
-    """Return the largest of k values, averaged over all subsets of k values.
+    """Return the largest of k values, averaged over all choices of k of the n values.
 
-    The i-th smallest of the n values is the largest value in C(i - 1, k - 1) subsets.
+    The i-th smallest of the n values is the largest value in C(i - 1, k - 1) choices.
     """
     shares = [math.comb(i, k - 1) / math.comb(len(values), k) for i in range(len(values))]
     return float(np.sort(values) @ shares)
 
 
 def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
-    """Return the mean value of the attempts with the majority answer of k attempts.
+    """Return the mean value of the answers that win a vote of k attempts.
 
-    Answers with equal numbers of votes have equal weights. An empty answer is not a vote. If none of the k attempts
-    votes, the result is the mean value of the attempts without an answer.
+    Each choice of k attempts is a vote. The most frequent answer wins, and its value is the mean value of all attempts
+    with this answer. If several answers are equally frequent, the mean of their values counts. An attempt with an empty
+    answer does not vote. If none of the k attempts votes, the value is the mean value of all attempts without an
+    answer.
     """
     own: dict[bytes, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
@@ -52,11 +54,12 @@ def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """Return the chance that an answer wins the vote, by its number of attempts.
+    """Return the chance that an answer wins a vote of k attempts.
 
-    `counts` has the number of attempts of each answer. `silent` is the number of attempts without an answer. For an
-    answer that gets `votes` of the k votes, `ways[s, t]` is the number of choices of s other attempts in which no other
-    answer has more votes, and t other answers have the same number of votes.
+    The keys are the numbers of attempts with the answer. `counts` has the number of attempts of each answer. `silent`
+    is the number of attempts without an answer. For an answer with `votes` of the k votes, `ways[s, t]` is the number
+    of ways to choose s attempts without this answer, so that no other answer gets more votes, and t other answers get
+    the same number of votes.
     """
     shares: dict[int, float] = {}
     for count in sorted(set(counts)):
@@ -76,7 +79,7 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
 
 
 def _with_answer(ways: Array, attempts: int, votes: int) -> Array:
-    """Return `ways` after adding one more answer, which gets at most `votes` votes.
+    """Return `ways`, extended by one more answer that gets at most `votes` votes.
 
     `ways` is defined in `_vote_shares`. `attempts` is the number of attempts with the added answer.
     """

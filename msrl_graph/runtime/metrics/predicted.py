@@ -1,4 +1,6 @@
-"""A new estimate of a run, from its measured row lengths and this machine's rates.
+"""An estimate of a run from its measured row lengths and this machine's rates.
+
+The estimate is computed after a run, and replaces the plan's estimate in the comparison with measured values.
 
 Invariant: the estimate uses only the lengths of the run's rows, never the run's measured seconds.
 """
@@ -21,7 +23,7 @@ from ...passes.reshard import InsertResharding
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
     """Return the number and lengths of an iteration's rows, as medians over `lines`.
 
-    `lines` are metrics lines. Returns None if the program generates nothing, or if a line lacks one of the figures.
+    `lines` are metrics lines. Returns None if the program generates nothing, or if a line lacks a metric about lengths.
     """
     names = (
         "prompt_tokens",
@@ -43,6 +45,6 @@ def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
 
 
 def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:
-    """Estimate an iteration of a run on this machine, from the run's metrics lines."""
+    """Estimate the time of an iteration on this machine, from a run's metrics lines."""
     plan = replace(plan, cluster=calibration.apply_calibration(plan.cluster)[0])
     return EstimateTime(ENGINES, rows(plan, lines)).apply(InsertResharding(ENGINES).apply(plan)).estimate

@@ -52,10 +52,10 @@ class Recorder:
     """Writer of a run's metrics into `folder`."""
 
     def __init__(self, folder: Path, plan: Plan, keep: int, changed: Sequence[str] = ()) -> None:
-        """Continue after the first `keep` lines of the existing metrics.
+        """Keep the first `keep` lines of the metrics file, and continue after these lines.
 
-        `changed` describes the changes since these lines that affect the result. The next iteration's line contains
-        `changed`.
+        `changed` describes changes that were made after these lines were written, and that affect the result. The line
+        of the next iteration contains `changed`.
         """
         self.folder = folder
         self.plan = plan
@@ -127,7 +127,7 @@ class Recorder:
         return line
 
     def memory(self, reports: list[Report]) -> None:
-        """Store each rank's live tensor bytes, before and at the peak of instructions."""
+        """Store each rank's live tensor bytes, before and at the peak of each instruction."""
         self.tensor_bytes = {report.process: report.bytes for report in reports if report.process.startswith("rank")}
         (self.folder / "memory.json").write_text(json.dumps(self.tensor_bytes, indent=2))
 
@@ -141,7 +141,7 @@ class Recorder:
     ) -> dict[str, float]:
         """Add the metrics line of an evaluation; return its means and the `figures`.
 
-        The means are the means of the reported columns over all data.
+        Each mean is the mean of a column that the evaluation reports, over all rows.
         """
         values = {}
         sums = _sum_reports(reports)
@@ -236,8 +236,9 @@ class Recorder:
 
         - Measured values are medians over the iterations. The first iteration is left out if there are several.
         - Staleness is measured by its mean and its maximum.
-        - Weights that are not sent in each iteration are measured by the mean over all iterations.
-        - Seconds are predicted for rows of the measured lengths, and bytes for rows at the columns' bounds.
+        - If weights are not sent in each iteration, the measured values of sending are means over all these iterations.
+        - Seconds are predicted for rows of the measured lengths, and bytes for rows of the longest length that is
+          allowed.
         """
         plan = self.plan
         lines = self.lines[1:] or self.lines
@@ -297,8 +298,8 @@ class Recorder:
     def _memory_table(self) -> list[tuple[str, str, float, float, str]]:
         """Return table rows with the peak tensor bytes of each phase.
 
-        The measured value is the peak of the pool's rank with the highest peak. The rows also contain the host buffers
-        that a resharding left. The result is empty if memory was not measured.
+        The measured value is the highest peak of any rank of the pool. Further table rows contain the host buffers that
+        exist after a resharding. The result is empty if memory was not measured.
         """
         rows = []
         for pool in self.plan.pools:
@@ -331,7 +332,7 @@ class Recorder:
         return rows
 
     def _phase(self, op: str, node: str) -> str:
-        """Return the name of an instruction's phase in the plan's memory table."""
+        """Return the name of an instruction's phase in the memory table of the plan."""
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
@@ -350,9 +351,9 @@ def parse_line(text: str | bytes) -> dict[str, Any]:
 
 
 def read_valid_lines(path: Path) -> tuple[list[bytes], str]:
-    """Return a metrics file's lines up to the first damage, and the damage in words.
+    """Return a metrics file's lines before the first damaged line, and the damage.
 
-    The text is "" if there is no damage.
+    The damage is described in words; "" means that there is none.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for i, line in enumerate(lines):
@@ -370,9 +371,9 @@ def _is_line(text: bytes) -> bool:
 
 
 def restore_lines(path: Path, copy: bytes) -> str:
-    """Restore the metrics file from a checkpoint's copy, if its lines differ.
+    """Restore the metrics file from a checkpoint's copy, if lines are lost or differ.
 
-    Returns a description of the damage; "" if there was none. Raises OSError if the file cannot be written.
+    Returns a description of the damage to the file; "" if there was none. Raises OSError if the file cannot be written.
     """
     content = path.read_bytes() if path.is_file() else b""
     if content.startswith(copy):
@@ -398,8 +399,8 @@ def restore_lines(path: Path, copy: bytes) -> str:
 def imbalances(reports: list[Report]) -> dict[str, float]:
     """Return the load imbalance of each node that several processes compute.
 
-    The imbalance is a ratio of two sums over all rounds. The numerator sums the tokens of each round's longest share,
-    and the denominator sums the mean number of tokens per share of each round.
+    In each round, every process computes a share of rows. The imbalance is a ratio of two sums over all rounds: the
+    tokens of the longest share, divided by the mean number of tokens per share.
     """
     ratios: dict[str, float] = {}
     for node in sorted({node for report in reports for node in report.loads}):
@@ -410,7 +411,7 @@ def imbalances(reports: list[Report]) -> dict[str, float]:
 
 
 def phases(reports: list[Report]) -> dict[str, float]:
-    """Return the seconds of each phase in the process that is slowest in this phase."""
+    """Return the seconds of each phase in the process that took longest for the phase."""
     slowest: dict[str, float] = {}
     for report in reports:
         for name, seconds in report.seconds.items():

@@ -1,11 +1,11 @@
 """Spread of a column's numbers among the responses to a prompt.
 
-If the numbers have no spread, group-relative advantages are 0.
+If all responses to a prompt have the same number, group-relative advantages are 0.
 
-Invariant: for each prompt, a process reports the count, mean, sum of squared deviations, minimum and maximum over its
-own rows. When the reports of all processes are merged, the result is the same figures over all rows of the prompt,
-however the rows were distributed (Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample
-variances").
+Invariant: for each prompt, a process reports the count, mean, sum of squared deviations, minimum and maximum over the
+prompt's rows in this process. The reports of all processes are merged into the same five figures over all rows of the
+prompt. The result does not depend on how the rows were distributed (Chan et al. 1979, "Updating formulae and a pairwise
+algorithm for computing sample variances").
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class ColumnMeans:
         self.sets = rowsets(plan.graph).columns
 
     def count(self, report: Report, node: Node, task: Task, name: str, rows: Array, values: Array) -> None:
-        """Add the mean and the spread of the finite values of some rows to a report."""
+        """Add the mean and the spread of a column's finite values to a report.
+
+        `values` are the values of `rows` in the column `name`.
+        """
         finite = np.isfinite(values)
         if not finite.any():
             return
@@ -48,13 +51,13 @@ class ColumnMeans:
 
 
 def prompt_spreads(reports: list[Report]) -> dict[str, float]:
-    """Return how much the numbers of each prompt's rows differ, by column.
+    """Return metrics of how much the numbers of each prompt's rows differ, by column.
 
     - `NAME/std`: the unbiased standard deviation among the rows of a prompt, averaged over the prompts.
     - `NAME/flat`: the fraction of the prompts whose rows all have the same number.
 
-    For example, rewards [1, 0] and [1, 1] of two prompts give std 0.35 and flat 0.5. Prompts with only one row do not
-    count. If all prompts have only one row, all rows count as the rows of one prompt.
+    NAME is the column. For example, rewards [1, 0] and [1, 1] of two prompts give std 0.35 and flat 0.5. Prompts with
+    only one row do not count. If all prompts have only one row, all rows count as the rows of one prompt.
     """
     figures: dict[str, float] = {}
     for name in sorted({name for report in reports for name in report.groups}):

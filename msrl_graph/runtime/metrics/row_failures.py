@@ -1,4 +1,4 @@
-"""Messages about the failed rows of a task.
+"""Messages about the rows that failed in an iteration or in an evaluation.
 
 Invariant: in training and in evaluations, all failed rows are counted, and the first failed row of each reason is
 reported. An iteration in which no row is left ends the run with an error, because a program that yields no row is
@@ -18,9 +18,9 @@ from ..process.task_report import Report, RunError
 
 
 def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
-    """Return a message for each node with failed rows.
+    """Return a message for each node with failed rows in a task.
 
-    Raises RunError if no row is left to train on.
+    A task is one iteration of training, or one evaluation. Raises RunError if no row is left to train on.
     """
     messages = []
     first_of_all = plan.graph.verb("generate")[:1]

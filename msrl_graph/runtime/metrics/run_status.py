@@ -1,7 +1,10 @@
 """Status of a run in progress: one set of facts for terminal, page and Prometheus.
 
-Invariant: the driver queries the docks for these facts only when a watcher requests them (`wanted`). So a run without
-watchers sends no such messages. Any thread may request facts. Only the driver's thread reports facts.
+A watcher is the panel on the terminal, an open web page, or Prometheus. A task is one iteration of training, or one
+evaluation.
+
+Invariant: the driver queries the docks for these facts only when a watcher requests facts (`wanted`). So a run without
+watchers sends no such queries. Any thread may request facts. Only the driver's thread reports facts.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ WAYS = (" get away", " get here", " get", " put")  # endings of metrics: what wa
 class NodeStatus:
     """Progress of a worker state in the current task, in rows.
 
-    The rows are the rows that the worker state writes, or the rows that it reads if it writes none.
+    The counted rows are the rows that the worker state writes, or the rows that it reads if it writes none.
 
     - `colour`: the number of the color of the worker state's pool in the plan's picture; None: no color.
     - `handed`: the number of rows whose input was handed to the worker state.
-    - `of`: the number of rows in the task, as far as known. A row counts once per epoch.
+    - `of`: the number of the task's rows that the docks know of. A row counts once per epoch.
     - `done`: the number of rows that the worker state has finished.
     """
 
@@ -58,8 +61,8 @@ class Process:
 class HostStatus:
     """Memory and processes of a host.
 
-    `held` is the bytes of rows in the host's warehouse; None if the host has no warehouse. `used` and `total` are the
-    used and the total bytes of the host's memory.
+    `held` is the number of bytes of the rows in the host's warehouse; None if the host has no warehouse. `used` and
+    `total` are the used bytes and all bytes of the host's memory.
     """
 
     number: int
@@ -73,7 +76,7 @@ class HostStatus:
 class Waiting:
     """A process that waits.
 
-    `missing` describes what the process waits for. `seconds` is the time that it has waited.
+    `missing` describes what the process waits for. `seconds` says for how long the process has waited.
     """
 
     who: str
@@ -131,8 +134,8 @@ def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, 
 class RunFacts:
     """Facts of a run, which the driver reports and watchers read.
 
-    `restarts` counts restarts of the run and of its processes. In a snapshot, `elapsed` is the time since the start of
-    the attempt.
+    `restarts` counts restarts of the run and of its processes. The field `elapsed` of a snapshot is the time since the
+    start of the attempt.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -207,7 +210,7 @@ class RunFacts:
             self.totals["waited", report.process] += waited  # type: ignore[assignment]
 
     def look(self, statuses: Sequence[Status]) -> None:
-        """Store the statuses of the docks, which are the answers to one query.
+        """Store the statuses of all docks, which the docks have returned in one query.
 
         Only a dock that was asked for details also reports its rows, memory and processes.
         """
@@ -283,7 +286,7 @@ class RunFacts:
     # Requests of watchers.
 
     def now(self) -> RunSnapshot:
-        """Return a snapshot of what is known, and request new data from the docks."""
+        """Return a snapshot of the known facts, and request new data from the docks."""
         self._asked = True
         return RunSnapshot(
             name=self.plan.deploy.name,
@@ -305,9 +308,9 @@ class RunFacts:
         )
 
     def fresh(self, patience: float) -> RunSnapshot:
-        """Return a snapshot after the next answers of the docks.
+        """Request new data from the docks; return a snapshot when the docks have answered.
 
-        Waits at most `patience` seconds for these answers.
+        Waits at most `patience` seconds for the answers.
         """
         with self._changed:
             self._asked = True
@@ -323,10 +326,10 @@ class RunFacts:
         )
 
     def curve(self, key: str) -> dict[str, Any]:
-        """Return the curve of a metric.
+        """Return the curve of a metric, in two lists.
 
-        `points` are pairs of the number of finished iterations and the value. If there are more than POINTS values,
-        each point is the mean of several neighboring values. `evaluations` are (evaluation, number of finished
+        `points` has a pair of the number of finished iterations and the metric's value. If there are more than POINTS
+        values, each point is the mean of several neighboring values. `evaluations` has (evaluation, number of finished
         iterations, value).
         """
         points = [
@@ -344,6 +347,6 @@ class RunFacts:
 
 
 def _sort_key(name: str) -> tuple[str, int]:
-    """Return a sort key that orders the ranks by their numbers."""
+    """Return a sort key of a process's name that orders ranks by their numbers."""
     kind, _, number = name.rpartition(" ")
     return kind, int(number) if number.isdecimal() else 0

@@ -1,8 +1,8 @@
-"""The metrics for TensorBoard.
+"""Writer of a run's metrics for TensorBoard.
 
-Invariant: TensorBoard shows the content of metrics.jsonl. After a resume, the kept lines are written again. A full disk
-loses points, but never ends the run: the caller's thread writes the events, because the thread of tensorboardX's
-SummaryWriter blocks forever after an error of a full disk.
+Invariant: TensorBoard shows the content of metrics.jsonl. A resumed run first writes all existing metrics lines again.
+If the disk is full, points are lost, but the run continues. So the caller's thread writes the events: the thread of
+tensorboardX's SummaryWriter would block forever after the error of a full disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 def _hide_module(name: str) -> Iterator[None]:
     """Hide a module from imports inside the context, unless it is already loaded.
 
-    tensorboardX imports torch if it can. The import takes a second, and is needed only for kinds of values that this
-    module never writes.
+    tensorboardX imports torch if possible. The import takes a second, and tensorboardX needs torch only for kinds of
+    values that this module never writes.
     """
     hidden = name not in sys.modules
     if hidden:

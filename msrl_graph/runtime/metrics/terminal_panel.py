@@ -1,6 +1,7 @@
 """Panel that shows a run on a terminal, for users who watch the run.
 
-Invariant: all values come from run_status.py. Text of a program cannot control the terminal (`make_printable`).
+Invariant: all values come from run_status.py. Text from a program cannot send control characters to the terminal
+(`make_printable`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _hosts(now: RunSnapshot) -> Table:
 
 
 def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
-    """Return the curves of the first two main figures that are metrics."""
+    """Draw the curves of the metrics among the first two main figures of an iteration."""
     names = dict.fromkeys([figure_name for figure_name, _ in now.figures if figure_name in now.curves][:2])
     curves: list[RenderableType] = []
     for name in names:

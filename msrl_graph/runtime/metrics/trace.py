@@ -22,7 +22,8 @@ LAST = 180  # and from the end
 class _Kept(NamedTuple):
     """An event of the trace.
 
-    `process` and `lane` are numbers. `start` is the wall-clock time in seconds.
+    `process` is the number of the process in the trace. `lane` is the number of the track, among the process's tracks
+    for work in parallel. `start` is the wall-clock time in seconds.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Trace:
             self._last.append((iteration, events))
 
     def write(self, path: Path) -> None:
-        """Write the kept events to a file, in the trace format of Chrome and Perfetto."""
+        """Write the events of the kept tasks to a file that Chrome and Perfetto can show."""
         events: list[dict[str, Any]] = []
         for pid, (process, lanes) in enumerate(self._lanes.items()):
             events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": self.label(process)}})

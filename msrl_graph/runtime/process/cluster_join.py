@@ -32,12 +32,12 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def without_idle_servers(logs: bool) -> Iterator[None]:
-    """Make Ray start its servers on this machine without processes that no run uses.
+    """Context in which Ray starts on this machine without its unused server processes.
 
     While this context is active, Ray starts neither the monitor of its autoscaler nor its API server. Ray starts its
     log monitor only if `logs` is true, which means that log lines are sent to the driver. Each of these three processes
-    takes a second of CPU time to start, and Ray starts nothing else until the API server answers. Ray still starts its
-    agent, but the agent loads no dashboard modules, as if the dashboard's packages were not installed.
+    takes a second of CPU time to start. Usually, Ray also waits for the API server before it starts anything else. Ray
+    still starts its agent, but the agent loads no dashboard modules, as if the dashboard's packages were not installed.
     """
     parameters: Any = import_module("ray._private.parameter")
     services: Any = import_module("ray._private.services")
@@ -66,20 +66,20 @@ def without_idle_servers(logs: bool) -> Iterator[None]:
 
 
 class NoResources(Fault):
-    """An error: the machines lack what the plan needs. The exit status is 3."""
+    """The error that the machines lack what the plan needs. The exit status is 3."""
 
 
 def set_collective_interface(cluster: ClusterSpec) -> str:
-    """Set the network interface of collectives; return this host's address on it.
+    """Choose the network interface for collectives; return this host's address on it.
 
     The interface is chosen as follows:
     - If `cluster` states an interface, this interface is used.
     - If not, and if the cluster has a single host, the loopback interface is used.
     - In all other cases, the interface with the address by which Ray knows this host is used.
 
-    The function sets the environment variables that the collective libraries of the device read. A variable that the
-    user has already set keeps its value. Without these variables, collectives use the address of the host's name, which
-    is 127.0.0.1 on many hosts.
+    The function sets the environment variables by which the collective libraries (such as NCCL or gloo) find the
+    interface. A variable that the user has already set keeps its value. Without these variables, the libraries use the
+    address of the host's name, which is 127.0.0.1 on many hosts.
     """
     import ray
 
@@ -151,14 +151,17 @@ def job_config() -> Any:
 
 
 def unreachable_cluster(message: str, span: Span, help: str = START) -> NoResources:
-    """Return the error for a cluster that cannot be joined."""
+    """Return the error for a cluster that cannot be joined.
+
+    `span` is the place in the program to which the error refers, and `help` is the advice to the user.
+    """
     return NoResources(Diagnostic("no-resources", message, span, help))
 
 
 def files_loaded(plan: Plan) -> Iterator[tuple[str, str, Node]]:
-    """Yield file, name and calling node of each Python object that a run loads.
+    """Yield each function or class that a run loads from the user's Python files.
 
-    The file is a Python file of the user, and the name is the name of a function or class in that file.
+    Each is yielded as (path of the file, name of the function or class, node that calls it).
     """
 
     def look(expr: Expr) -> Iterator[tuple[str, str]]:

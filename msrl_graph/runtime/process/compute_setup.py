@@ -1,4 +1,4 @@
-"""Set-up of a compute process: a rank, or a process that measures as a rank would.
+"""Set-up of a compute process: a rank, or a process that only measures.
 
 Invariant: no setting in this module changes a computed result.
 """
@@ -33,11 +33,11 @@ def open_store(host: str) -> TCPStore:
 
 
 def prepare_process(threads: int) -> None:
-    """Set the number of threads, and reuse the memory of freed tensors.
+    """Set torch's number of threads, and make the C library reuse freed memory.
 
-    Each eager operator allocates and frees megabytes. Fresh memory from the system takes more time than most operators,
-    because the system handles a page fault for every 4 KiB. With a C library other than glibc, the memory settings do
-    not change.
+    Each eager operator allocates and frees megabytes. To get fresh memory from the system takes more time than most
+    operators compute, because the system handles a page fault for every 4 KiB. With a C library other than glibc, the
+    memory settings do not change.
     """
     # gloo and torch would otherwise each start a thread for every core of the machine.
     torch.set_num_threads(threads)

@@ -39,9 +39,9 @@ class _Visitor(NamedTuple):
 
 
 class Gate:
-    """The connections of one listening socket that have not authenticated.
+    """The unauthenticated connections of one listening socket, and limits on them.
 
-    `most` is the maximum number of these connections, and `patience` is the number of seconds within which each
+    `most` is the maximum number of unauthenticated connections. `patience` is the number of seconds within which each
     connection must authenticate. Any thread may call the methods.
     """
 
@@ -54,7 +54,7 @@ class Gate:
     def enter(self, connection: socket.socket) -> None:
         """Add a connection that was just accepted.
 
-        If the gate is full, the gate first closes another connection.
+        If the gate already has `most` connections, the gate first closes one of these connections.
         """
         with self._lock:
             self._forget_closed()
@@ -113,8 +113,8 @@ class Gate:
 def _source(connection: socket.socket) -> bytes:
     """Return the address of a connection's client as bytes.
 
-    Only the network half of an IPv6 address is returned. The result is b"" if the connection is closed already or is
-    not an internet connection.
+    For an IPv6 address, only the first half (the network) is returned. The result is b"" if the connection is already
+    closed or is not an internet connection.
     """
     with suppress(OSError):
         name = connection.getpeername()
@@ -124,10 +124,10 @@ def _source(connection: socket.socket) -> bytes:
 
 
 async def accept(listening: socket.socket, gate: Gate, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
-    """Accept connections, and run `serve` for each of them in a task of its own.
+    """Accept connections, and run `serve` for each connection in its own asyncio task.
 
-    The function accepts connections until its task is cancelled. `serve` must close the connection that it gets. `gate`
-    limits the connections that have not authenticated.
+    The function accepts connections until the asyncio task that runs it is cancelled. `serve` must close the connection
+    that it gets. `gate` limits the connections that have not authenticated.
     """
     loop = asyncio.get_running_loop()
     listening.setblocking(False)

@@ -4,8 +4,8 @@
 
 Invariant: a point has no effect unless the environment variable MSRL_POINTS names a folder. In this folder, the file
 `seen` gets one line for each point that a process reaches. A test causes a fault by writing the file whose path
-`fault_file` returns. The process that reaches the point removes that file. The process then kills itself, or it stops
-itself if the file contains the text of STOP. So each file causes one fault of one process.
+`fault_file` returns. The process that reaches the point removes that file. The process then kills itself with SIGKILL,
+or, if the file contains the text `stop`, stops itself with SIGSTOP. So each file causes one fault of one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLDER = os.environ.get("MSRL_POINTS", "")
 
 
 def reach(process: str, point: str) -> None:
-    """Record that a process reached a point, and execute the fault set for the point."""
+    """Record that a process reached a point; cause the fault that a test set there."""
     if _FOLDER:
         with Path(_FOLDER, "seen").open("a", encoding="utf-8") as seen:
             seen.write(f"{process}: {point}\n")

@@ -48,8 +48,9 @@ class Limits(NamedTuple):
       because loading a library holds the interpreter's lock, and so do some regular expressions. While a process is
       ready to run, only its seconds on a CPU core count, so a process that gets no core is not killed.
 
-    Both limits are shorter than the dock's deadline, unless the deadline is shorter than a minute. So the process
-    without progress is killed before the deadline of a waiting process expires, and the waiting process is not blamed.
+    A process that waits for a process without progress is itself limited by the dock's deadline. Both limits are
+    shorter than this deadline, unless the deadline is shorter than a minute. So the process without progress is killed
+    first, and the waiting process is not blamed.
     """
 
     stopped: float
@@ -93,8 +94,8 @@ class Heart:
     """The heart of this process, with a thread that beats until the process ends.
 
     `process` is the name of this process. The thread also watches other processes, and kills a process that exceeds
-    `limits`. The watched processes are the processes with a heart in `folder`, and the processes without a heart that
-    `others` returns (process ids by name).
+    `limits`. The thread watches each process that has a heart in `folder`. It also watches the processes that `others`
+    returns, as a map from name to process id; they have no heart.
     """
 
     def __init__(
@@ -145,8 +146,8 @@ class _Patient:
 class HeartbeatWatch:
     """A watch that looks at processes and kills a process without progress.
 
-    The watched processes are the processes with a heart in `folder`, except the process named `me`, and the processes
-    without a heart that `others` returns (process ids by name).
+    The watch looks at each process that has a heart in `folder`, except the process named `me`. It also looks at the
+    processes that `others` returns, as a map from name to process id; they have no heart.
     """
 
     def __init__(
@@ -213,9 +214,10 @@ class HeartbeatWatch:
         return beats_by_process
 
     def _kill(self, name: str, pid: int, seconds: float, how: str) -> str:
-        """Kill a process, and return the reason.
+        """Kill a process, and return the reason as a sentence for the user.
 
-        Returns "" if another watching process has already recorded the kill.
+        `seconds` is the time without progress, and `how` says in words why there was none. Returns "" if another
+        watching process has already recorded the kill.
         """
         why = f"{name} has not moved for {seconds:.0f} s ({how}); killed"
         mine = True
@@ -234,7 +236,8 @@ class HeartbeatWatch:
 def watch_host(folder: str, limits: tuple[float, float], seconds: float) -> None:
     """Watch the run's processes on this host for `seconds` seconds.
 
-    The caller is not a process of the run. `limits` has the two fields of `Limits`.
+    The caller is not a process of the run. `folder` is the run's folder on this host. `limits` has the two fields of
+    `Limits`.
     """
     watch = HeartbeatWatch(folder, Limits(*limits))
     until = time.monotonic() + seconds
@@ -244,9 +247,10 @@ def watch_host(folder: str, limits: tuple[float, float], seconds: float) -> None
 
 
 def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
-    """Return name and reason of each process that was killed for lack of progress.
+    """Return the processes that were killed on this host for lack of progress.
 
-    The keys of the result are process ids. `folder` is the run's folder on this host.
+    The result maps the process id to (name of the process, reason for the kill). `folder` is the run's folder on this
+    host.
     """
     killed = {}
     with suppress(OSError):
@@ -258,10 +262,11 @@ def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
 
 
 def bytes_moved(folder: Path | str) -> int:
-    """Return the bytes that all processes with a heart have read and written.
+    """Return the bytes that the run's processes on this host have read and written.
 
-    If one of these processes waits for a disk, the bytes that the disks of this host have written are added. While a
-    file is flushed to disk, its process only waits and does not count bytes itself.
+    The function counts each process with a heart in `folder`. While a file is flushed to disk, the process only waits,
+    and the system does not count these bytes for the process. So if one of the processes waits for a disk, the bytes
+    that the disks of this host have written are added.
     """
     total = 0
     waits = False
@@ -282,9 +287,9 @@ def _read_hearts(home: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def _count_bytes(pid: int) -> int:
-    """Return the bytes that a process has read and written.
+    """Return the bytes that a process has read from and written to files and sockets.
 
-    Pages of mapped files that the process has loaded count as well.
+    The pages of mapped files that the system has loaded for the process count as read bytes.
     """
     now = read_stat(pid)
     try:
@@ -317,7 +322,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the descendants of a process that run a program of this package."""
+    """Return the ids of a process's descendants that run a program of msrl_graph."""
     children = []
     for thread in _threads(pid):
         with suppress(OSError):
@@ -334,6 +339,6 @@ def _command(pid: int) -> bytes:
 
 
 def _program(pid: int) -> str:
-    """Return the last part of the name of the Python module that a process runs."""
+    """Return the last part of the dotted name of the module that a process runs."""
     words = _command(pid).split(b"\0")
     return next((word.decode().rpartition(".")[2] for word in words if word.startswith(OURS)), "unknown")

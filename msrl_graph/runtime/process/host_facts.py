@@ -1,7 +1,7 @@
 """Facts about a host, which a run queries before it starts processes on the host.
 
-Invariant: a query changes nothing on the host. A query needs only packages that are installed with Ray. It does not
-need this package, which the host may lack: Ray sends the code of this file to the host, instead of a name to import.
+Invariant: a query changes nothing on the host. A query needs only packages that are installed with Ray. The host may
+lack the package msrl_graph, so Ray sends the code of this file to the host, instead of a name to import.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Packages = Mapping[str, tuple[str, ...]]  # by package, the names under which it
 class PackageQuery(TypedDict):
     """The facts to look up on a host.
 
-    - `packages`: the packages of the run's own interpreter.
-    - `others`: for each other interpreter, the command that prints its packages.
+    - `packages`: the packages that the interpreter of the driver needs.
+    - `others`: for each other interpreter that a pool uses, the command that prints its packages.
     - `files`: the paths of files.
     - `devices`: the pattern of device files in /dev.
     - `variables`: the names of environment variables.
@@ -69,15 +69,16 @@ class HostFacts(TypedDict):
 
     - `name`: the name of the host.
     - `versions`: the version of each package; "" for a package that is not installed.
-    - `others`: the versions of each other interpreter.
+    - `others`: for each interpreter in the query's `others`, its package versions.
     - `sizes`: the size of each file in bytes; -1 for a file that is not readable.
     - `digests`: a digest of sampled blocks of each file; "" for a file that is not readable.
     - `cores`, `devices`: the number of CPU cores and of device files.
     - `memory`, `total`: the free and the total bytes of memory.
     - `shared`: the free bytes in /dev/shm.
-    - `variables`: the requested variables that are set in the environment in which Ray starts processes.
-    - `interface`: the requested network interface, or else the interface with the queried address; "" if there is none.
-    - `speaks`: the address of that interface.
+    - `variables`: those of the requested variables that are set in the environment in which Ray starts processes.
+    - `interface`: the requested network interface, or else the interface that has the address of the query; "" if there
+      is no such interface.
+    - `speaks`: the address of the network interface `interface`.
     - `interfaces`: all network interfaces with an internet address.
     """
 
@@ -98,7 +99,7 @@ class HostFacts(TypedDict):
 
 
 class HostActor:
-    """A process that answers queries about its host. In Ray, the process is an actor."""
+    """A Ray actor that answers queries about the host on which it runs."""
 
     def look(self, asked: PackageQuery) -> HostFacts:
         return look(asked)
@@ -109,7 +110,7 @@ class HostActor:
     def keep(self, files: dict[str, Any]) -> str:
         """Store files that are shipped to the host, and return their folder.
 
-        The caller uses this method only on hosts that have this package.
+        The caller uses this method only on hosts that have the package msrl_graph.
         """
         from msrl_graph.runtime.process.shipped_files import ship_files
 
@@ -139,9 +140,9 @@ def look(asked: PackageQuery) -> HostFacts:
 
 
 def versions(packages: Packages) -> dict[str, str]:
-    """Return the versions of Python, this package and `packages`.
+    """Return the versions of Python, of msrl_graph and of `packages`.
 
-    The versions belong to the interpreter that runs this function.
+    The versions are those that the interpreter that runs this function would import.
     """
     package_versions = {package: _version(names) for package, names in packages.items()}
     return {"Python": platform.python_version(), "msrl-graph": package_digest(), **package_versions}
@@ -150,7 +151,7 @@ def versions(packages: Packages) -> dict[str, str]:
 def query_interpreter(command: list[str]) -> Versions:
     """Return the package versions of another interpreter on this host.
 
-    `command` makes that interpreter run the code of this file, which prints the versions.
+    `command` makes the other interpreter run the code of this file, which prints the versions.
     """
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -204,9 +205,9 @@ def _version(names: tuple[str, ...]) -> str:
 
 
 def package_digest() -> str:
-    """Return this package's version and a digest of its files.
+    """Return the version of msrl_graph and a digest of its files.
 
-    The digest is needed because the files of a checkout may change while its version does not.
+    The digest is needed because the files of a source checkout may change while its version does not.
     """
     spec = find_spec(PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

@@ -1,6 +1,6 @@
 """The requirements of a plan on its hosts: files, memory for rows, and CPU cores.
 
-Invariant: the driver's check of the hosts before a run, and the report that needs no run, use the same requirements.
+Invariant: the driver's check of the hosts before a run and the report of `msrl-doctor` use the same requirements.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ RANKS_A_CORE = 8
 
 
 def row_memory(plan: Plan) -> int:
-    """Return the bytes of memory that a host needs for rows."""
+    """Return the bytes of memory that a host needs to store rows of the dock."""
     return max(ROOM, 4 * sum(plan.graph.column_bytes.values()))
 
 
 def files_read(plan: Plan, host: int) -> dict[str, list[str]]:
-    """Return the paths of the files that a host reads, by title.
+    """Return the paths of the model and data files that a host reads, by title.
 
     A title is `model NAME` or `data NAME`. A host reads the models whose weights its ranks load. Only the first host
-    reads data. Files with a URL are not included.
+    reads data. A model or data file whose path is a URL is not included.
     """
     files: dict[str, list[str]] = {}
     pools = {pool.name for pool in plan.pools if plan.on_hosts(pool.name)[host]}

@@ -1,7 +1,7 @@
-"""The Python interpreters of pools, and checks of their packages.
+"""The Python interpreters that pools use, and checks of their packages.
 
 Invariant: an interpreter is checked before any process of the run starts, on each host where a process will use it.
-Without this check, Ray would wait for an interpreter that does not run in the same way as for a slow interpreter.
+Without this check, Ray would wait for an interpreter that cannot run, because Ray takes it for a slow one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MEND = (
 
 
 def packages(plan: Plan, python: str = "") -> Packages:
-    """Return the packages that the processes of an interpreter load.
+    """Return the packages that the run's processes with one interpreter load.
 
-    If `python` is "", the interpreter is the run's own. Each package is returned with the names under which it may be
-    installed.
+    `python` is the path of the interpreter, or "" for the interpreter that runs the driver. The result maps each
+    package to the names under which it may be installed.
     """
     engines = (
         ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
@@ -41,9 +41,10 @@ def packages(plan: Plan, python: str = "") -> Packages:
 
 
 def commands(plan: Plan) -> dict[str, list[str]]:
-    """Return the command that prints the package versions of each other interpreter.
+    """Return, for each interpreter, the command that prints its package versions.
 
-    The keys are the paths of the interpreters. The run's own interpreter is not included.
+    The keys are the paths of the interpreters that the deploy states for pools. The interpreter that runs the driver is
+    not included.
     """
     code = Path(host_facts.__file__).read_text(encoding="utf-8")
     interpreters = dict.fromkeys(
@@ -67,10 +68,10 @@ def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
-    """Return what is wrong with an interpreter, or "".
+    """Return why the run cannot use an interpreter, or "" if the run can use it.
 
     The result continues a sentence that begins with the interpreter's name. `seen` has the versions of the interpreter,
-    and `own` has the versions of the run's own interpreter.
+    and `own` has the versions of the interpreter that runs the driver.
     """
     if seen["wrong"]:
         return f"does not run: {seen['wrong']}"
@@ -90,9 +91,9 @@ def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
 
 
 def placements_of(plan: Plan, python: str = "") -> Iterator[Placement]:
-    """Yield the placements of the nodes that the processes of an interpreter compute.
+    """Yield the placements of the nodes that processes with one interpreter compute.
 
-    If `python` is "", the interpreter is the run's own.
+    `python` is the path of the interpreter, or "" for the interpreter that runs the driver.
     """
     return (
         placement

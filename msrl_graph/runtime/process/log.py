@@ -1,7 +1,8 @@
 """The log files of a run's processes.
 
 Invariant: all output of a process goes to one file in the run's folder, whichever code prints it. A line that Python
-prints begins with the time, the process and the current node, so that the files of all processes can be merged.
+prints begins with the time, the process and the node that the process currently executes, so that the files of all
+processes can be merged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...files import private
 class PrefixedStream(io.TextIOBase):
     """A text stream that writes a prefix before each line.
 
-    The prefix has the time, the name of the process and the current node (`node`).
+    The prefix has the time, the name of the process and the node that the process currently executes (`node`).
     """
 
     def __init__(self, descriptor: int, process: str) -> None:
@@ -50,7 +51,7 @@ class PrefixedStream(io.TextIOBase):
 def _shown(line: str) -> str:
     """Return a line without characters that could harm a terminal.
 
-    The end of the line remains.
+    The line break at the end is not removed.
     """
     text = line.rstrip("\r\n")
     return make_printable(text) + line[len(text) :]
@@ -79,8 +80,8 @@ def redirect_output(path: str, process: str) -> None:
 def _append_to(folder: Path, name: str) -> None:
     """Append all output of this process to the file `name` in `folder`.
 
-    Raises OSError if other users can write to the folder, or if the file is a link. A host that does not see the run's
-    folder may have another folder at the same path, which may belong to any user.
+    Raises OSError if other users can write to the folder, or if the file is a link. The check is needed because a host
+    that does not see the run's folder may have another folder at the same path, which may belong to any user.
     """
     folder_handle = private.open_folder(folder, private.OTHERS_WRITE)
     try:
@@ -107,7 +108,7 @@ def share_file(name: str, process: str) -> None:
 
 
 def set_node(node: str) -> None:
-    """Set the node that the prefix of the following lines names."""
+    """Set the node that the prefix shows for the lines that this process prints next."""
     for lines in _streams:
         lines.node = node
 
@@ -118,7 +119,7 @@ def file_name() -> str:
 
 
 def log_details(*text: str) -> None:
-    """Write details that are too long for a message to this process's log file.
+    """Write details to this process's log file that are too long for an error message.
 
     Without a log file, nothing is written.
     """

@@ -2,9 +2,9 @@
 
 The bytes are measured at one moment (`live_bytes`), or as the peak of a phase (`Peak`).
 
-Invariant: a storage counts once, by its present size, however many tensors share it. Host buffers are counted
-separately, because a CPU device and its host share one memory. Memory that a kernel allocates for itself while it runs
-is not part of a tensor and is not measured.
+Invariant: a storage counts once, by its present size, even if several tensors share it. Host buffers are counted
+separately from other main memory, because a CPU device and its host share one memory. Memory that a kernel allocates
+for itself while it runs is not part of a tensor and is not measured.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def _place(storage: torch.UntypedStorage) -> str:
 
 
 def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
-    """Convert the sums of `PLACES` to the bytes of device and host.
+    """Convert bytes by place (`PLACES`) to the bytes of `device` and of `host`.
 
-    `other_device` is true if some storage is on a device other than the CPU. Main memory then counts for the host. If
-    `other_device` is false, the CPU is the device, and main memory counts for the device.
+    `other_device` is true if some storage is on a device other than the CPU. Main memory then counts as host memory. If
+    `other_device` is false, the CPU is the device, and main memory counts as device memory.
     """
     main = sums[MAIN]
     return {
@@ -146,7 +146,7 @@ def _tensors(items: Any) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A storage that an account knows, and the bytes that are counted for it."""
+    """A storage that an `_Account` counts, and the bytes that are counted for it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     made_by: str
@@ -161,13 +161,13 @@ Item = tuple[int, str, tuple[int, ...]]  # bytes, the operation that made it, sh
 
 
 class _Account:
-    """The sum of bytes over storages, updated when a storage changes.
+    """A running sum of the bytes of live storages.
 
-    A storage changes when it is made, freed or resized.
+    The sum is updated when a storage is made, freed or resized.
 
-    Invariant: after `settle`, the sum is equal to `_sum` over the known live storages. A change in another thread, or
-    during an update of the account, is queued until the next `settle`. A change can occur during an update because
-    garbage may be collected at any moment.
+    Invariant: after `settle`, the sum is equal to `_sum` over the live storages that the account knows. Some changes
+    are queued until the next `settle`: changes in another thread, and changes that happen while the account itself is
+    being updated. The garbage collector can cause the second kind at any moment.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class _Account:
         self._events.extend((key, None) for key in [*self._entries])
 
     def settle(self) -> None:
-        """Count all queued changes."""
+        """Update the sum with all queued changes."""
         while self._events:
             key, gone = self._events.popleft()
             entry = self._entries.get(key)
@@ -202,9 +202,10 @@ class _Account:
                 self._forget(key, entry)
 
     def see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
-        """Count a storage that is new or has changed.
+        """Update the sum for a storage that is new or may have changed.
 
-        For a new storage, `made_by` is the operation that made it, and `shape` is the shape of its tensor.
+        For a new storage, `made_by` is the operation that made the storage, and `shape` is the shape of the tensor in
+        the storage.
         """
         if self._events:
             self.settle()
@@ -219,12 +220,12 @@ class _Account:
         self._update(key, entry, storage)
 
     def see_again(self, storage: torch.UntypedStorage) -> None:
-        """Count the changes of a storage, if the account knows the storage."""
+        """Update the sum for a storage that may have changed, if the account knows it."""
         if storage._cdata in self._entries:
             self.see(storage, "", ())
 
     def now(self) -> dict[str, int]:
-        """Return the bytes of device and host, as of the last `settle`."""
+        """Return the live bytes on the `device` and the `host` at the last `settle`."""
         return _by_place(self._sums, self._device_addresses > 0)
 
     def storages(self) -> list[torch.UntypedStorage]:
@@ -232,11 +233,14 @@ class _Account:
         return [storage for entry in [*self._entries.values()] if (storage := entry.storage()) is not None]
 
     def mark(self) -> None:
-        """Remember the present state of the storages for a later call of `marked`."""
+        """Remember which storages are counted now, so that `marked` can return them later."""
         self._since.clear()
 
     def marked(self) -> list[Item]:
-        """Return the storages that were counted at the last `mark`, except host buffers."""
+        """Return the storages that were counted at the last `mark`, except host buffers.
+
+        Each item is (bytes, operation that made the storage, shape).
+        """
         unchanged = (_item(entry) for key, entry in self._entries.items() if key not in self._since)
         return [item for item in (*unchanged, *self._since.values()) if item is not None]
 
@@ -270,7 +274,7 @@ class _Account:
             self._count(address)
 
     def _count(self, address: int) -> None:
-        """Count the bytes of the storages at an address again."""
+        """Update the sum for the storages at one address, which share one memory."""
         self.changed = True
         place, size = self._counted.pop(address, (MAIN, 0))
         self._sums[place] -= size
@@ -294,16 +298,17 @@ def _item(entry: _Entry) -> Item | None:
 class Peak(TorchDispatchMode):
     """The peak of the bytes of live tensors while this context is active.
 
-    The peak includes the tensors that exist at the start, and every tensor that an operation makes. Operations of the
-    backward pass are included.
+    The peak includes the tensors that exist when the context begins, and every tensor that an operation makes.
+    Operations of the backward pass are included.
 
-    - `peak`: the largest number of bytes on the device and on the host. The two peaks may occur at different moments.
-    - `before`: the bytes on the device and on the host at the start.
-    - `largest`: the storages on the device at its peak, as (bytes, operation that made the storage, shape).
-    - `moment`: the operation after which the device had its peak.
+    - `peak`: the largest number of bytes on the device and on the host. The two peaks may occur at different times.
+    - `before`: the bytes on the device and on the host when the context begins.
+    - `largest`: the storages that are on the device when the device has its peak, as (bytes, operation that made the
+      storage, shape).
+    - `moment`: the operation after which the device has its peak.
 
     After each operation, only the storages that this operation has made or changed are examined. A thread of gloo holds
-    the tensors of a collective for a moment after the collective is done, and longer on a busy machine. Memory that
+    the tensors of a collective for a short time after the collective is done, and longer on a busy machine. Memory that
     only this thread holds is not part of the peak.
     """
 

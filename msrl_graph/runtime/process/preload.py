@@ -1,11 +1,12 @@
-"""A server process that imports modules once, and forks Ray's workers.
+"""A server process that imports modules once, and forks Ray's worker processes.
 
-Invariant: no run depends on this *preload server*. A worker that the server cannot fork is started in Ray's usual way.
+Invariant: no run depends on this *preload server*. A Ray worker that the server cannot fork is started in Ray's usual
+way.
 
 - The server does not import modules that start threads, because a fork loses threads.
 - The server does not import Ray, because Ray reads a worker's environment variables at import.
 - The server ends when the process that started it ends, because the socket between the two processes then closes.
-- This file is run as a program and imports nothing of the package.
+- This file is run as a program and imports nothing of msrl_graph.
 
 Ray starts a worker with `python setup_worker.py default_worker.py ...`. After `PreloadAddress.use`, Ray runs this file
 instead of setup_worker.py. The process that runs this file is called a *launcher*. The launcher sends its arguments,
@@ -44,9 +45,9 @@ class PreloadAddress(NamedTuple):
     session: int = 0
 
     def use(self) -> None:
-        """Make Ray servers that this process starts later use the preload server.
+        """Make the Ray servers that this process starts later use the preload server.
 
-        The preload server then forks the workers of these Ray servers. Without a preload server, nothing changes.
+        The preload server then forks the workers of these Ray servers. If `socket` is "", the method changes nothing.
         """
         from ray._private import ray_constants
 
@@ -59,10 +60,10 @@ class PreloadAddress(NamedTuple):
 class PreloadServer:
     """A preload server with a temporary folder of its own.
 
-    - `modules`: the modules that the server imports at its start. `load` adds more modules.
-    - `environment`: variables that are added to the environment of this process for the server.
+    - `modules`: the modules that the server imports when it starts. `load` adds more modules.
+    - `environment`: variables that the server gets in addition to the environment of this process.
     - `prefix`: the beginning of the folder's name.
-    - `mark`: the name of an environment variable that gets the path of the folder.
+    - `mark`: the name of an environment variable of the server. Its value is the path of the folder.
 
     The folder contains the server's socket, and files that packages write while they are imported.
     """
@@ -110,7 +111,7 @@ class PreloadServer:
             self._control.sendall("".join(f"{module}\n" for module in modules).encode())
 
     def close(self) -> None:
-        """End the server. The workers that it has forked continue."""
+        """End the server. The Ray workers that the server has forked continue."""
         if self._held >= 0:
             self._process.kill()
             self._process.wait()
@@ -141,7 +142,8 @@ def launch(arguments: list[str]) -> None:
 def _connected(arguments: list[str]) -> socket.socket | None:
     """Have the server fork a worker, and return the connection to the worker.
 
-    Returns None if the server does not answer or cannot start this kind of worker.
+    `arguments` are the arguments with which Ray starts a worker. Returns None if the server does not answer or cannot
+    start this kind of worker.
     """
     import json
 
@@ -184,9 +186,9 @@ def _connected(arguments: list[str]) -> socket.socket | None:
 
 
 def serve(listening: socket.socket, folder: str) -> list[str]:
-    """Import modules and fork workers until standard input is closed.
+    """Import modules and fork Ray workers until standard input is closed.
 
-    The function returns only in a worker. The result is the arguments of the program that the worker runs.
+    The function returns only in a forked worker. The result is the arguments of the program that the worker must run.
     """
     import gc
     import select
@@ -246,7 +248,7 @@ def _end_with_parent(control: socket.socket, folder: str) -> None:
 
 
 def _load(modules: list[str], folder: str) -> None:
-    """Import modules, and remove the folders that they made in the temporary folder."""
+    """Import modules, and remove the temporary folders that their imports make."""
     import shutil
     from importlib import import_module
 
@@ -259,9 +261,9 @@ def _load(modules: list[str], folder: str) -> None:
 
 
 def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
-    """Return the request of a launcher, and add the launcher's open files to `files`.
+    """Return a launcher's request, and append the launcher's open files to `files`.
 
-    The open files are standard input, output and error.
+    The open files are standard input, standard output and standard error.
     """
     import json
 
@@ -275,9 +277,9 @@ def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
 
 
 def _begin(connection: socket.socket, request: dict[str, Any], files: list[int]) -> list[str]:
-    """Turn this forked process into the worker that a launcher describes.
+    """Turn this forked process into the worker that a launcher requested.
 
-    Returns the arguments of the program that the worker runs.
+    `files` are the launcher's open files. Returns the arguments of the program that the worker must run.
     """
     import tempfile
 

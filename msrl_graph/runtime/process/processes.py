@@ -2,14 +2,17 @@
 
 After a run, no process and no temporary folder of the run is left, whichever process was killed.
 
-A *keeper* is a process that makes the run's temporary folder and later cleans up. The keeper waits until the process
-that started the keeper releases the keeper or is dead. In both cases, the pipe between these two processes closes. The
-keeper then ends the remaining processes of the run and removes the folder. A keeper that died or is stopped is
-replaced. This file is run as the keeper's program, so it imports little of the package.
+A *keeper* is a process that makes the run's temporary folder and later cleans up. A pipe connects the keeper with its
+*starter*, the process that started the keeper. The pipe closes when the starter releases the keeper or dies. The keeper
+then ends the remaining processes of the run and removes the folder. A keeper that died or is stopped is replaced. This
+file is run as the keeper's program, so it imports little of msrl_graph.
 
-Invariant: a process is ended only if it has the run's mark, or if it is in a session that the run started. A folder is
-removed only if no keeper holds it, it belongs to this user, its mode is 0700, and its name has the form of a run's
-folder. A folder is never removed through a link, and its name is never used as a pattern.
+A process *holds* a folder while it has a shared lock (`flock`) on the folder. A run's *mark* is the environment
+variable MSRL_RUN, which every process of the run has. Its value is the path of the run's temporary folder.
+
+Invariant: a process is ended only if it has the run's mark, or if it is in a process session that the run started. A
+folder is removed only if no keeper holds it, it belongs to this user, its mode is 0700, and its name has the form of a
+run's folder. A folder is never removed through a link, and its name is never used as a pattern.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ MOST = 10.0  # seconds that ending processes may take: one that waits for a dead
 def worker_niceness(by: int) -> dict[str, str]:
     """Return the environment variable that sets the niceness of Ray's workers.
 
-    Ray's servers have the niceness of the process that starts them, and their workers are nicer by `by`. If `by` is 0,
-    the caller's own setting is used. Without such a setting, the niceness is 0. Ray's own default is 15. With this
+    A worker's niceness is the niceness of the process that starts Ray, plus `by`. If `by` is 0, the value that this
+    environment variable already has is used, or 0 if the variable is not set. Ray's own default is 15. With this
     default, a worker gets only a thirtieth of a core that other processes also use.
     """
     return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
@@ -85,12 +88,12 @@ def wait_for_end(pids: Collection[int], seconds: float) -> None:
 
 
 class Sessions(NamedTuple):
-    """The process sessions that end when a temporary folder is removed; 0 means none.
+    """The process sessions that end with a run's temporary folder; 0 means none.
 
     - `driver`: the session of the driver.
-    - `server`: the session of a preload server, which is also the process id of the server.
-    - `owner`: a process that may use the preload server again. The server itself is not ended while `owner` is its
-      parent.
+    - `server`: the session of a preload server (preload.py), which is also the process id of the server.
+    - `owner`: the id of a process that may use the preload server for another run. The server itself is not ended while
+      `owner` is its parent.
     """
 
     driver: int = 0
@@ -110,8 +113,8 @@ NO_SESSIONS = Sessions()
 class Temporary:
     """The temporary folder of a run, and its keeper.
 
-    `keeper` is the process id of the keeper, or 0 while there is none. This process holds the folder, too, so that no
-    sweep removes the folder while a keeper is replaced.
+    `keeper` is the process id of the keeper, or 0 while no keeper runs. The process that has this object also holds the
+    folder, so that `sweep` in another process does not remove the folder while a keeper is replaced.
     """
 
     def __init__(self) -> None:
@@ -193,7 +196,7 @@ class Temporary:
             return f"the keeper {reason}; another one was started"
 
     def _kill_keeper(self) -> None:
-        """Kill the keeper, if there is one, so that it does not clean up."""
+        """Kill the keeper, if one runs, before it can clean up."""
         if not self.keeper:
             return
         with suppress(ProcessLookupError):
@@ -237,9 +240,10 @@ class Temporary:
 
 
 def _read_first_line(process: subprocess.Popen[str]) -> str:
-    """Return the first line that a process prints; "" if it ends without one.
+    """Return the first line that a process prints, or "" if it prints none.
 
-    A process that is stopped, or that prints no line in time, is killed. The result is then "".
+    A process that is stopped by a signal, or that prints no line within `NEW` seconds, is killed. The result is then
+    "".
     """
     assert process.stdout is not None
     stopped_seconds = 0.0
@@ -258,7 +262,7 @@ def _read_first_line(process: subprocess.Popen[str]) -> str:
 def make_shared_folder() -> Path:
     """Make a temporary folder that is removed when no process holds it any more.
 
-    This process is the first process that holds the folder.
+    This process holds the folder from the beginning.
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     hold_folder(folder)
@@ -279,16 +283,16 @@ def remove_after(lock: Path, folder: Path) -> None:
 
 
 def hold_folder(folder: Path) -> None:
-    """Hold a folder until this process ends, so that nobody removes the folder."""
+    """Hold a folder until this process ends, so that no other process removes it."""
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def sweep() -> None:
-    """Clean up after this user's runs whose folder no process holds any more.
+    """Clean up after this user's runs whose temporary folder no process holds.
 
-    The processes that are left of such a run are ended, and its folder is removed.
+    Any remaining processes of such a run are ended, and its folder is removed.
     """
     for folder in Path(tempfile.gettempdir()).iterdir():
         if not NAME.fullmatch(folder.name):
@@ -305,11 +309,11 @@ def sweep() -> None:
 
 
 def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
-    """Kill the processes that are left of a run, and remove the run's folder.
+    """Kill the remaining processes of a run, and remove the run's temporary folder.
 
     A process belongs to the run if it is in one of `sessions`, or if its environment has the run's mark. The mark alone
-    is not enough, because a process of Ray changes its title, and the new title may overwrite the environment.
-    Processes that remove the shared memory of killed processes have some seconds to end by themselves; they are killed
+    is not enough: Ray's processes change their title, and the new title may overwrite the environment. Processes that
+    remove the shared memory of killed processes may run for a few more seconds to end by themselves, and are killed
     last. The function also removes the shared memory whose name begins with the folder's name.
     """
     begin = time.monotonic()
@@ -340,9 +344,9 @@ def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
 
 
 def hand_over(folder: str, sessions: Sessions) -> None:
-    """Start a separate keeper that ends a run immediately.
+    """Start a separate keeper that immediately ends the run to which `folder` belongs.
 
-    The caller may be a process of the run that the keeper ends.
+    `sessions` are the process sessions to end. The caller may be a process of the run that the keeper ends.
     """
     command = [sys.executable, "-P", "-m", PROGRAM, folder]
     environment = {name: value for name, value in os.environ.items() if name != MARK}
@@ -353,9 +357,10 @@ def hand_over(folder: str, sessions: Sessions) -> None:
 
 
 def _remove_shared(run: str) -> None:
-    """Remove the shared memory of a run that belongs to this user.
+    """Remove a run's shared memory, if this user owns it.
 
-    The shared memory is the files and private folders whose names begin with the name of the run's folder (`run`).
+    The shared memory is the files and private folders in /dev/shm whose names begin with the name of the run's
+    temporary folder (`run`).
     """
     for path in SHARED.iterdir() if SHARED.is_dir() else ():
         if path.name.startswith(f"{run}-"):
@@ -374,10 +379,10 @@ def _keep() -> None:
     The program prints the process id of the keeper, and the folder that the keeper made or took over. The keeper then
     reads sessions from standard input until the pipe closes, and ends the run.
 
-    The keeper has no parent process of the run, and has a session of its own. So it gets neither the signals that a
-    terminal sends to all of its processes, nor the signals that `ray job stop` sends to all descendants of its
-    entrypoint. If the keeper took over a folder but read no sessions, the process that started it has given it up. The
-    keeper then leaves the run alone.
+    No process of the run is the keeper's parent, and the keeper has a session of its own. So the keeper gets neither
+    the signals that a terminal sends to all of its processes, nor the signals that `ray job stop` sends to all
+    descendants of its entrypoint. If the keeper took over a folder but read no sessions, its starter has given up this
+    keeper. The keeper then ends without any cleanup.
     """
     takes_over = len(sys.argv) > 1
     folder = sys.argv[1] if takes_over else tempfile.mkdtemp(prefix=PREFIX)

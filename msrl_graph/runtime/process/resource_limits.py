@@ -1,7 +1,7 @@
 """Limits on the memory of a process.
 
-Invariant: a limit is added to the memory that the process already uses. A lower limit that was set by someone else
-remains in effect.
+Invariant: a limit is a number of bytes beyond the memory that the process already uses. If the system already limits
+the process to less, the system's limit remains in effect.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def data_bytes() -> int:
 
 
 def limit_data(more: int) -> None:
-    """Limit this process to `more` bytes in addition to what it uses.
+    """Limit this process to `more` bytes beyond the memory that it uses now.
 
-    The limit ends with `unlimit_data`.
+    The limit applies until `unlimit_data` is called.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with suppress(ValueError, OSError):  # a lower limit holds already

@@ -1,7 +1,7 @@
 """Progress reports: how many rows of its share this process has computed.
 
-Invariant: a report needs no message and no system call, and results never depend on it. The listener of this process
-writes the report where the dock of the host reads it. Without a listener, a report has no effect.
+Invariant: a report needs no message and no system call, and results never depend on a report. The listener of this
+process writes the report to a place where the dock of the host reads it. Without a listener, a report has no effect.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def listen(listener: Listen) -> None:
 
 
 def report(rows: int, of: int, where: str = "") -> None:
-    """Report that `rows` of the `of` present rows are computed.
+    """Report that `rows` of the `of` rows of this process's current work are computed.
 
-    `where` is a text with more detail, such as the turn of an episode.
+    `where` is a text with more detail, for example which turn of an episode is computed.
     """
     if _listener is not None:
         _listener(rows, of, where)

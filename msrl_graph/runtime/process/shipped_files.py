@@ -29,7 +29,7 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """The content of a file, and the time of its last change in nanoseconds."""
+    """The content of a user's file, and the time of its last change in nanoseconds."""
 
     content: bytes
     changed: int
@@ -40,9 +40,9 @@ _modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with the file's c
 
 
 def write_files(folder: Path, files: Mapping[str, ShippedFile]) -> None:
-    """Write files into a run's temporary folder.
+    """Write copies of the user's files into a run's temporary folder.
 
-    The keys of `files` are absolute paths. Each copy has the time of the last change of the original file.
+    The keys of `files` are the absolute paths of the originals. Each copy gets the time of last change of its original.
     """
     for path, file in files.items():
         target = _copy_path(folder / FILES, Path(path))
@@ -62,7 +62,7 @@ def read_shipped(folder: Path) -> dict[str, ShippedFile]:
 
 
 def is_edited(path: str, file: ShippedFile) -> bool:
-    """Return whether the user's file has changed since the run copied it.
+    """Return whether the user's file at `path` has changed since the run copied it.
 
     `file` is the copy. The user's file is read only if its size or the time of its last change differs from the copy.
     """
@@ -76,11 +76,11 @@ def is_edited(path: str, file: ShippedFile) -> bool:
 
 
 def ship_files(files: Mapping[str, ShippedFile]) -> Path:
-    """Write files into a new temporary folder, and return the folder.
+    """Write copies of files into a new temporary folder, and return the folder.
 
-    The keys of `files` are absolute paths. The folder is removed after the last process that uses it has ended; this
-    process is the first user. Before it writes files, the function removes the folders of dead runs: runs whose
-    processes on this host were all killed, for example because the host failed.
+    The keys of `files` are the absolute paths of the originals. The folder is removed after the last process that uses
+    it has ended; this process is the first user. Before the function writes files, it removes the folders of dead runs:
+    runs whose processes on this host were all killed, for example because the host failed.
     """
     sweep()
     folder = make_shared_folder()
@@ -91,7 +91,7 @@ def ship_files(files: Mapping[str, ShippedFile]) -> Path:
 def use_folder(folder: str) -> None:
     """Make this process find the shipped files in a run's temporary folder.
 
-    Imports from a copied folder then use the copies.
+    If the user's code imports a module from a folder that was copied, the copy is imported.
     """
     global _copies
     if (Path(folder) / FILES).is_dir():
@@ -105,7 +105,7 @@ def use_folder(folder: str) -> None:
 def shipped_folder() -> str:
     """Return the temporary folder with the files that were shipped to this host.
 
-    This process passes the result to processes that it starts. Returns "" if no files were shipped.
+    This process passes the result to each process that it starts. Returns "" if no files were shipped.
     """
     return str(_copies.parent) if _copies != Path() else ""
 
@@ -122,9 +122,9 @@ def find_copy(path: str | Path) -> Path:
 def import_file(path: str) -> ModuleType:
     """Import a Python file of the user, and return the module.
 
-    The file may import files from its own folder. The module gets the name that Python would give it, with the name of
-    its package if its folder is a package. So objects that the module defines can be pickled. If another module already
-    has this name, the module gets a different name.
+    The file may import files from its own folder. The module gets the name that a normal import would give it; if its
+    folder is a package, the name includes the package. So objects that the module defines can be pickled. If another
+    module already has this name, the module gets a different name.
     """
     path = str(Path(path).absolute())  # the file's packages are among the folders above
     place = find_copy(path)
@@ -165,7 +165,7 @@ def import_file(path: str) -> ModuleType:
 
 
 def _find_free_name(name: str, path: str) -> str:
-    """Return a module name that no module of another file has.
+    """Return a module name that no loaded module of another file has.
 
     The result is `name`, or `name` with a number at its end.
     """
@@ -182,7 +182,8 @@ def _find_free_name(name: str, path: str) -> str:
 def _search_paths(folder: Path, entry: str) -> list[str]:
     """Return the folders in which to search for modules, for one entry of `sys.path`.
 
-    The first folder is the copy of `folder`, if there is one. `entry` itself follows.
+    `folder` is the folder to which `entry` refers. If the run has copied files from `folder`, the result begins with
+    the folder of the copies. `entry` itself follows.
     """
     copy = _copy_path(_copies, folder)
     return [str(copy), entry] if copy.is_dir() else [entry]
@@ -197,9 +198,9 @@ def _copy_path(folder: Path, path: Path) -> Path:
 
 
 def _finder(folder: str) -> FileFinder:
-    """Return the finder for modules in a folder of shipped files.
+    """Return the module finder for `folder`, which must be a folder of shipped files.
 
-    Raises ImportError for any other folder, as `sys.path_hooks` require.
+    Raises ImportError for any other folder, as a hook in `sys.path_hooks` must.
     """
     if not Path(folder).is_relative_to(_copies):
         raise ImportError

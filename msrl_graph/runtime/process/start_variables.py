@@ -1,6 +1,7 @@
 """Environment variables with which the processes of a run start.
 
-Invariant: this module imports nothing heavy, since `msrl-run` imports it before it reads a program.
+Invariant: this module imports nothing that takes long to import, since `msrl-run` imports this module before it reads a
+program.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def waits() -> dict[str, str]:
-    """Return the OpenMP variables with which a computing process must start.
+    """Return the OpenMP variables with which a compute process must start.
 
-    OpenMP reads these variables when torch is loaded. With these variables, threads that wait for each other release
-    their cores soon. Returns {} if the user has set one of these variables.
+    OpenMP reads these variables when torch is loaded. With these variables, a thread that waits for another thread soon
+    releases its core. Returns {} if the user has set one of these variables.
     """
     return {} if WAITS.keys() & os.environ.keys() else WAITS
 
@@ -38,9 +39,10 @@ def own_ray() -> dict[str, str]:
     """Return the environment variables for a Ray that serves this machine alone.
 
     With these variables, Ray listens at the loopback address only, and requires a random token that no other process
-    has. The variables must be set before Ray is imported, so a preload server gets the variables before the server
-    knows its run. The variables also let idle workers live longer, so that workers that Ray starts early can become
-    actors. Ray settings that the caller has for other clusters do not apply.
+    has. The variables must be set before Ray is imported. A preload server is therefore started with the variables,
+    before it is known which run will use the server. The variables also let idle Ray workers live longer, so that
+    workers that Ray starts early can become actors. Ray settings that the user has made for other clusters do not
+    apply.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), _ALONE: "0", **_IDLE}
 

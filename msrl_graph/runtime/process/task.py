@@ -12,10 +12,10 @@ Part = Literal["whole", "opening", "rest"]
 
 
 class WeightFetch(NamedTuple):
-    """The version of weights that a generation fetches.
+    """A fetch of weights over a resharding edge, which a generation node must make.
 
-    - `version`: the number of iterations that were trained before this version.
-    - `fetch_count`: the number of fetches that were ordered so far.
+    - `version`: the version of the weights, as the number of iterations that were trained before it.
+    - `fetch_count`: the number of fetches over this edge that the driver has ordered since the run began.
     """
 
     version: int
@@ -23,15 +23,15 @@ class WeightFetch(NamedTuple):
 
 
 class CutPrompt(NamedTuple):
-    """A prompt whose responses continue in the next iteration.
+    """A prompt whose responses were cut in one iteration and continue in the next.
 
-    - `position`: the index of the prompt in the data's endless sequence of rows.
-    - `responses`: for each response, its tokens, their log-probabilities as sampled, the versions of the weights that
-      sampled them, and whether the response has ended.
+    - `position`: the index of the prompt in the endless sequence of the data's rows.
+    - `responses`: for each response, its tokens, the log-probabilities of its tokens when they were sampled, the
+      versions of the weights that sampled them, and whether the response has ended.
     - `cuts`: how often the responses were cut.
     - `iteration`: the iteration in which the responses began.
-    - `row`: the prompt's row in that iteration. The noise keys of all tokens of the responses use `iteration` and
-      `row`.
+    - `row`: the number of the prompt's row in that iteration. The noise keys of all tokens of the responses use
+      `iteration` and `row`.
     """
 
     position: int
@@ -48,12 +48,14 @@ class Task:
     A training task has the `name` "train". An evaluation has no filters.
 
     - `prompts`: the number of prompts in each round. The first round and each refill have the same number.
-    - `samples`: by generation, the number of responses for each row that it reads. A generation with the number that
-      the program states is left out.
-    - `position`: the index of the first new prompt in the data's endless sequence of rows.
-    - `states`: the values that the run's states have after the previous iteration; empty if not known yet.
-    - `fetches`: by resharding edge with `staleness`, the version of the weights that sample the rows of this task, and
-      the number of fetches that were ordered so far. This number may include the fetch for this task.
+    - `samples`: for each generation node, the number of responses that it generates for each row that it reads. A node
+      is left out if the number is the one that the program states.
+    - `position`: the index of the first new prompt in the endless sequence of the data's rows.
+    - `states`: the values of the algorithm's states after the previous iteration; empty if the values are not known
+      yet.
+    - `fetches`: for each resharding edge with `staleness`, the version of the weights that samples the rows of this
+      task, and the number of fetches that the driver has ordered in the run. This number may include the fetch for this
+      task.
     - `sends`: the resharding edges with `staleness` over which updates send their weights at the beginning of this
       task.
     - `cut`: the prompts that were cut in the previous iteration (`partial`). These prompts come before the new prompts.
@@ -83,9 +85,9 @@ class Task:
         return self.wanted or self.prompts
 
     def rounds(self, refill: int) -> int:
-        """Return the maximum number of rounds of prompts for a filter's `refill`.
+        """Return the maximum number of rounds of prompts with a filter's option `refill`.
 
-        The rounds together have at least (1 + `refill`) * `target` prompts.
+        The number is the smallest with which all rounds together have at least (1 + `refill`) * `target` prompts.
         """
         return -(-self.target * (1 + refill) // self.prompts)
 
@@ -95,7 +97,7 @@ class Task:
 
     @property
     def turn(self) -> tuple[int, bool]:
-        """The sort key of tasks in the order in which they end.
+        """A sort key for tasks: sorted by it, tasks are in the order in which they end.
 
         An evaluation after n iterations comes before the next iteration.
         """

@@ -47,7 +47,7 @@ class RanksNotJoined(RunError):
 
 
 class ProcessLost(RunError):
-    """A process that a rank needs was killed from outside the run: a retry may help."""
+    """A process that a rank needs was killed from outside the run. A retry may help."""
 
 
 class WeightsNotDelivered(RunError):
@@ -56,10 +56,10 @@ class WeightsNotDelivered(RunError):
 
 @dataclass
 class NextValues:
-    """The values of one state for the next iteration, which functions have computed.
+    """The values that functions have computed for one state, for the next iteration.
 
-    `units` has the number of the row or group that each of `values` belongs to. A state with a single value has the
-    batch as its only unit.
+    `units` has, for each of `values`, the number of the row or group to which the value belongs. A state with a single
+    value has the batch as its only unit.
     """
 
     units: list[int] = field(default_factory=list)
@@ -67,12 +67,13 @@ class NextValues:
 
 
 class Event(NamedTuple):
-    """An interval of the trace.
+    """One interval of a run's trace.
 
+    - `name`, `seconds`: what the process did in the interval, and the interval's length.
     - `start`: the start of the interval (wall clock).
     - `facts`: details about the interval.
-    - `parallel_part`: the part of the process that worked in parallel with the rest of the process during the interval,
-      or "".
+    - `parallel_part`: the part of the process that worked during the interval, in parallel with the rest of the
+      process, or "".
     """
 
     name: str
@@ -83,18 +84,18 @@ class Event(NamedTuple):
 
     @classmethod
     def since(cls, start: float, name: str, beside: str = "", **facts: str | int) -> Event:
-        """Return the event from `start` until this moment.
+        """Return the event of an interval that began at `start` and ends now.
 
-        `start` is a value of `time.perf_counter`, and `beside` becomes `parallel_part`.
+        `start` is a value of `time.perf_counter`. `beside` becomes the field `parallel_part`.
         """
         return cls(name, start + _EPOCH, time.perf_counter() - start, facts, beside)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A data file as a process loaded it.
+    """The number of rows that a process has loaded from one data file.
 
-    `rows` is the number of usable rows. `left_out` says in words which other rows were left out.
+    `rows` is the number of usable rows. `left_out` says in words which rows of the file are not usable.
     """
 
     rows: int
@@ -130,14 +131,17 @@ class Report:
         self.add(name, start)
 
     def add(self, name: str, start: float) -> None:
-        """Add an interval from `start` (a value of `time.perf_counter`) until this moment."""
+        """Add to a phase and to the trace the interval from `start` until now.
+
+        `start` is a value of `time.perf_counter`. `name` is the name of the phase.
+        """
         self.events.append(event := Event.since(start, name))
         self.add_seconds(name, event.seconds)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add seconds to a phase without adding an interval to the trace.
 
-        These seconds are within another interval, or in parallel with one.
+        This method is for seconds that are already inside another interval of the trace, or in parallel with one.
         """
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 

@@ -1,8 +1,9 @@
 """Generation by agents: sampling for programs that send their own requests.
 
-Invariant: all ranks of a data-parallel group sample the same batches. The leader of the group gets the batches from its
-agent process and shares them. What is sampled for a request is a function of (seed, node, iteration, row), of the
-tokens before it and of the weights. It does not depend on the other requests that arrive at the same time.
+Invariant: all ranks of a data-parallel group sample the same batches. One rank, the leader of the group, gets the
+batches from its agent process and shares them. What is sampled for a request is a function of (seed, node, iteration,
+row), of the tokens before the sampled tokens and of the weights. What is sampled does not depend on the other requests
+that arrive at the same time.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class AgentGeneration(Engines):
     def _sample_replies(
         self, node: Node, task: Task, wanted: list[SampleRequest], sampling: Sampling
     ) -> list[SampleReply]:
-        """Sample a reply to each request.
+        """Sample a reply to each request in `wanted`.
 
-        An engine samples a batch with one maximal length and one list of stop strings. If a reply is longer than its
-        request wants, the reply is cut; this does not change the first tokens.
+        An engine samples a batch with one maximal length and one list of stop strings. A reply that is longer than its
+        request wants is cut. The tokens before the cut are the same as if the engine had stopped there.
         """
         replies: list[SampleReply] = []
         for stop in dict.fromkeys(request.stop for request in wanted):

@@ -1,8 +1,8 @@
 """The engines of a rank: how they are built, saved and restored.
 
 Invariant: all ranks of all pools make all process groups, in the same order. A rank builds only the engines of its own
-pool. Weights and moments are saved and restored by their boxes (index ranges of a tensor), so neither checkpoints nor
-exported weights depend on a layout.
+pool. Weights and the optimizer's moments are saved and restored by their boxes (index ranges of a tensor), so neither
+checkpoints nor exported weights depend on a layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Engines:
-    """The engines of rank `rank` of a plan, with device meshes and resharding edges."""
+    """The engines of rank `rank` of a plan, its device meshes, and its resharding."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -66,7 +66,7 @@ class Engines:
         self.steps: dict[str, int] = {}  # by update of this pool: the number of optimizer steps
 
     def build(self) -> None:
-        """Make process groups, engines and resharding; a collective of all ranks."""
+        """Make process groups, engines and resharders; a collective of all ranks."""
         plan = self.plan
         # Process groups are made by all ranks of all pools, in one order; engines by the ranks of their pool.
         for placement in plan.placements:
@@ -101,7 +101,7 @@ class Engines:
             proof.generator = self.generators.get(dst)
 
     def _build_all(self, *verbs: str) -> None:
-        """Build the engines of this rank's nodes that have one of these verbs.
+        """Build the engines of this rank's nodes whose verb is in `verbs`.
 
         Engines whose weights are offloaded to host memory are built first.
         """
@@ -145,11 +145,14 @@ class Engines:
         return (coordinates.tp, coordinates.cp, coordinates.pp) == (0, 0, layout.pp - 1)
 
     def _is_leader(self, node: Node) -> bool:
-        """Return whether this is the one rank that reports what is the same in all groups."""
+        """Return whether this rank reports values that all groups of the node share.
+
+        Exactly one rank does: the leader of the first data-parallel group.
+        """
         return self._is_group_leader(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
     def _share_result(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
-        """Call `find` on the leader of this rank's data-parallel group; share the result.
+        """Call `find` on the leader of this rank's data-parallel group; return the result.
 
         All ranks of the group call this method and return the same value.
         """
@@ -199,7 +202,7 @@ class Engines:
     def release_weights(self, node: Node) -> None:
         """Free the device copy of a node's weights, if host memory also has the weights.
 
-        The node does not change such weights, so they are not copied back to host memory.
+        The node has not changed these weights, so they are not copied back to host memory.
         """
         if offload := self.offloads.get(node.worker):
             offload.leave()
@@ -234,7 +237,10 @@ class Engines:
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
     def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:
-        """Make the proof for the deliveries of an edge; a collective of all ranks."""
+        """Make the check that weights arrive over a resharding edge (weight_proof.py).
+
+        This method is a collective of all ranks.
+        """
         plan = self.plan
         members = [sides[0].device(index, self.per_host) for index in range(sides[0].devices)]
         team = dist.new_group(members) if len(members) > 1 else None
@@ -246,10 +252,11 @@ class Engines:
     def checkpoint(
         self, folder: str, metadata: dict[str, str]
     ) -> tuple[list[checkpoint.CheckpointFile], dict[str, int], str]:
-        """Write the weights and moments of which this rank is the first holder.
+        """Write this rank's part of a checkpoint: weights and optimizer moments.
 
-        `metadata` is written into each file. Returns the files, the number of optimizer steps of each update, and the
-        error message ("" if there was no error).
+        Of several ranks that hold the same values, only the first writes them. `metadata` is written into each file.
+        Returns the files, the number of optimizer steps of each update, and the error message ("" if there was no
+        error).
         """
         files = []
         failed = ""
@@ -330,9 +337,9 @@ class Engines:
                 )
 
     def _resume_follower(self, source: CheckpointSource, name: str) -> None:
-        """Load the weights of a worker that follows another worker.
+        """Load the weights of the worker `name`, which follows another worker.
 
-        If the worker was not a follower in the program of the checkpoint, it keeps the weights of its model.
+        If the checkpoint has no weights of this worker, the worker keeps the weights of its model folder.
         """
         follower = self.followers[name]
         kinds = source.kinds(name)
@@ -355,13 +362,16 @@ class Engines:
             yield self.trainers[worker].shards()
 
     def _extra_shards(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
-        """Return the shards that a checkpoint stores of a worker in addition to weights."""
+        """Return a worker's shards that a checkpoint stores in addition to its weights.
+
+        For a follower these are its moving average, for a trained worker the optimizer's moments.
+        """
         return self.followers[worker].extra_shards() if worker in self.followers else trainer.moments()
 
     def _weight_nodes(self) -> list[Node]:
         """Return one node for each worker whose weights change.
 
-        For a trained worker this is its first update, for a follower its first node.
+        This is the first update of a trained worker, or the first node of a follower.
         """
         return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.changing_workers]
 

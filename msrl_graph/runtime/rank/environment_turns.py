@@ -28,10 +28,10 @@ class BadTurnError(ValueError):
 
 
 class Dialogue:
-    """The replies of the `episodes` of some rows, encoded as tokens.
+    """The environment's side of some rows' conversations, encoded as tokens.
 
-    `contexts` has the tokens before each response, by the position of the row. A row is a conversation if its `reset`
-    returned messages.
+    `episodes` has one episode of the environment for each row. `contexts` has the tokens before each response. A row is
+    addressed by its position. A row is a conversation if its `reset` returned messages.
     """
 
     def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:
@@ -41,15 +41,18 @@ class Dialogue:
         self.conversations: dict[int, Messages] = {}
 
     def begin(self) -> list[Array | None]:
-        """Return the tokens with which each response begins; None if the episode is over."""
+        """Return for each row the tokens with which its response begins.
+
+        The result is None for a row whose episode is over.
+        """
         replies = self.episodes.reset()
         return self._encode(dict(enumerate(replies)), {}, BEGINNING)
 
     def step(self, positions: Array, drawn: list[Array], turn: int, continues: bool) -> list[Array | None]:
         """Return the environment's tokens that follow the sampled tokens of a turn.
 
-        The result has None for a row whose episode is over. Without `continues`, the rollout ends, and with it all
-        episodes.
+        `drawn` has the tokens that were sampled for the rows at `positions`. The result has None for a row whose
+        episode is over. If `continues` is false, this was the last turn, and the episodes of all rows are over.
         """
         texts = self.speech.tokens.decode(drawn)
         replies = self.episodes.step(positions, texts, turn)
@@ -122,7 +125,7 @@ class Dialogue:
         return rest
 
     def _explain_rewrite(self, conversation: Messages, last: int, drawn: Array) -> str:
-        """Explain how the template changed the earlier part of a conversation."""
+        """Explain how the chat template changed the earlier part of a conversation."""
         tokens = self.speech.tokens
         before = tokens.render(conversation[:last], True) + self.speech.decode(drawn, special=True)
         after = tokens.render(conversation, True)

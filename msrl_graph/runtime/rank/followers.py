@@ -1,8 +1,8 @@
 """Frozen workers that follow a trained worker, by copies or moving averages.
 
 Invariant: on a rank, the weights of both workers have the same boxes (checks/followers.py). So each rank changes its
-own shards, and no weights are sent. If the weights are not float32, an exponential moving average is kept in float32 in
-addition to the weights. Each update of the weights rounds this average once.
+own shards of the follower, and no weights are sent. If the weights are not float32, an exponential moving average is
+kept in float32 in addition to the weights. Then each change of the follower's weights rounds this average once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AVERAGE = "average"  # the name in a checkpoint for the moving average
 class Follower:
     """The shards on one rank of a worker that follows another worker.
 
-    `offload` is set if the worker's weights are in host memory while other workers compute.
+    `offload` is set if the follower's weights are in host memory while other workers compute.
     """
 
     def __init__(self, worker: Worker, own: Trainer, followed: Trainer, offload: HostOffload | None) -> None:
@@ -37,7 +37,7 @@ class Follower:
 
     @contextmanager
     def on_device(self, changes: bool = False) -> Iterator[list[Shard]]:
-        """Yield the worker's shards on the device.
+        """Copy the follower's shards to the device if necessary; yield the shards.
 
         With `changes`, the shards are copied back to host memory afterwards.
         """
@@ -51,7 +51,7 @@ class Follower:
             self.offload.leave()
 
     def build(self) -> None:
-        """Start the moving average with the weights of the worker's model."""
+        """Start the moving average with the follower's own weights."""
         needs_average = self.worker.decay and any(shard.tensor.dtype != torch.float32 for shard in self.shards)
         with self.on_device() as shards:
             self.averages = (
@@ -61,11 +61,17 @@ class Follower:
             )
 
     def extra_shards(self) -> dict[str, list[Shard]]:
-        """Return the shards that a checkpoint stores in addition to the weights."""
+        """Return the shards of the moving average, which a checkpoint must store, too.
+
+        The result is empty if the weights themselves are the average.
+        """
         return {AVERAGE: self.averages} if self.averages else {}
 
     def follow(self, number: int) -> None:
-        """Copy or average the followed weights after iteration `number`, if that is due."""
+        """After iteration `number`, copy or average the followed weights if this is due.
+
+        The program says after how many iterations this is due.
+        """
         if not self.worker.due(number):
             return
         with torch.no_grad(), self.on_device(changes=True) as shards:

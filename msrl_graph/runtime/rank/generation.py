@@ -1,4 +1,4 @@
-"""Generation: what a rank does with a batch of prompts, the verb `generate`.
+"""Generation: how a rank computes the verb `generate` for a batch of prompts.
 
 Invariant: what is sampled for a row is a function of (seed, node, iteration, row), of its prompt, of the weights and of
 what an environment replies or an agent asks. All ranks of a data-parallel group make the same calls on their engine.
@@ -80,7 +80,7 @@ class Generation(AgentGeneration):
         self.recording = Recording(self.plan, Path(folder))
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
-        """Yield the columns that the node writes, in several chunks if an edge streams."""
+        """Yield the columns that the node writes, in chunks if a sample edge streams."""
         partial = node.cuts and task.trains
         if not len(batch.rows) and not partial:  # a last chunk with fewer rows than there are groups
             return
@@ -160,7 +160,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnRows]:
-        """Return the columns of the prompts that are taken, and verdicts on all prompts."""
+        """Return the columns of the prompts that the iteration uses, and all verdicts."""
         fan = sampling.samples
         sieve = rowsets(self.plan.graph).sieves[node.name]
         attributes = GenerateAttributes.of(node)
@@ -200,7 +200,7 @@ class Generation(AgentGeneration):
         return {sieve.column: Verdicts(all_rows, ColumnData(np.isin(all_rows, rows).astype(np.int32)))} | written
 
     def _sum_over_groups(self, node: Node, numbers: Array) -> Array:
-        """Return the sums over all data-parallel groups of a node."""
+        """Add up the arrays `numbers` of all data-parallel groups of a node."""
         placement = self.plan.placement(node.name)
         if placement.layout.dp == 1:
             return numbers
@@ -210,7 +210,7 @@ class Generation(AgentGeneration):
         return sums
 
     def _split_stream(self, node: Node, ended: Iterator[Response]) -> Iterator[list[Response]]:
-        """Yield all responses at once, or in chunks of the size that an edge streams."""
+        """Yield responses in chunks of the size that an edge streams, or all at once."""
         streams = [SampleEdgeAttributes.of(edge) for edge in self.plan.graph.samples() if edge.src == node.name]
         part: list[Response] = []
         tokens = 0
@@ -254,7 +254,7 @@ class Generation(AgentGeneration):
         return {name: ColumnRows(rows, column) for name, column in columns.items()}
 
     def _version(self, node: Node, task: Task) -> int:
-        """Return the version of the weights that sample; 0 if they never change."""
+        """Return the version of the generation's weights; 0 if the weights never change."""
         edge = next((reshard.name for reshard in self.plan.reshards if reshard.dst == node.name), "")
         return task.fetches[edge].version if edge in task.fetches else task.number if edge else 0
 
@@ -284,8 +284,8 @@ class Generation(AgentGeneration):
     ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
         """Run turns of the policy and of the environment until each row's episode is over.
 
-        Returns the rows that did not fail, the columns for them (all columns only on the leader of the group), the
-        verdicts on all rows, and for each row the position in its response where the policy's last turn begins.
+        Returns the rows that did not fail, their columns (all columns only on the leader of the group), the verdicts on
+        all rows, and for each returned row the position in its response where the policy's last turn begins.
         """
         episodes = self.environments[node.name].begin(batch, rows, task)
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
@@ -338,7 +338,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
-        """Let agents converse about the rows; returns the same as `_run_episodes`."""
+        """Let agents work on the rows with the policy; return the same as `_run_episodes`."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         begin = BatchStart(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
         finished = self._run_agents(node, task, begin, sampling, report)
@@ -370,10 +370,10 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnData]:
-        """Return the columns of responses that the policy did not write alone.
+        """Return the columns of responses that the policy and others wrote together.
 
-        `response_columns` are tokens, log-probabilities, mask and, with agents, conversation starts; `values`: other
-        columns.
+        `response_columns` are tokens, log-probabilities, mask and, with agents, conversation starts; `values` are
+        others.
         """
         response, as_drawn = numerics.sampled_columns(self.plan.graph, node)
         ids, logp, mask, *begins = response_columns
@@ -395,7 +395,7 @@ class Generation(AgentGeneration):
     def _check_values(
         self, node: Node, task: Task, rows: Array, values: dict[str, ColumnData], report: Report
     ) -> dict[str, ColumnData]:
-        """Check the values that environments and agents returned, as for functions."""
+        """Check the values that environments and agents returned for columns; return them."""
         for name, column in values.items():
             self.watch.check_results(node, task, report, name, rows, column)
             if column.offsets is None and column.values.dtype.kind == "f":

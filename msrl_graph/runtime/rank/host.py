@@ -23,7 +23,8 @@ from ..weights.checkpoint import Manifest
 class RankHost:
     """The Ray actor that runs a `rank.Rank` in a process of its own.
 
-    The constructor imports the module `rank`, because the driver, which creates the actors, runs without torch.
+    Only the constructor imports the module `rank`, which needs torch: the driver imports this module and runs without
+    torch.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class RankHost:
         return result
 
     def part(self, act: str, *arguments: Any) -> Any:
-        """Call one of the functions `checkpoint_parts.ACTS` on this host."""
+        """Call the function `act` of `checkpoint_parts.ACTS` on this host."""
         return checkpoint_parts.ACTS[act](*arguments)
 
     def where(self) -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""A loss with terms of the whole mini-batch, computed before its micro-batches.
+"""A loss with terms that need all rows of a mini-batch at once.
 
-The loss is computed from the outputs of all forward passes on all ranks.
+All ranks first run the forward passes of all micro-batches. The loss is then computed from all outputs of these passes.
 
 Invariant: the terms see each row of the mini-batch once, in the order of the row numbers, no matter which rank computed
 the row. So neither the micro-batch nor the layout changes the result of a term. The gradient is computed by the chain
@@ -30,10 +30,10 @@ FIELDS = ("logp", "values", "entropy", "given")  # the fields of Outputs with re
 class _Part:
     """The rows that a rank contributes to a mini-batch.
 
-    - `rows`: the numbers of the rows. `strange`: which of the rows are wrong.
+    - `rows`: the numbers of the rows. `strange`: for each row, whether it contains a wrong value, such as nan.
     - `lengths`: for each scored column, the number of tokens of each row.
     - `columns`: the columns that terms read.
-    - `pass_outputs`: the outputs of the rank's forward passes, by field and scored column.
+    - `pass_outputs`: the outputs of the rank's forward passes, by field of `Outputs` and by scored column.
     """
 
     rows: Array
@@ -49,7 +49,8 @@ class JointMiniBatch:
     - `numbers`: the row numbers, ascending; they define the positions in the mini-batch.
     - `prepared`: the prepared rows.
     - `outputs`: the outputs of the forward passes, as leaves of a separate autograd graph.
-    - `has_wrong_row`: whether any row is wrong, so that values computed from all rows are wrong.
+    - `has_wrong_row`: whether any row contains a wrong value, such as nan, so that values computed from all rows are
+      wrong.
 
     The constructor is a collective. Each rank passes the prepared rows `seen` with the columns that terms read
     (`has_unknown_tokens`: the rows that are known to be wrong), their row numbers `rows`, the positions `micro` of the
@@ -104,9 +105,10 @@ class JointMiniBatch:
         )
 
     def backward(self, value: Value, total: torch.Tensor) -> None:
-        """Store the loss `value`; compute the gradient of `total`, the reduced loss.
+        """Store the loss `value`; compute and store the gradient of `total`.
 
-        The gradient is with respect to the outputs of the forward passes.
+        `total` is the loss as one number for the mini-batch. The gradient is with respect to the outputs of the forward
+        passes.
         """
         self._value = value
         leaves = {name: values for name, values in self.outputs._asdict().items() if values is not None}
@@ -121,9 +123,9 @@ class JointMiniBatch:
         }
 
     def linearized_loss(self, outputs: Outputs, rows: Array) -> torch.Tensor:
-        """Return a scalar with the same gradient with respect to the weights as the loss.
+        """Return a scalar whose gradient with respect to the weights is that of the loss.
 
-        `outputs` is the output of a forward pass over these rows.
+        `outputs` is the output of a forward pass over the rows at the positions `rows`.
         """
         positions = self._mine[rows]
         total = torch.zeros(())
@@ -134,7 +136,7 @@ class JointMiniBatch:
         return total
 
     def value_of_rows(self, rows: Array) -> Value:
-        """Return the loss of these rows and the figures that terms report.
+        """Return the loss, the values of terms, and the figures of some rows.
 
         A figure that is not per token or per row is returned as it is, for all rows of the mini-batch.
         """

@@ -1,4 +1,4 @@
-"""The loss of an update: an expression of named terms, and how tokens are reduced.
+"""The loss of an update: an expression of named terms, reduced to one number.
 
 Invariant: neither the micro-batch nor the layout changes the loss or its gradient. A term either computes each row as
 if the row were alone (loss_split_check.py checks this for a user's terms), or is computed from the whole mini-batch
@@ -38,9 +38,9 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """The number of response tokens and of rows that count in a mini-batch.
+    """The number of response tokens and of rows by which a loss is divided.
 
-    Both are counted over all ranks.
+    Both are counted in one mini-batch, over all ranks.
     """
 
     tokens: int
@@ -55,9 +55,11 @@ class LossInputs:
 
     - `fills`: the values of parameters with the names `logp`, `entropy` and `values` (one number for each token of the
       single scored column) and `lengths` (the number of these tokens in each row).
-    - `columns`: for each column, its values.
-    - `logps`: for each column, the log-probabilities of its tokens, or of the ids that the column has for each token.
-    - `scores`: for each column, one score per row: the model's value at the row's last token.
+    - `columns`: the values of each column that the loss reads.
+    - `logps`: for each scored column, the log-probabilities of its tokens. For each column that has several token ids
+      per token, the log-probabilities of these ids.
+    - `scores`: for each scored column, one score per row: the output of a value or reward model at the row's last
+      token.
     - `lengths`: for each column, the number of tokens of each row.
     - `rng`: the random generator for terms of the whole mini-batch.
     - `rounding`: the difference, in nats, that rounding may cause in a log-probability between two forward passes with
@@ -75,9 +77,9 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Value:
-    """The loss of each token or row, the values of the terms, and their figures.
+    """The loss of each token or row, the values of its terms, and the terms' figures.
 
-    The name of a figure is TERM/FIGURE.
+    A figure is a metric that a term reports; its name is TERM/FIGURE.
     """
 
     loss: torch.Tensor
@@ -91,7 +93,7 @@ def list_terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
 
 
 def bind_columns(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
-    """Return the column or state that each parameter of a term is bound to."""
+    """Return for each parameter of a loss term the column or state that it receives."""
     renamed = term.columns()
     return {
         parameter: renamed.get(parameter, parameter)
@@ -106,10 +108,10 @@ def filled_parameters(node: Node) -> set[str]:
 
 
 def columns_read(node: Node) -> tuple[set[str], set[str]]:
-    """Return the columns and states that the loss reads, among those the node reads.
+    """Return the columns and states that an update's loss reads.
 
-    The first set has the columns and states whose values the loss reads. The second set has the columns for whose
-    tokens the loss reads log-probabilities.
+    The first set has the columns and states whose values the loss reads. The second set has the columns of tokens whose
+    log-probabilities the loss reads.
     """
     read = _direct_columns(UpdateAttributes.of(node).loss)
     scored = set[str]()
@@ -121,7 +123,7 @@ def columns_read(node: Node) -> tuple[set[str], set[str]]:
 
 
 def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
-    """Return the columns of ids whose log-probabilities terms read.
+    """Return the columns of token ids whose log-probabilities the loss terms read.
 
     Scored columns are not included.
     """
@@ -137,9 +139,9 @@ def make_inputs(
     rng: np.random.Generator | None = None,
     rounding: float = ROUNDS["f32"],
 ) -> LossInputs:
-    """Return the inputs of an update's terms, from a forward pass over these rows.
+    """Return the inputs of an update's loss terms for some rows.
 
-    `rows` are positions in the prepared batch `seen`.
+    `rows` are positions in the prepared batch `seen`, and `outputs` is the output of a forward pass over these rows.
     """
     wants = filled_parameters(node)
     target = next(iter(seen.lengths))
@@ -177,7 +179,7 @@ def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _direct_columns(expr: Expr) -> set[str]:
-    """Return the columns and states that the loss uses outside of terms, as factors."""
+    """Return the columns and states that a loss uses outside of its terms, as factors."""
     return (
         {str(expr.value)}
         if expr.kind in ("column", "state")
@@ -196,7 +198,7 @@ def needs_mini_batch(node: Node) -> bool:
 
 
 def evaluate(node: Node, inputs: LossInputs) -> Value:
-    """Return the loss of the rows of a micro-batch, or of the mini-batch."""
+    """Return the loss of an update for the rows of `inputs`."""
     collected: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
     return Value(_value(UpdateAttributes.of(node).loss, node, inputs, *collected), *collected)
 
@@ -244,10 +246,10 @@ def _arguments(term: Expr, node: Node, inputs: LossInputs) -> dict[str, Any]:
 
 
 def _check_shape(part: Any, signature: Signature, inputs: LossInputs) -> torch.Tensor:
-    """Return a term's result after a check of its shape.
+    """Return the result of a loss term after a check of its shape.
 
-    Raises BadResult if the result is not one number per token or, for a term per row, one number per row. Means and
-    sums are left to `reduce`, because only `reduce` knows the whole mini-batch.
+    Raises BadResult unless the result is one number per token or, for a term that is computed per row, one number per
+    row. A term must not return a mean or sum, because only `reduce` knows the whole mini-batch.
     """
     lengths = inputs.fills["lengths"]
     count, unit = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
@@ -259,14 +261,14 @@ def _check_shape(part: Any, signature: Signature, inputs: LossInputs) -> torch.T
 
 @cache
 def _load_term(call: Expr) -> tuple[Callable[..., Any], Signature]:
-    """Return a term of a loss and its signature; cached, so that a file is read once."""
+    """Return the function and the signature of a loss term; cached."""
     return load_with_signature(call, "loss")
 
 
 def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, normalizer: LossNormalizer) -> torch.Tensor:
     """Return the contribution of this micro-batch to the loss of the mini-batch.
 
-    `lengths` is the number of response tokens of each row.
+    `value` is the loss of each token or row, and `lengths` is the number of response tokens of each row.
     """
     reduction = UpdateAttributes.of(node).reduce
     kind = "rows" if is_per_row(node) else str(reduction.value)

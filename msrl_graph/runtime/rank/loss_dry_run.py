@@ -1,8 +1,9 @@
 """A trial of a user's loss terms before the run (loss_split_check.py).
 
-Invariant: a plan does not run with a term that is known to give a row a different result in another micro-batch. The
-trial runs in a separate process, because a user's code may crash, hang or print, and because importing torch takes
-seconds. The process ends before the run starts anything else, and starts only if the plan has such a term.
+Invariant: a plan does not run with a loss term for which the trial shows that a row's result depends on the other rows
+of its micro-batch. The trial runs in a separate process, because a user's code may crash, hang or print, and because
+importing torch takes seconds. The process ends before the run starts anything else. The process is started only if the
+plan has a loss term of a user.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PATIENCE = 120.0  # seconds for all terms of a plan, including the start of the 
 
 
 def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
-    """Return the calls of loss terms that are defined in files, each with its update."""
+    """Return each call of a loss term that a user's file defines, and its update node."""
     return [
         (node, call)
         for node in plan.graph.verb("update")
@@ -32,7 +33,7 @@ def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
 
 
 def warn_untried(node: Node, call: Expr, why: str) -> Diagnostic:
-    """Return the warning for a loss term that could not be tried."""
+    """Return the warning that a loss term could not be tried; `why` is the reason."""
     message = f"`{str(call.value).rpartition(':')[2]}` could not be tried on made-up rows: {why}"
     return Diagnostic(
         "bad-scope",
@@ -44,7 +45,7 @@ def warn_untried(node: Node, call: Expr, why: str) -> Diagnostic:
 
 
 def try_terms(plan: Plan) -> list[Diagnostic]:
-    """Return the problems of the loss terms that are defined in files.
+    """Try the loss terms that a user's files define; return the problems found.
 
     If the terms could not be tried, the result is a warning.
     """

@@ -1,9 +1,11 @@
-"""A check of a user's loss terms on made-up rows, whole and in two parts.
+"""A check that tries a user's loss terms on made-up rows.
+
+The check computes a term once with all rows, and once with each of two parts of the rows.
 
 Invariant: a term that passes is computed per row, as far as made-up rows with the shapes of the columns can show. The
 loss of a row and its gradients are the same as if the row were alone, so neither micro-batches nor ranks change a loss.
-A loss that passes has a gradient. Terms of the whole mini-batch (joint_loss.py) are not tried, because no micro-batch
-splits their rows.
+A loss that passes has a gradient. Terms that need the whole mini-batch (joint_loss.py) are not tried, because
+micro-batches do not split the rows of such terms.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ NEAR: dict[str, Any] = {
 
 
 def check_terms(plan: Plan) -> list[Diagnostic]:
-    """Report terms that depend on other rows or fail, and losses without gradient."""
+    """Return the problems of a plan's user-defined loss terms.
+
+    A term has a problem if it fails, if a row's result depends on other rows, or if its loss has no gradient.
+    """
     terms = list_user_terms(plan)
     problems = [problem for node, call in terms if (problem := _check_term(plan.graph, node, call)) is not None]
     if not problems:
@@ -116,9 +121,10 @@ def is_per_row(graph: Graph, node: Node, seed: int) -> bool:
 def _made_up(
     graph: Graph, node: Node, draw: np.random.Generator, rows: int, most: int, negative: bool
 ) -> tuple[PreparedBatch, dict[str, dict[str, ColumnData]]]:
-    """Make rows that an update's terms can read, and outputs of forward passes.
+    """Make random rows that an update's loss terms can read, and random model outputs.
 
-    Floats are normally distributed, or with `negative` all negative, as log-probabilities are.
+    A row has at most `most` tokens in each scored column. Floats are normally distributed. With `negative`, all floats
+    are negative, as log-probabilities are.
     """
 
     def numbers(size: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:
@@ -194,9 +200,9 @@ def _evaluate(
 
 
 def main() -> None:
-    """Read a plan from stdin and write the problems to stdout.
+    """Check the plan on stdin and write the problems to stdout.
 
-    The output of all called code is redirected to stderr.
+    Anything that the called code prints is redirected to stderr.
     """
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
     with os.fdopen(os.dup(1), "wb") as answer:

@@ -1,8 +1,9 @@
 """Micro-batches for engines: tensors by name.
 
 Invariant: only this module makes micro-batches from rows. Token ids are not changed. A sequence consists of the context
-columns of a row, in order, and then one scored column of the row. backends/spec.py describes the tensors. The tensors
-are on the host: an engine copies them to its device.
+columns of a row, in order, and then one scored column of the row (a column for whose tokens the model computes
+log-probabilities or values). backends/spec.py describes the tensors. The tensors are on the host: an engine copies them
+to its device.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ..data.columns import Array, ColumnData, offsets_from_lengths
 class MicroBatches(Sequence[TensorDict]):
     """The micro-batches of a batch.
 
-    `rows` has the positions of the rows of each micro-batch. `make` makes a micro-batch when it is read, so only one
-    exists at a time.
+    `rows` has the positions of the rows of each micro-batch. `make` is called each time a micro-batch is read, so that
+    only one micro-batch exists at a time.
     """
 
     def __init__(self, rows: list[Array], make: Callable[[Array], TensorDict]) -> None:
@@ -98,7 +99,7 @@ def pack(
 
 
 def _sequences(column: ColumnData, rows: Array, begins: ColumnData | None) -> tuple[Array, Array, Array]:
-    """Return for each token its row, the index of its sequence's start, its sequence.
+    """Return each token's row, the start of its sequence, and its sequence's number.
 
     The row is a position in `rows`. The start is the index of the sequence's first token among all tokens. Sequences
     are numbered from 0: there is one for each row, or one for each conversation of a row.

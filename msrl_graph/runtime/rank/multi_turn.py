@@ -1,4 +1,4 @@
-"""Responses of several turns while they grow: tokens of policy and environment.
+"""Responses of several turns during sampling: tokens of policy and environment.
 
 Invariant: a response ends with tokens of the policy, and has at most `bound` tokens. A token of the environment has the
 log-probability NaN, because it was not sampled. A log-probability of the policy that is not finite is stored as -inf.
@@ -12,7 +12,10 @@ from ..data.columns import Array, ColumnData, offsets_from_lengths
 
 
 class Responses:
-    """The responses of some rows, by position; each has room for `bound` tokens."""
+    """The responses of some rows, to which turns are appended.
+
+    A row is addressed by its position. Each response has room for `bound` tokens.
+    """
 
     def __init__(self, rows: int, bound: int) -> None:
         self.bound = bound
@@ -22,7 +25,7 @@ class Responses:
         self._written = np.zeros((rows, bound), bool)  # by the policy
 
     def __getitem__(self, row: int) -> Array:
-        """Return the tokens that the response of a row has up to this point."""
+        """Return the tokens that were appended to a row's response so far."""
         return self._ids[row, : self.lengths[row]]
 
     def append_sampled(self, rows: Array, tokens: list[Array], logps: list[Array]) -> None:
@@ -37,8 +40,8 @@ class Responses:
     def append_replies(self, rows: Array, tokens: list[Array]) -> Array:
         """Append the tokens that the environment replied for these rows.
 
-        If there is no room for the reply and at least one more token of the policy, the response is not changed.
-        Returns the rows that had room.
+        A response is not changed if it has no room for the reply and at least one more token of the policy. Returns the
+        rows that had room.
         """
         fits = self.lengths[rows] + [len(ids) for ids in tokens] < self.bound
         for row, ids, fit in zip(rows, tokens, fits, strict=True):
@@ -49,7 +52,7 @@ class Responses:
         return fitting
 
     def columns(self) -> tuple[ColumnData, ColumnData, ColumnData]:
-        """Return tokens, log-probabilities, and the mask: true where the policy wrote."""
+        """Return tokens, log-probabilities, and a mask: true where the policy wrote."""
         inside = np.arange(self.bound) < self.lengths[:, None]
         offsets = offsets_from_lengths(self.lengths)
         mask = self._written[inside]

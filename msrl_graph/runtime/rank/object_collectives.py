@@ -23,7 +23,7 @@ _token = b""
 
 
 def seal_with(token: bytes) -> None:
-    """Set the token of the run that this process is a rank of."""
+    """Set the secret token of the run, with which this rank makes and checks digests."""
     global _token
     _token = token
 

@@ -1,4 +1,4 @@
-"""Rows of the dock prepared as a model's input and as tensors for loss terms.
+"""Rows from the dock, prepared as a model's input and as tensors for loss terms.
 
 Invariant: token ids and the values of columns are not changed.
 """
@@ -23,10 +23,10 @@ from ..dock.messages import Batch
 class PreparedBatch:
     """The rows of a batch as a model reads them.
 
-    - `contexts`: the token columns that come first in a sequence. `scored`: by name, the columns whose tokens are
-      scored. `columns`: by name, the other columns that the node reads.
-    - `masks`: for each scored column, the mask that is read with it. Masked-out tokens are context only: `lengths` does
-      not count them, and columns with one value per token contain only the values of the remaining tokens.
+    - `contexts`: the token columns that come first in a sequence. `scored`: by name, the columns for whose tokens the
+      model computes log-probabilities or values. `columns`: by name, the other columns that the node reads.
+    - `masks`: for each scored column, its mask, if it has one. Tokens whose mask is false are context only: `lengths`
+      does not count them, and columns with one value per token contain only the values of the remaining tokens.
     - `lengths`: for each scored column, the number of tokens of each row.
     - `has_unknown_tokens`: for each row, whether it has a token that the model does not know.
     - `begins`: for each scored column with several conversations, true at the first token of each conversation.
@@ -42,12 +42,15 @@ class PreparedBatch:
 
     @property
     def size(self) -> Array:
-        """The number of tokens of each row."""
+        """The number of context tokens and scored tokens of each row, masked or not."""
         total: Array = np.sum([column.lengths for column in (*self.contexts, *self.scored.values())], axis=0)
         return total
 
     def split(self, rows: Array, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split the output of a forward pass over these rows by scored column."""
+        """Split the output of a forward pass over these rows by scored column.
+
+        `values` has the outputs for all tokens of the first scored column, then for the next one.
+        """
         return dict(
             zip(
                 self.lengths,
@@ -58,9 +61,9 @@ class PreparedBatch:
 
 
 def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
-    """Prepare a batch for a node's model.
+    """Prepare a batch for a node's model with `vocabulary` tokens.
 
-    `like` names, for each undeclared column, the column that has the same lengths.
+    `like` maps each column that the program does not declare to a column with the same lengths.
     """
     roles = sequences(graph, node)
     declared = {column.name: column for column in graph.columns}
@@ -122,10 +125,11 @@ def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None
 
 
 def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
-    """Return the number of distinct prefixes and of distinct rows, summed over groups.
+    """Return the number of distinct prefixes and of distinct rows.
 
-    `groups` has the group of each row: rows are compared only within a group, such as the responses to one prompt. The
-    number of distinct prefixes is the number of tokens to compute if rows share the computation of common prefixes.
+    `groups` has the group of each row. Rows are compared only within a group, such as the responses to one prompt, and
+    the numbers of all groups are added. The number of distinct prefixes is the number of tokens to compute if rows
+    share the computation of common prefixes.
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)

@@ -1,13 +1,13 @@
 """Partial rollout: an iteration ends when enough prompts are complete.
 
-All responses of an iteration grow in stretches of equal length. After each stretch the data-parallel groups compare
-which prompts are complete. Once the iteration has enough complete prompts, it takes these prompts. The other prompts
-are cut: their responses continue in the next iteration, after the tokens that were already sampled.
+A prompt is complete when all responses to it have ended. All responses of an iteration grow in stretches: each response
+gets the same number of new tokens. After each stretch the data-parallel groups find out which prompts are complete.
+Once there are enough complete prompts, the iteration trains on these prompts (it *takes* them). The other prompts are
+cut: their responses continue in the next iteration, after the tokens that were already sampled.
 
-Invariant: which prompts an iteration takes depends only on the sampled tokens, not on the ranks that sample them.
-Whenever ranks compare, the responses of all groups have grown by the same number of tokens, and every rank knows the
-state of every prompt. A token is sampled once. The noise key of a token has the iteration and the row in which the
-response began, however often the response was cut.
+Invariant: which prompts an iteration takes depends only on the sampled tokens, not on the ranks that sample them. After
+each stretch, every rank knows whether each prompt of any group is complete. A token is sampled once. The noise key of a
+token has the iteration and the row in which the response began, however often the response was cut.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ELSEWHERE, GROWS, AWAITED, WHOLE = range(4)
 
 @dataclass
 class PartialResponse:
-    """The tokens of a response that are sampled already, and whether it ended."""
+    """The already sampled tokens of a response, and whether the response has ended."""
 
     tokens: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     logps: Array = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -52,7 +52,8 @@ class PartialRollout:
 
     - `rows`: the numbers of the prompts. `version`: the version of the weights.
     - `takes`: the number of prompts of all groups that the iteration takes.
-    - `sum_states`: a function that returns the sum, over all groups, of the states of the iteration's prompts.
+    - `sum_states`: a function that adds up an array over all groups. The array has one number for each prompt, which
+      says whether the prompt is complete (`WHOLE`); it is 0 for prompts of other groups.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class PartialRollout:
         """Return the same as `run`, but use the responses and prompts of a recorded run.
 
         `columns` names the recorded columns: tokens, log-probabilities and, if they were recorded, versions. The
-        recording does not have the responses that were cut: prompts that were not taken continue without tokens.
+        recording has no responses of prompts that were cut: such prompts continue in the next iteration without tokens.
         """
         fan = self.sampling.samples
         arguments = (node, columns, self.task.number)
@@ -134,10 +135,10 @@ class PartialRollout:
         return taken_rows
 
     def cut_prompts(self, taken_rows: list[int]) -> list[CutPrompt]:
-        """Return the prompts that continue in the next iteration.
+        """Return the prompts of this group that continue in the next iteration.
 
-        These are the prompts that were not taken. A prompt that has been cut too often is dropped, unless the program
-        waits for such prompts.
+        These are the prompts that are not in `taken_rows`. A prompt that was cut as often as the program allows is
+        dropped, unless the program says that the iteration waits for such prompts.
         """
         prompts = []
         for row in sorted({*self.rows} - {*taken_rows}):
@@ -162,7 +163,7 @@ class PartialRollout:
         return states
 
     def _find_origin(self, row: int) -> tuple[int, int]:
-        """Return the iteration in which a prompt's responses began, and the row in it."""
+        """Return where a prompt's responses began: the iteration, and the prompt's row."""
         if row < len(self.task.cut):
             return self.task.cut[row].iteration, self.task.cut[row].row
         return self.task.number, row
@@ -174,8 +175,8 @@ class PartialRollout:
     def _grow(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
         """Sample tokens for unfinished responses, stretch by stretch.
 
-        `live` has a pair for each response: the position of its prompt and its number among the prompt's responses. The
-        function adds each stretch of a response when it arrives, and then yields.
+        `live` has a pair for each response: the position of its prompt and its number among the prompt's responses.
+        When the new tokens of a response arrive, the function appends them to the response and yields.
         """
         fan = self.sampling.samples
         grown = [self.responses[self.rows[place]][i] for place, i in live]

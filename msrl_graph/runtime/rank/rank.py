@@ -1,8 +1,8 @@
 """A rank: one process on one device, which runs the nodes of its pool in turn.
 
 Invariant: a rank executes the instruction stream of its pool and nothing else. All ranks of a collective make the same
-calls in the same order, because they execute the same stream and share every answer of the dock. (Pools that reshard
-between each other do so in one order, which the whole graph defines.) A layout numbers the ranks of one pool, and
+calls in the same order, because they execute the same stream and share every answer of the dock. (Pools between which
+weights are resharded do this in one order, which the whole graph defines.) A layout numbers the ranks of one pool, and
 torch.distributed numbers the ranks of all pools: `first` converts between the two numbers.
 """
 
@@ -149,7 +149,11 @@ class InstructionRunner(Walker):
         self.report.bytes[edge.name] = edge.moved
 
     def _due(self, edge: WeightPublication, fetches: bool) -> bool:
-        """Return whether this version must be sent (sender) or is missing (receiver)."""
+        """Return whether this rank must send or fetch weights over an edge in this task.
+
+        With `fetches`, the rank receives weights, and must fetch if it has fetched less often than was ordered. Without
+        `fetches`, the rank sends weights, and must send if the task's `sends` contains the edge.
+        """
         return self.task.fetches[edge.name].fetch_count > edge.fetched if fetches else edge.name in self.task.sends
 
     def release(self, pool: str, node: str) -> None:
@@ -178,7 +182,7 @@ class Rank(Training, Generation):
     runner: type[InstructionRunner] = InstructionRunner
 
     def __init__(self, plan: str, rank: int, threads: int, devices: Mapping[str, Sequence[str]]) -> None:
-        """Set up the process.
+        """Set up the process of rank number `rank`; `plan` is the plan as JSON.
 
         `devices` maps each Ray resource to the indices of the devices on this host that Ray assigned to the process.
         """
@@ -192,7 +196,7 @@ class Rank(Training, Generation):
     def address(self) -> tuple[str, int]:
         """Open the store through which all ranks find each other (called on rank 0).
 
-        Returns the host of the store and a port that the system chose.
+        Returns the name of the host that has the store, and a port that the system chose.
         """
         host = set_collective_interface(self.plan.cluster)
         self.store = compute_setup.open_store(host)
@@ -223,7 +227,7 @@ class Rank(Training, Generation):
         self.build()
 
     def run(self, task: Task, measure: bool) -> Report:
-        """Execute this pool's stream for one task, or the requested part of the stream.
+        """Execute the part of this pool's instruction stream that a task requests.
 
         With `measure`, the report has the memory before, during and after each instruction.
         """
@@ -285,11 +289,11 @@ class Rank(Training, Generation):
                 raise AssertionError(f"no rank has the verb `{verb}`")
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
-        """Yield the batches that this rank's group gets until the iteration is closed.
+        """Yield the batches of a node for this rank's data-parallel group.
 
-        The leader of the data-parallel group requests each batch from the dock and shares it with the group. While the
-        group computes a batch, the leader already requests the next batch. While the group computes the last batch of
-        the node, the leader requests the first batch of the node that runs next.
+        The leader of the group requests each batch from the dock and shares it with the group. While the group computes
+        a batch, the leader already requests the next batch. While the group computes the last batch of the node, the
+        leader requests the first batch of the node that runs next.
         """
         last = False
         while not last:
@@ -307,7 +311,7 @@ class Rank(Training, Generation):
         return self.client.lines.wait(self.requests.pop(node.name))
 
     def _request_batch(self, node: Node, task: Task) -> None:
-        """Request the node's next share from the dock, unless it is already requested."""
+        """Request the group's next share of a node from the dock, unless it is requested."""
         if node.name not in self.requests:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.requests[node.name] = self.request_executor.submit(self.client.take_share, node.name, task, group)

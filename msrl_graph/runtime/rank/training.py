@@ -1,4 +1,4 @@
-"""Training: what a rank does for the verbs `infer` and `update`.
+"""Training: how a rank computes the verbs `infer` and `update`.
 
 Invariant: neither the distribution of rows over ranks nor the micro-batch size changes the results. All ranks of a node
 make the same calls on their engine, even ranks without rows.
@@ -43,7 +43,7 @@ Sum = tuple[str, float, float]  # name, total, weight
 
 
 class Training(Engines):
-    """A rank's methods for `infer` and `update`: from a batch to columns or a step."""
+    """The methods of a rank that compute `infer` and `update` for a batch."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -145,10 +145,9 @@ class Training(Engines):
     def _step(
         self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]
     ) -> None:
-        """Take an optimizer step, unless rows or gradients are wrong, and report it.
+        """Take an optimizer step, unless rows or gradients are wrong; report its metrics.
 
-        `sums` are the sums of losses, all finite if nothing is wrong. `figures` are additional figures that terms
-        report.
+        `sums` are the sums of losses, all finite if nothing is wrong. `figures` are metrics that loss terms report.
         """
         step = self.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
@@ -191,7 +190,7 @@ class Training(Engines):
         return prepared
 
     def _micro_batches(self, node: Node, batch: Batch, seen: PreparedBatch) -> list[Array]:
-        """Return the positions of the rows of each micro-batch.
+        """Divide a batch into micro-batches; return the positions of the rows of each.
 
         Rows of similar length are in the same micro-batch, to save padding. All data-parallel groups have the same
         number of micro-batches, enough for the largest share; some micro-batches may be empty.
@@ -209,9 +208,10 @@ class Training(Engines):
         entropy: bool = False,
         best: int = 0,
     ) -> tuple[MicroBatches, ForwardRequest]:
-        """Return the micro-batches for an engine, and the request for its forward passes.
+        """Return the micro-batches for an engine, and what the forward passes must return.
 
-        The micro-batches contain the ids whose log-probabilities terms read.
+        `best` is the number of likeliest tokens to return for each token. The micro-batches also have the token ids of
+        columns whose log-probabilities loss terms read.
         """
         id_columns = loss.id_columns(self.plan.graph, node).values() if node.verb == "update" else ()
         after = scores_texts(self.plan.graph, node)
@@ -242,7 +242,7 @@ class Training(Engines):
         return MicroBatches(micro, make), ForwardRequest(fixed_temperature, entropy, best, node)
 
     def _row_temperatures(self, seen: PreparedBatch, target: str, rows: Array) -> Array:
-        """Return the temperature at which each row of a column was sampled."""
+        """Return the temperature at which each row of the column `target` was sampled."""
         stated = temperature(self.plan.graph, target)
         if stated.kind == "number":
             return np.full(len(rows), stated.literal(), np.float32)
@@ -259,7 +259,7 @@ class Training(Engines):
         normalizer: loss.LossNormalizer,
         outputs: list[Outputs],
     ) -> joint_loss.JointMiniBatch:
-        """Gather the outputs for the whole mini-batch of all ranks; compute its loss."""
+        """Gather the outputs of all micro-batches from all ranks; compute the loss."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         columns = {column: seen.columns[column] for column in sorted(loss.columns_read(node)[0] & seen.columns.keys())}
@@ -299,7 +299,7 @@ class Training(Engines):
         return value
 
     def _loss_normalizer(self, node: Node, batch: Batch, seen: PreparedBatch) -> loss.LossNormalizer:
-        """Count the tokens and rows of the mini-batch, over all ranks."""
+        """Count the tokens and rows of the mini-batch by which the loss is divided."""
         target = next(iter(seen.scored))
         rows = batch.share.round_units
         skips = UpdateAttributes.of(node).masked_rows == "skip"
@@ -318,7 +318,7 @@ class Training(Engines):
     def _sampled_log_probs(
         self, node: Node, seen: PreparedBatch, column: ir.Column, order: Array
     ) -> numerics.SampledLogProbs | None:
-        """Return the recorded log-probabilities with which those of a column are compared.
+        """Return the log-probabilities at sampling with which a column is to be compared.
 
         The column is either scored itself, or has the log-probabilities of a scored column. Returns None if the node
         compares nothing, or if a step has changed the weights since the task began.
@@ -343,14 +343,17 @@ class Training(Engines):
         as_drawn: numerics.SampledLogProbs | None,
         wrong: Array,
     ) -> Array:
-        """Return the mask of the rows that are `wrong` already or have wrong values."""
+        """Check the values `data` of some rows; return a mask of the rows that are wrong.
+
+        Rows that are already `wrong` are in the result.
+        """
         if self.plan.model(node.name).scores:
             return self.watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)
         return self.watch.check_logp(node, task, report, rows, data, as_drawn, wrong)
 
 
 class _Told(NamedTuple):
-    """The figures and outputs of a micro-batch to report and check, without gradients.
+    """What is reported and checked about a micro-batch; all tensors are detached.
 
     `loss` is the loss of each token or row.
     """
@@ -386,7 +389,7 @@ def _scored_column(column: ir.Column, seen: PreparedBatch) -> str:
 def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
     """Join the outputs of forward passes into the data of a written or scored column.
 
-    The rows of the result are in the order of the passes.
+    The rows of the result are in the order in which the micro-batches have them.
     """
     scored = _scored_column(column, seen)
     width = column.dims[1].size if len(column.dims) > 1 else 0
@@ -405,7 +408,7 @@ def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], ou
 
 
 def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
-    """Return the ids that a column has for each scored token, as [tokens, k].
+    """Return the k token ids that a column has for each scored token, as [tokens, k].
 
     The column belongs to one scored column; tokens of other scored columns get zeros.
     """

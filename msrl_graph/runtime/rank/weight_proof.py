@@ -1,15 +1,17 @@
 """The proof that weights arrived and that the generation computes with them.
 
-After each resharding, a generation rank must hold the weights that the update sent, and must compute with them what the
-trainer computes.
+After each resharding (a *delivery* of weights), a generation rank must hold the weights that the update sent, and must
+compute with them what the trainer computes.
 
-Invariant: every delivery compares digests of all tensors that the engine holds after `filled`. Some deliveries also
-have a probe: trainer and generator compute log-probabilities of the next token after a few fixed prompts, and the
-results must agree. The first two deliveries after a start have a probe. Later deliveries have a probe as long as the
-whole proof, including one more probe, takes at most SHARE of the time, and at least one of PROBE_EVERY deliveries has a
-probe. One rank of the update decides for all ranks whether the next delivery has a probe. A probe finds errors that a
-digest cannot find: caches of old weights, copies in another form, or an engine that computes differently. A difference
-ends the run with an error that names tensor, rank, version and edge.
+Invariant: every delivery compares digests of all tensors that the generation engine holds once its method `filled` has
+run. Some deliveries also have a *probe*: trainer and generator compute log-probabilities of the next token after a few
+fixed prompts, and the results must agree. A probe finds errors that a digest cannot find: caches of old weights, copies
+in another form, or an engine that computes differently. A difference ends the run with an error that names tensor,
+rank, version and edge.
+
+The first two deliveries after a start have a probe. Later deliveries have a probe as long as all proofs, including one
+more probe, take at most the fraction SHARE of the run's time. At least one of PROBE_EVERY deliveries has a probe. One
+rank of the update decides for all ranks whether the next delivery has a probe.
 """
 
 from __future__ import annotations
@@ -103,9 +105,10 @@ class WeightProof:
     # The update's ranks.
 
     def send(self, version: int, again: bool = True) -> None:
-        """Report what this rank of the update knows of its weights of this version.
+        """Write this update rank's digests of its weights, and a due probe, into `word`.
 
-        All ranks of the update call this method. Without `again`, a second call for the same version does nothing.
+        `version` is the version of the weights. All ranks of the update call this method. If `again` is false, a second
+        call for the same version does nothing.
         """
         if self.trainer is None or (version == self.version and not again):
             return
@@ -144,24 +147,24 @@ class WeightProof:
         self.spent = 0.0
 
     def _affords(self) -> bool:
-        """Return whether the next delivery is to have a probe."""
+        """Return whether the next delivery is to have a probe (see the module)."""
         if not self.began:
             return True  # the second delivery: a probe then finds a cache of the first delivery's weights
         return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= PROBE_EVERY
 
     def _is_reporter(self) -> bool:
-        """Return whether this rank reports the values that are the same on all ranks.
+        """Return whether this rank reports the values that all ranks of the update share.
 
-        It is the first rank of the update that has the model's last layers.
+        Only one rank does: the first rank of the update that has the model's last layers.
         """
         coordinates = self.source.layout.coordinates(self.ends[0])
         layout = self.source.layout
         return (coordinates.tp, coordinates.cp, coordinates.dp, coordinates.pp) == (0, 0, 0, layout.pp - 1)
 
     def _request_probe(self, trainer: Trainer, reports: bool) -> None:
-        """Let the trainer compute the likeliest next tokens after each prompt.
+        """Let the trainer compute the likeliest next tokens after each probe prompt.
 
-        All ranks of the update make the same calls. The rank with `reports` writes the result into the word.
+        All ranks of the update make the same calls. The rank with `reports` writes the result into `word`.
         """
         prompts = ragged(self._prompts(), np.int32)
         nothing = ragged([np.zeros(1, np.int32)] * PROMPTS, np.int32)  # a placeholder for the predicted token
@@ -183,7 +186,10 @@ class WeightProof:
     # The generation's ranks.
 
     def check_bound(self, shards: Sequence[Shard]) -> None:
-        """End the run if the engine does not have the tensors that its layout declares."""
+        """End the run if the generation engine lacks tensors that its layout declares.
+
+        Tensors with other boxes, or tensors that the layout does not declare, also end the run.
+        """
         self.digests = {}
         declared = {name: part.box for name, part in self.delivery.declared.items()}
         if self.trainer is None:
@@ -289,7 +295,7 @@ class WeightProof:
         """Return the prompts of the probe, which are the same on all ranks at all times.
 
         Because the prompts never change, an engine that uses its cache of older weights gives a wrong result. The
-        prompts are long enough to be cached, if the bounds of the program permit it.
+        prompts are long enough to be cached, if the maximal lengths in the program permit it.
         """
         length = holdings.probe_tokens(self.plan, ENGINES, self.edge.src, self.edge.dst)
         stream = noise.RandomStream(self.plan.deploy.run.seed, "probe", self.edge.name)
@@ -325,14 +331,17 @@ def _greedy_sampling() -> Sampling:
 
 
 def suggest_other_kernels(node: str, engine: str) -> str:
-    """Return text for a message: how to generate without the kernels of an engine."""
+    """Return advice for a message: how to generate without an engine's own kernels."""
     return "" if engine == "hf" else f"; `engine {node} = hf` uses torch's own kernels"
 
 
 def check_complete(
     node: Node, placement: Placement, rank: int, side: Side, tensors: Iterable[Any], shards: Sequence[Shard]
 ) -> None:
-    """End the run if a new engine does not have the tensors that its layout declares."""
+    """End the run if a new engine lacks tensors that its layout declares.
+
+    Tensors with other boxes, or tensors that the layout does not declare, also end the run.
+    """
     if wrong := describe_mismatch(boxes_by_name(tensors, side, rank), shards):
         subject = f"`{node.name}` ({node.span.place}), engine {placement.engine.name}"
         raise WeightsNotDelivered(f"{subject}: rank {rank} of its layout has {wrong}")

@@ -1,1 +1,1 @@
-"""Weights that are resharded, sent between pools, saved and restored."""
+"""Code that reshards weights, sends them between pools, saves and restores them."""

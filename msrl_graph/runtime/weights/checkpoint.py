@@ -4,9 +4,9 @@ Invariant: a checkpoint is a folder, which is written under a temporary name and
 disk. Every changed byte is noticed: the manifest lists every file with its size and SHA-256, a second file has the
 SHA-256 of the manifest, and every file says to which checkpoint it belongs. (The hashes find accidents and edits by
 hand. The hashes are no signature: anyone can write all hashes again.) A tensor is stored in the boxes in which ranks
-held it, each box once, and a reader reads the boxes that it needs. The order of the data, mini-batches and noise are
-not stored, because they are functions of seed and iteration. A host that does not see the run's folder has its files at
-the same path on its own disk (checkpoint_parts.py); the manifest lists the files of each such host.
+held it, each box once, and a reader reads the boxes that it needs. The order of the data, the mini-batches and the
+noise are not stored, because they are functions of seed and iteration. If a host does not see the run's folder, the
+files of its ranks are at the same path on its own disk (checkpoint_parts.py), and the manifest lists them.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Manifest:
 
     - `iteration`: the number of finished iterations.
     - `lines`: the number of lines in metrics.jsonl that belong to these iterations.
-    - `steps`: the number of optimizer steps of each update.
+    - `steps`: the number of optimizer steps that each update node has made.
     - `position`: the number of rows taken from the data's endless sequence (-1 means the number of prompts in these
       iterations).
     - `hosts`: the hosts with files on their own disks; empty if all files are in one folder.
-    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty for older versions,
-      which did not record them.
+    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty if an older version
+      of msrl_graph, which did not record them, wrote the checkpoint.
     """
 
     format_version: int
@@ -97,14 +97,14 @@ class CorruptCheckpoint(Exception):
 def checkpoint_metadata(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata that every file of a checkpoint has.
 
-    The metadata says to which checkpoint a file belongs. The values are the fields of `Manifest`.
+    The metadata says to which checkpoint the file belongs. The arguments are fields of `Manifest`.
     """
     digest = hashlib.sha256(msgspec.json.encode(program, order="deterministic")).hexdigest()
     return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": digest}
 
 
 def step_metadata(steps: Mapping[str, int]) -> dict[str, str]:
-    """Return the metadata of a file that says how many optimizer steps were made."""
+    """Return each update's number of optimizer steps, as metadata of a file."""
     return {f"steps of {name}": str(count) for name, count in steps.items()}
 
 
@@ -159,7 +159,7 @@ def begin(run: Path, iteration: int) -> Path:
 def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] = ()) -> Path:
     """Write the manifest, and rename the folder of a complete checkpoint.
 
-    Of the checkpoints up to this one, only the newest `keep` and the iterations `best` remain; others are removed.
+    Older checkpoints are removed, except the newest `keep` (including this one) and the iterations `best`.
     """
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _digest_line(content))):
@@ -172,7 +172,7 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
 
 
 def finalize(partial: Path) -> Path:
-    """Rename a folder that `begin` has made to the checkpoint's name."""
+    """Rename a folder that `begin` has made to the checkpoint's final name."""
     target = partial.parent / partial.stem.lstrip(".")
     sync_to_disk(partial)
     if target.exists():  # the run was resumed from an older checkpoint and writes this one again with the same contents
@@ -291,7 +291,7 @@ def read_manifest(path: Path) -> Manifest:
 def verify(path: Path) -> Manifest:
     """Verify every file of a checkpoint and return its manifest.
 
-    Files of other hosts may be absent. Raises CorruptCheckpoint.
+    Files that are on the disks of other hosts may be absent. Raises CorruptCheckpoint.
     """
     manifest = read_manifest(path)
     expected = checkpoint_metadata(manifest.iteration, manifest.lines, manifest.position, manifest.program)
@@ -364,7 +364,7 @@ def find_newest(run: Path) -> tuple[Path, Manifest] | None:
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint, which can be read by box."""
+    """The tensors of a checkpoint, of which any box can be read."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path

@@ -1,9 +1,9 @@
 """The files of a checkpoint on a host whose disk the driver does not see.
 
-The driver calls the functions in `ACTS` by name.
+The driver calls the functions in `ACTS` by name, in a process on that host.
 
 Invariant: a function that writes does not raise if a disk fails. The function returns what went wrong, or "". A file
-from another host gets its final name only when it is complete.
+that is sent from another host gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ def piece(folder: str, name: str, offset: int) -> bytes:
 
 @_return_error
 def take(folder: str, name: str, offset: int, content: bytes) -> None:
-    """Write a piece of a file under a temporary name, at `offset` bytes."""
+    """Write one piece of a file that another host sends, under a temporary name.
+
+    `content` is written at `offset` bytes.
+    """
     path = _partial(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if offset else "wb") as file:
@@ -120,7 +123,7 @@ def take(folder: str, name: str, offset: int, content: bytes) -> None:
 
 @_return_error
 def whole(folder: str, file: CheckpointFile) -> None:
-    """Rename a file from its temporary name to its final name.
+    """Rename a file that another host has sent from its temporary to its final name.
 
     Returns an error if the file is not complete.
     """

@@ -1,10 +1,11 @@
 """A check that a generation holds the weights that its update sent.
 
-The ranks at both ends of a resharding edge sum digests, and the digests are compared tensor by tensor.
+The ranks at both ends of a resharding edge compute digests of their weights, and the digests are compared tensor by
+tensor.
 
-Invariant: the two layouts alone decide what a rank sums (sharding/layout.py), not the routes on which weights are sent.
-So the check finds a route that is wrong or missing. If several ranks hold copies of a box, one of these ranks sums the
-box. The boxes are assigned so that all ranks have about the same work.
+Invariant: which boxes a rank digests depends only on the two layouts (sharding/layout.py), not on the routes on which
+weights are sent. So the check finds a route that is wrong or missing. If several ranks hold copies of a box, one of
+these ranks digests the box. The boxes are assigned so that all ranks have about the same work.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TensorSlice(NamedTuple):
     - `box`: the part, as a box of the whole tensor.
     - `inside`: the indices of the part in the rank's shard. None means the whole shard.
     - `weights`: the weights of the positions in the box (digest.py).
-    - `place`: the index of the part's digest in the list of digests.
+    - `place`: the index in the list of the update's digests, to which this part's digest is added.
     """
 
     name: str
@@ -46,8 +47,8 @@ class Delivery:
     - `ends`: the numbers of the rank in these two layouts; -1 if the rank is not in a layout.
     - `size`: the number of different boxes, of all tensors, that the ranks of the generation hold.
 
-    The digests of the update are a list with one number for each of these boxes. Each number is a sum over the ranks of
-    the update.
+    The digests of the update are a list with one number for each of these boxes. Several ranks of the update may hold
+    parts of a box. Each of them computes the digest of its part, and the sum of these numbers is the digest of the box.
     """
 
     def __init__(
@@ -91,15 +92,16 @@ class Delivery:
         return TensorSlice(tensor.name, box, inside, self.digest.position_weights(box), place)
 
     def sent_digests(self, shards: Iterable[Shard]) -> torch.Tensor:
-        """Return the numbers that this rank adds to the digests of the update.
+        """Return this rank's summands of the digests of the update.
 
-        The result has one number for each box of the generation. `shards` are the weights of the update on this rank.
+        The result has one number for each box that the generation holds. The sum of the results of all update ranks is
+        the list of the update's digests. `shards` are the weights of the update on this rank.
         """
         digests = self._digests(shards, self.parts)
         return torch.zeros(self.size, dtype=torch.int64).index_add_(0, self._places, digests)
 
     def held_digests(self, shards: Sequence[Shard]) -> dict[str, int]:
-        """Return the digests of tensors with which this rank generates, by name.
+        """Return the digest of each generation tensor on this rank, by the tensor's name.
 
         Only the tensors of `shards` are included.
         """
@@ -126,7 +128,7 @@ class Delivery:
     def find_differences(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
         """Return the names of this rank's tensors whose digests differ from the update's.
 
-        `digests` are from `held_digests`. `sent` are the digests of the update.
+        `digests` is the result of `held_digests`. `sent` has the digests of the update, summed over its ranks.
         """
         sent_digests = sent.tolist()
         return [name for name, part in self.declared.items() if digests.get(name) != sent_digests[part.place]]
@@ -142,7 +144,11 @@ def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
 
 
 def describe_mismatch(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
-    """Describe how an engine's tensors differ from its layout; "" if they do not."""
+    """Describe how the tensors that an engine holds differ from those it should hold.
+
+    `declared` has the boxes that the layout assigns to the engine's rank, by tensor. Returns "" if there is no
+    difference.
+    """
     bound = [shard for shard in shards if shard.tensor.numel()]
     times = Counter(shard.name for shard in bound)
     shapes = {name: [stop - start for start, stop in box] for name, box in declared.items()}
@@ -161,7 +167,7 @@ def describe_mismatch(declared: Mapping[str, Box], shards: Iterable[Shard]) -> s
 
 
 def boxes_by_name(tensors: Iterable[Tensor], side: Side, rank: int) -> dict[str, Box]:
-    """Return the box of each tensor that a rank of a layout holds.
+    """Return the boxes that a rank of a layout holds, by tensor.
 
     Tensors of which the rank holds nothing are left out.
     """

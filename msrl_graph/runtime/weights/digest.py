@@ -3,9 +3,9 @@
 Invariant: the digest is the sum of bits(e) * weight(position of e in the whole tensor) over all elements e, modulo
 2^64. The weight of a position is the product of one odd pseudo-random number for its index in each dimension. An odd
 number times a change of at most 32 bits is never 0, so a change of one element always changes the digest. Any other
-change is missed by chance alone, for example if rows or elements swap places, or if the values are of another version.
-If only signs change, the chance is less than 1 in 10^8. In all other cases it is far smaller. The digest does not
-depend on layout, device or order, because it is a sum of integers.
+change, for example if rows swap places or the values are of another version, leaves the digest equal only by chance. If
+only signs change, this chance is less than 1 in 10^8. In all other cases it is far smaller. The digest does not depend
+on layout, device or order, because it is a sum of integers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Odd = list[torch.Tensor]  # by dim, the odd numbers of a range of indices
 class Digest:
     """The computation of digests for tensors on one device.
 
-    - `shapes`: the shapes of the whole tensors. The largest size of each dimension is used.
-    - `dtype`: the type to which elements are converted first.
+    - `shapes`: the shapes of all whole tensors of which parts will be digested. They say for how many indices of each
+      dimension odd numbers are needed.
+    - `dtype`: the type to which elements are converted before they are digested.
     - `place`: the device.
     - `at_once`: the number of elements that are summed at a time, in a buffer of WIDTH bytes for each element.
     """
@@ -57,9 +58,9 @@ class Digest:
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
     def make_buffer(self, device: torch.device) -> torch.Tensor:
-        """Return a buffer for the sums.
+        """Return a buffer in which `digests` computes its sums.
 
-        One buffer is allocated for many digests, because the system of a host provides fresh memory page by page.
+        One buffer is used for many digests, because it takes time to get fresh memory of the host from the system.
         """
         return torch.empty(self.at_once, dtype=torch.int64, device=device)
 

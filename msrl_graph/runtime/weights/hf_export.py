@@ -52,6 +52,8 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
 def read_weights(source: CheckpointSource, worker: str, model: Model) -> dict[str, torch.Tensor]:
     """Read the whole tensors of a worker from a checkpoint, in their saved type.
 
+    The result has the tensors of `model`, by their names in `model.tensors`.
+
     Raises CorruptCheckpoint.
     """
     names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.tensors}

@@ -4,8 +4,8 @@ Source: arXiv:2507.19017, figure 5.
 
 Invariant: after `Resharder.run`, each rank holds exactly its boxes of the generation layout. Their values are bit for
 bit the values of the update's weights. In mode swap, the update's storages on the device are empty after the run, and
-their bytes are in host buffers. `HostSwap` copies these bytes back to the device bit for bit. The only part of an
-engine that this module uses is the engine's shards.
+their bytes are in host buffers. `HostSwap` copies these bytes back to the device bit for bit. This module uses nothing
+of an engine except the engine's shards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HostSwap:
         self._seconds += time.perf_counter() - start
 
     def take_seconds(self) -> float:
-        """Return the seconds that copies to the device took since the last call."""
+        """Return the seconds of copies to the device since this method was last called."""
         seconds = self._seconds
         self._seconds = 0.0
         return seconds
@@ -81,8 +81,9 @@ class HostSwap:
 class Resharder:
     """The allgather-swap of one resharding edge on one rank.
 
-    `sides` are the layouts of update and generation. `blocks` has, for each way (transfer_routes.py), the ranks that
-    gather or exchange tensors with each other. `swap` has the update weights of this rank.
+    `sides` are the layouts of update and generation. `blocks` has, for each way (a kind of tensors,
+    transfer_routes.py), the ranks that gather or exchange these tensors with each other. `swap` has the update weights
+    of this rank.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Resharder:
 
         The steps allocate a buffer, gather the weights, select what the generation needs, release the buffer, and swap
         the update weights out (only in mode swap). With the order `staged`, the swap comes first. `allocate` returns
-        the shards to fill. Afterwards, `seconds` has the time of each step.
+        the generation's shards, which this method fills. Afterwards, the attribute `seconds` has the time of each step.
         """
         self.seconds = {}
         staged = self.plan.mode == "swap" and self.plan.order == "staged"

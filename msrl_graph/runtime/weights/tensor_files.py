@@ -1,9 +1,9 @@
 """Files of tensors, and the other files of a model's folder.
 
-Invariant: a written file has the mode that the umask gives, and a failure raises OSError, whichever library writes. No
-file outside a model's folder is copied. Before a run, a link out of the folder is an error. When a folder is copied
-later, such links are left out. Links of weight files are errors, too: weight files are not copied, but the weights that
-are trained from them are saved.
+Invariant: a written file has the mode that the umask gives, and a failure raises OSError, whichever library writes the
+file. No file outside a model's folder is copied. Before a run, a link that leads out of the folder is an error, also
+for weight files. Weight files themselves are not copied, but the weights that are trained from them are saved. When a
+folder is copied later, links that lead out of the folder are left out.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FOLDERS = ("additional_chat_templates",)  # folders that transformers reads for 
 def write_tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
-    Empty metadata is passed to the library as None. If there are no tensors, the library would write a file with {} as
-    metadata, and could not read this file.
+    If `metadata` is empty, None is passed to the library. With an empty dictionary and no tensors, the library would
+    write a file that it cannot read again.
     """
     from safetensors.torch import save_file
 
@@ -66,7 +66,7 @@ def write_arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mappin
 
 @contextmanager
 def _file_conventions(path: Path) -> Iterator[None]:
-    """Give a safetensors file the usual errors and mode of a file.
+    """Context in which a safetensors file is written with normal errors and mode.
 
     Without this context, a full disk does not raise OSError, and only the owner may read the file.
     """
@@ -84,7 +84,7 @@ def _file_conventions(path: Path) -> Iterator[None]:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy the files of a model's folder, except its weights.
 
-    The copy has the files that config, tokenizer and generation settings are read from.
+    These files are, for example, the configuration, the tokenizer and the generation settings.
     """
     for file in companion_files(source):
         copy = target / file.relative_to(source)

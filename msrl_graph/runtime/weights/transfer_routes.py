@@ -5,9 +5,9 @@ or exchange these tensors with each other. The other ranks of a rank's block are
 
 Invariant: all ranks of a block make the same calls in the same order. If several ranks hold the same box, one of them
 sends the box. The senders are chosen so that all ranks send about the same amount. If an all-gather would bring a rank
-more than twice the amount that the rank wants, the plan says all-to-all, and only boxes that are wanted are sent. If
-each rank of a block already has what it wants of a tensor, the tensor is not sent. The transfers are computed once. A
-run only copies and calls collectives.
+more than twice the amount that the rank wants, the plan says all-to-all, and only boxes that a rank wants are sent. If
+each rank of a block already has what it wants of a tensor, the tensor is not sent. The list of transfers is computed
+once; each resharding only copies and calls collectives.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Block(NamedTuple):
 
 
 def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
-    """Return the block of a global rank for each way.
+    """Return the block of the rank `rank` for each way of a resharding edge.
 
-    All ranks must call this function together, because it makes process groups. `per_host` is the number of devices of
-    a host.
+    All ranks must call this function together, because it makes process groups. `source` is the layout of the update.
+    `per_host` is the number of devices of a host.
     """
     own_blocks: dict[str, Block] = {}
     groups: dict[tuple[int, ...], Any] = {}
@@ -59,8 +59,8 @@ def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank:
 class Transfer(NamedTuple):
     """A box of a tensor that one rank of a block sends to another rank of the block.
 
-    `giver` is the index of the sending rank in the block, and `taker` is the index of the receiving rank. The two
-    indices are equal if the rank already has the box.
+    `giver` is the index of the sending rank in the block, and `taker` is the index of the receiving rank. If the rank
+    that needs the box already has it, nothing is sent, and the two indices are equal.
     """
 
     giver: int
@@ -174,7 +174,8 @@ class RouteLoad:
 class TransferRoute:
     """The transfers of one way on one rank.
 
-    `boxes` has the rank's box of each tensor in the update layout, and `target` has its box in the generation layout.
+    `boxes` has, for each tensor, the box that the rank holds in the update layout. `target` has, for each tensor, the
+    box that the rank must hold in the generation layout.
     """
 
     def __init__(
@@ -215,9 +216,9 @@ class TransferRoute:
             ]
 
     def load(self, bucket: Iterable[str], start: int) -> RouteLoad:
-        """Return the transfers for the tensors of one bucket.
+        """Return this rank's transfers for the tensors of one bucket.
 
-        `start` is the first element of the temporary buffer that these transfers use.
+        `start` is the index in the temporary buffer at which the elements of these transfers begin.
         """
         names = list(bucket)
         gathered = [(tensor_name, *pair) for tensor_name in names for pair in self.gathered.get(tensor_name, ())]
@@ -285,6 +286,9 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _have_all(holders: Mapping[Box, Sequence[int]], wants: Sequence[Box]) -> bool:
-    """Return whether each rank of a block already has all that it wants of a tensor."""
+    """Return whether each rank of a block already has all that it wants of a tensor.
+
+    `holders` maps each box to the ranks that hold it. `wants` has the box that each rank wants.
+    """
     own = {index: box for box, owners in holders.items() for index in owners}
     return all(not elements(want) or (i in own and overlap(want, own[i]) == want) for i, want in enumerate(wants))

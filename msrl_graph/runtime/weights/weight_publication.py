@@ -1,10 +1,10 @@
 """Resharding between two pools, one of which may run ahead (`staleness`).
 
-The update's ranks publish each version of their weights as a copy and continue. The generation's ranks fetch the copy
-when they need it.
+The update's ranks publish each version of their weights: they make a copy of the weights and then continue to train.
+The generation's ranks fetch the copy when they need it.
 
-Invariant: a generation gets exactly the version that it was ordered to fetch, whatever the update does meanwhile. A
-copy is overwritten only after all ranks that were ordered to fetch the copy have received it.
+Invariant: a generation gets exactly the version that it was ordered to fetch, even if the update's weights change in
+the meantime. A copy is overwritten only after all ranks that were ordered to fetch the copy have received it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WeightPublication(Sender):
     """A resharding edge with `staleness`, on one rank.
 
     `arguments` are the arguments of Sender. Requests for weights are exchanged through `store`, the store of all ranks.
-    A wait longer than `deadline` seconds is an error.
+    If a rank must wait longer than `deadline` seconds, an error is raised.
     """
 
     def __init__(self, *arguments: Any, store: TCPStore, deadline: float) -> None:
@@ -53,10 +53,11 @@ class WeightPublication(Sender):
             threading.Thread(target=self._serve_requests, daemon=True).start()
 
     def publish(self, version: int, fetch_count: int) -> None:
-        """Copy the weights, which are of `version`, and the word.
+        """Copy the update's weights and the numbers in `word`, for ranks to fetch.
 
-        If the copy already has this version, nothing is done. `fetch_count` is the number of fetches that were ordered
-        so far. All of these fetches must be served before the copy is overwritten.
+        `version` is the version of the weights. If the copy already has this version, nothing is done. `fetch_count` is
+        the number of fetches that the driver has ordered in the run. The copy is overwritten only after all of these
+        fetches have been served.
         """
         if not self.messages_given or version == self.version:
             return

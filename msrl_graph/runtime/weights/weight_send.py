@@ -35,7 +35,7 @@ class Message:
       broadcasts them to the other takers.
     - `group`: the process group of `takers`, in which the boxes are broadcast.
     - `boxes`: the names of the tensors, with their boxes.
-    - `first`: true for the first message to these takers, with which `Sender.word` is sent.
+    - `first`: true for the first message to these takers. `Sender.word` is sent with this message.
     """
 
     giver: int
@@ -104,16 +104,16 @@ class Sender:
         self.moved = 0  # bytes received in the last run
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
-        """Send or receive all buckets.
+        """Send the update's weights from this rank, or receive weights on it.
 
-        `allocate` returns the shards to fill. On a rank that sends, `allocate` returns no shards.
+        `allocate` returns the shards that a receiving rank fills. On a rank that sends, `allocate` returns no shards.
         """
         self.seconds = {}
         self.moved = 0
         self.pass_on(self.messages, (*self.shards, *allocate()))
 
     def pass_on(self, messages: Sequence[Message], shards: Sequence[Shard]) -> None:
-        """Take part in messages: send from `shards`, or receive into `shards`."""
+        """Take part in `messages`: send boxes from `shards`, or receive boxes into them."""
         since = time.perf_counter()
 
         def timed(name: str) -> None:
@@ -130,7 +130,7 @@ class Sender:
                 self._take_part(message, shards_by_name, timed)
 
     def _pass(self, message: Message, numbers: torch.Tensor) -> None:
-        """Send numbers from the giver of a message to all takers of the message."""
+        """Send the tensor `numbers` from the giver of a message to all its takers."""
         if self.rank == message.giver:
             dist.send(numbers, message.takers[0], group=self.group)
             return
