@@ -190,7 +190,7 @@ def _flags_to_arguments(text: str) -> str:
 
 
 def _check_arguments(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
-    """Check the arguments of `run`; return the numbers that are not None, by name."""
+    """Check the arguments of `run`; return the `numbers` that are not None, by name."""
     if not isinstance(plan, Plan):
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
     for name, folder in folders.items():

@@ -1,8 +1,13 @@
 """The algorithms (`*.rlg`) and the functions that msrl_graph itself provides.
 
-Invariant: programs can call a function by its name if the function is defined in a module that MODULES lists, is
-decorated with a decorator of registry.py, and has a name that does not begin with `_`. The names and signatures are
-parsed from the source files, without an import. A module is imported only when one of its functions is called.
+Invariant: a program can call a function by its name if three conditions hold:
+
+- The function is defined in a module that MODULES lists.
+- The function is decorated with a decorator of registry.py.
+- The function's name does not begin with `_`.
+
+The names and signatures are parsed from the source files, without an import. A module is imported only when one of its
+functions is called.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ def check_schedule(call: Expr) -> None:
 
 @lru_cache(maxsize=1 << 10)
 def optimizer(call: Expr) -> OptimizerSpec:
-    """Call an optimizer function and return its specification of the optimizer.
+    """Call an optimizer function; return the result, a specification of the optimizer.
 
     The specification does not contain the learning rate, because the learning rate is set at each optimizer step.
     Raises ValueError if the options contradict each other.

@@ -3,8 +3,8 @@
 Each function returns float64 arrays: one array per row, with one number per token of the row's response. KL penalties
 use the estimate k1 = old_logp - ref_logp, in nats.
 
-A `mask` is true for the tokens that the policy wrote. The other tokens come from an environment and are not actions:
-the functions skip them and return 0 for them.
+A `mask` is true for the tokens that the policy wrote. All other tokens come from an environment and are not actions.
+The functions skip these other tokens: the results for them are 0.
 
 Invariant: if an input of a row is nan or infinite, every result that depends on the row is nan or infinite, so the run
 reports the bad number.
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @function(scope="group")
 def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[Array]:
-    """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses.
+    """GRPO's advantage: (reward - mean) / (std + 1e-6), over a prompt's responses.
 
-    s is the reward of a response. `mean` and `std` are computed from the rewards of all responses to the same prompt.
-    Every token of a response gets the same advantage (arXiv:2402.03300, section 4.1.2). The standard deviation is the
+    `mean` and `std` are the mean and the standard deviation of the rewards of all responses to the same prompt. Every
+    token of a response gets the same advantage (arXiv:2402.03300, section 4.1.2). The standard deviation is the
     unbiased estimate. `std = false` omits the division (arXiv:2503.20783).
 
     `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
@@ -45,10 +45,10 @@ def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32
 
 @function(scope="group")
 def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """RLOO's advantage, s minus the mean of the other responses' s.
+    """RLOO's advantage: a response's reward minus the mean of the others' rewards.
 
-    s is the reward of a response. The other responses are the other responses to the same prompt. Every token of a
-    response gets the same advantage (arXiv:2402.14740).
+    The mean is over all other responses to the same prompt. Every token of a response gets the same advantage
+    (arXiv:2402.14740).
 
     `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
     long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
@@ -60,10 +60,10 @@ def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.floa
 
 @function(scope="group")
 def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """OPO's advantage, s minus the length-weighted mean of a prompt's s.
+    """OPO's advantage: the reward minus the length-weighted mean of a group's rewards.
 
-    s is the reward of a response. The mean is over all responses to the same prompt, each weighted by its length in
-    tokens. Every token of a response gets the same advantage (arXiv:2505.23585).
+    The mean is over all responses to the same prompt. The weight of a response's reward is the length of the response
+    in tokens. Every token of a response gets the same advantage (arXiv:2505.23585).
 
     `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
     long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
@@ -152,12 +152,12 @@ def gae(
 
     - The reward r of a token is -kl_coef (old_logp - ref_logp). The reward of a row's last token also includes the
       row's `score`. If the node reads no log-probabilities, there is no KL penalty.
-    - `value` has the value V of each token: the prediction before the token is written. The value after the last token
-      is 0.
+    - `value` has the value V of each token: the critic's prediction before the token is written. The value after the
+      last token is 0.
     - The advantage A of a token is d + gamma lam A(next token), where d = r + gamma V(next token) - V. The return of a
       token is A + V.
-    - With `whiten`, each advantage A is then replaced by (A - mean) / sqrt(variance + 1e-8). The mean and the unbiased
-      variance are over all tokens of the batch. If all advantages are equal, the result is 0.
+    - With `whiten`, each advantage A is replaced by (A - mean) / sqrt(variance + 1e-8) after the returns are computed.
+      The mean and the unbiased variance are over all tokens of the batch. If all advantages are equal, the result is 0.
     - The tokens that `mask` excludes were written by an environment: they are skipped, and their results are 0.
 
     Returns the advantages and the returns. Both are lists with one array per row, as long as the row's response. The
@@ -234,9 +234,9 @@ def _select_policy_tokens(mask: Sequence[NDArray[np.bool_]] | None, row: int) ->
 
 
 def _place_tokens(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -> list[Array]:
-    """Return arrays as long as the responses, with the values at the selected tokens.
+    """Return one array per response, with a value for every token of the response.
 
-    `rows` has one value per token that the mask selects. The other tokens get 0.
+    `rows` has the values of the tokens that `mask` selects, one array per response. The value of all other tokens is 0.
     """
     import numpy as np
 
@@ -261,7 +261,7 @@ def _sum_returns(rewards: Array, discount: float) -> Array:
 
 
 def _whiten(rows: list[Array]) -> list[Array]:
-    """Scale the values of all tokens to mean 0 and variance 1.
+    """Shift and scale the values of all tokens to mean 0 and variance 1.
 
     The result is 0 if there is only one token or if all values are equal.
     """

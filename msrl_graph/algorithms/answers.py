@@ -1,8 +1,9 @@
 """Extraction of the final answer from a text, and comparison of two answers.
 
-Invariant: a comparison in this file is either exact or returns None. For None, the caller asks computer algebra
-(judge.py). Every pattern takes time linear in the length of the text. Otherwise a long response would be slow to check,
-and a model that is rewarded by these comparisons could learn to write text that makes a pattern slow.
+Invariant: a comparison in this file is either exact or returns None. If a comparison returns None, the caller compares
+the answers by computer algebra (judge.py). Every pattern takes time linear in the length of the text. Otherwise a long
+response would be slow to check, and a model that is rewarded by these comparisons could learn to write text that makes
+a pattern slow.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class ParsedNumber:
 class Answer:
     """The final answer that was found in a text.
 
-    - `text`: LaTeX or plain text. If `marked` is true, `text` is exactly the answer. Otherwise the answer is somewhere
-      in `text`.
-    - `marked`: whether it is known where the answer begins and ends, for example from `<answer>` tags.
+    - `text`: LaTeX or plain text. If `marked` is true, `text` is exactly the answer. Otherwise `text` contains the
+      answer at an unknown position.
+    - `marked`: whether it is known where the answer begins and ends, for example because `<answer>` tags enclose it.
     - `number`: the answer as a number, if the answer is a number.
     - `words`: the answer in lower case if the answer consists of words, or the letter of a multiple-choice answer.
     """
@@ -132,8 +133,8 @@ class Answer:
 def parse_gold(text: str) -> Answer:
     """Return the expected answer from a field of the data.
 
-    The answer is the last part of the field that is marked, for example with `<answer>` tags. If no part is marked, the
-    answer is the whole field.
+    The answer is the last marked part of the field. A mark is for example a pair of `<answer>` tags. If no part is
+    marked, the answer is the whole field.
     """
     return _find_marked_answer(text) or _parse_answer(text)
 
@@ -159,7 +160,10 @@ def parse_response(text: str) -> Answer:
 
 
 def same(response: Answer, answer: Answer) -> bool | None:
-    """Return whether two answers are equal, or None if this file cannot decide."""
+    """Return whether two answers are equal, or None if this file cannot decide.
+
+    If the result is None, the caller compares the answers by computer algebra.
+    """
     if response.number and answer.number:
         return _equal_numbers(response.number, answer.number)
     if answer.words and (response.words or not response.marked):
@@ -232,8 +236,8 @@ def _find_marked_answer(text: str) -> Answer | None:
     r"""Return the answer in the last mark of a text, or None if the text has no mark.
 
     A mark is a complete `\boxed{}` or `\fbox{}`, a pair of `<answer>` and `</answer>`, or the text after four hashes.
-    Marks may be nested: then the innermost mark has the answer. If the text between two tags is a whole sentence, the
-    answer is searched for in the sentence.
+    If marks are nested, the innermost mark has the answer. If the text between two tags is a whole sentence, the answer
+    is extracted from that sentence.
     """
     inner = None
     tags = False
@@ -302,8 +306,8 @@ def _find_stated_answer(text: str) -> Answer | None:
 def _answer_without_mark(text: str) -> Answer:
     """Return the answer of a text that has no marks such as `<answer>`.
 
-    If the text consists of several numbers, the whole text is the answer. Otherwise the result has the end of the text,
-    and `marked` is false, because the answer may be anywhere in it.
+    If the text consists of several numbers, the whole text is the answer. Otherwise the result's `text` is the end of
+    the text, and `marked` is false, because the answer may be anywhere in that end.
     """
     if len(text) <= LONGEST and _SEVERAL.fullmatch(tidy(text)):
         return _parse_answer(text)
@@ -318,7 +322,7 @@ def _parse_answer(text: str) -> Answer:
 def _parse_words(text: str) -> str:
     """Return the words of a text in lower case, or a multiple-choice answer's letter.
 
-    Returns "" if the text does not consist of words only, because it may be mathematics.
+    Returns "" if the text contains anything except words, because such a text may be mathematics.
     """
     plain = " ".join(_TEXT.sub(r" \1 ", tidy(text)).split()) if len(text) <= LONGEST else ""
     if letter := _LETTER.fullmatch(plain):
@@ -335,8 +339,9 @@ def _parse_words(text: str) -> str:
 def _equal_numbers(a: ParsedNumber, b: ParsedNumber) -> bool:
     """Return whether two numbers are equal.
 
-    If only one of the numbers has a percent sign, the sign may mean hundredths or may be ignored. A rounded number is
-    equal to every number that rounding can turn into it.
+    If only one of the numbers has a percent sign, two readings of the sign are tried: 50% is 0.5, and 50% is 50. The
+    numbers are equal if they are equal in one of these readings. A rounded number is equal to every number that
+    rounding can turn into it.
     """
     pairs = [(a.value, b.value)]
     if a.percent != b.percent:

@@ -5,9 +5,10 @@ A row that the nodes after the filter get is said to continue. A `keep` function
 continue. A position may occur several times. Each function raises ValueError if a score is not a finite number, because
 such scores have no order.
 
-Two scores count as equal if they differ by at most 1e-5 of the larger of the two. This tolerance exists because a
-reward model rounds differently on another layout, while identical responses must lead to the same choice. Two scores
-also count as equal if other scores connect them in steps of at most this size.
+Two scores count as equal if they differ by at most 1e-5 of the larger of the two. The tolerance is necessary because a
+reward model on another layout makes different rounding errors, and these must not change the choice. Two scores also
+count as equal if a chain of other scores leads from one to the other, and neighbors in the chain differ by at most this
+tolerance.
 
 Invariant: scores that differ only by rounding lead to the same choice.
 """
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @function(scope="group")
 def mixed(score: NDArray[np.float32], *, above: float = 0.0) -> list[bool]:
-    """A `keep`: the whole group if some responses are correct and some are not.
+    """A `keep`: the whole group if some responses are correct and some are incorrect.
 
     A group whose responses are all correct or all incorrect is dropped (arXiv:2503.14476, eq. 11). A response is
     correct if its `score` is over `above`. A group of one response is therefore always dropped.

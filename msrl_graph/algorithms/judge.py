@@ -6,9 +6,9 @@ imports nothing from msrl_graph.
 Invariant: whatever the answers are, a question takes at most its limit of CPU time, ten times its `timeout` of
 wall-clock time, and MEMORY bytes of address space.
 
-- sympy may compute for days without returning to Python, so timers of the operating system kill the process that
-  computes. That process is a child of a process that has already loaded and used math-verify. The parent forks the
-  next child in milliseconds.
+- sympy may compute for days without returning to Python. So comparisons are computed in a child process, which timers
+  of the operating system kill. The parent process has already loaded and used math-verify, so it can replace a killed
+  child in milliseconds, with a fork.
 - Expressions that would create integers of more than BITS bits are refused before they are computed. The refused
   expressions are the same on every machine.
 - A judge ends when its caller ends, even if the caller is killed: the judge then reads the end of its input. A judge
@@ -224,7 +224,10 @@ def _limit_library() -> None:
         return is_rational and abs(exponent.p) * (max(abs(base.p), base.q).bit_length() - 1) > BITS * exponent.q
 
     def product(largest: Any, count: Any) -> bool:
-        """Return whether a product of `count` factors up to `largest` is too large."""
+        """Return whether a product of `count` factors is too large.
+
+        Each factor is at most `largest`.
+        """
         return (
             isinstance(count, Integer)
             and isinstance(largest, Integer)

@@ -1,9 +1,10 @@
 """A pool of judge processes that compare answers (judge.py), with a time budget.
 
 Invariant: the verdict on an answer does not depend on the other answers of the batch, unless the other answers use up
-the time budget. All answers first get the same time limit. The answers that reach this limit are cut off. They are then
-compared again with a higher limit, for which the rest of the budget is divided equally among them. So cheap answers are
-judged first, whatever the order of the answers. Any thread may call `equal`.
+the time budget. Answers are compared in rounds. In a round, every answer has the same time limit: the rest of the
+budget, divided by the number of the round's answers. An answer that reaches the limit is compared again in the next
+round, with a higher limit. So cheap answers are judged first, whatever the order of the answers. Any thread may call
+`equal`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Verdict(NamedTuple):
     """The result of comparing two answers with math-verify.
 
     - `equal`: whether the two answers are equal.
-    - `cut_off`: the reason why the comparison was not finished, or "" if it was.
+    - `cut_off`: the reason why the comparison was not finished, or "" if the comparison was finished.
     - `late`: whether the comparison was cut off by its time limit.
     """
 

@@ -1,12 +1,12 @@
 """Terms of a loss.
 
-A term is a function of flat float tensors with one value per response token, with the rows of a micro-batch one after
-another. A term returns a tensor of the same shape, or one value per row if its return type is `Rows`. The attribute
-`reduce` of the update node decides how the values are reduced to one number.
+The arguments of a term are flat float tensors with one value per response token. In a tensor, the rows of a micro-batch
+follow one another. A term returns a tensor of the same shape, or one value per row if its return type is `Rows`. The
+attribute `reduce` of the update node decides how the values are reduced to one number.
 
 A term may also return figures for the metrics, as (loss, {name: values}). The mean of each figure is a metric of the
 run. ir/signatures.py describes the arguments that the update node fills. Gradients flow through `logp`, `entropy`,
-`values`, `LogProbs` and `Scores`. `lengths` are integers.
+`values`, `LogProbs` and `Scores`. `lengths` has integers.
 
 Invariant: the values of a row depend on that row alone, unless the term is marked `scope="mini_batch"`. A term with
 this mark is called once with all rows of the mini-batch, and may draw random numbers from `rng`.
@@ -79,10 +79,10 @@ def cispo(
 ) -> tuple[Tokens, Figures]:
     """CISPO, a bounded ratio without gradient (arXiv:2506.13585, eq. 4 and 5).
 
-    The loss of a token is -clip(r, 1 - low, 1 + high) A logp. The ratio r = exp(logp - old_logp) has no gradient. So
-    every token has a gradient, and the clipped ratio limits the gradient's size. Without `low` there is no lower bound,
-    as in the paper. The default upper bound of the ratio, 1 + high = 5, is from arXiv:2510.13786. Reports the same
-    figures as `clip`.
+    The loss of a token is -clip(r, 1 - low, 1 + high) A logp. The ratio r = exp(logp - old_logp) is detached: only the
+    factor `logp` has a gradient. So clipping never removes a token's gradient, it only limits the gradient's size.
+    Without `low` there is no lower bound, as in the paper. The default upper bound of the ratio, 1 + high = 5, is from
+    arXiv:2510.13786. Reports the same figures as `clip`.
     """
     log_ratio = logp.detach() - old_logp
     r = log_ratio.clamp(max=60).exp()  # finite: otherwise a large ratio times an advantage of 0 is nan
@@ -140,7 +140,7 @@ def clip_cov(
     Source: arXiv:2505.22617, section 4.2. The tokens without gradient are drawn at random, and their loss is 0. The
     number of these tokens is the fraction `share` of the mini-batch's tokens, but at least one. The draw is among the
     tokens that `clip` does not clip and whose covariance (logp - mean)(A - mean) is between `least` and `most`; both
-    means are over the mini-batch. If fewer tokens qualify, all of them are drawn.
+    means are over the mini-batch. If there are fewer such tokens than are to be drawn, all of them are drawn.
 
     Reports the `ratio` of each token, whether the token is `chosen` by this draw, whether the token is `clipped` (by
     `clip` or by this draw), and `kl` as defined in `clip`.
@@ -207,13 +207,13 @@ def truncated(
     """A truncated importance weight, without gradient.
 
     The weight is min(r, most) with r = exp(old_logp - gen_logp), as in V-trace (arXiv:1802.01561). Multiply another
-    term by this weight to correct for tokens that older weights or another engine drew, with the log-probabilities
-    `gen_logp`.
+    term by this weight to correct for the fact that older weights or another engine drew the tokens. `gen_logp` has the
+    log-probabilities with which the tokens were drawn.
 
-    `ratio` sets r: `token` is the ratio of each token; `sequence` is the product of the ratios of a row's tokens, which
-    is the exact weight of the row, but whose size depends on the row's length; `mean` is the geometric mean of the
-    ratios of a row's tokens. Raises ValueError if `sequence` or `mean` has no `lengths`. Reports the `ratio` r of each
-    token, and whether r was over `most` (`clipped`).
+    `ratio` sets r. `token` is the ratio of each token. `sequence` is the product of the ratios of a row's tokens: the
+    exact weight of the row, but its size depends on the row's length. `mean` is the geometric mean of the ratios of a
+    row's tokens. Raises ValueError if `sequence` or `mean` has no `lengths`. Reports the `ratio` r of each token, and
+    whether r was over `most` (`clipped`).
     """
     r = _ratio(old_logp, gen_logp, lengths, ratio)
     return r.clamp(max=most), {"ratio": r, "clipped": (r > most).float()}
@@ -253,8 +253,8 @@ def trusted(
 ) -> tuple[Tokens, Figures]:
     """1 where low <= r <= high, else 0: rejects tokens that are too far off-policy.
 
-    `truncated` defines r and `ratio`. With the default `ratio = mean`, whole rows are rejected, by the geometric mean
-    of the row's r; trust region masking also rejects whole rows (arXiv:2512.23075). Multiply another term by this
+    `truncated` defines r and `ratio`. With the default `ratio = mean`, r is the same for all tokens of a row, so whole
+    rows are rejected; trust region masking also rejects whole rows (arXiv:2512.23075). Multiply another term by this
     weight. You can multiply by `truncated` too, with the same `ratio`. Rejected tokens still count in the mean of the
     loss. Reports the `ratio` of each token, and whether the token is rejected (`left_out`).
     """
@@ -344,12 +344,11 @@ def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0
 def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "reverse"] = "forward") -> Tokens:
     """The KL divergence between a teacher and the policy, in nats per token.
 
-    The divergence is over the teacher's k most probable tokens. `top_logp` has the teacher's log-probabilities of
-    these k tokens, for each response token. `top_ids` binds the column of the k token ids and receives the policy's
-    log-probabilities of the same tokens. Both distributions are normalized over the k tokens, so the divergence is 0
-    where they agree and never negative. `forward` is KL(teacher, policy), which covers all tokens that the teacher may
-    write. `reverse` is KL(policy, teacher), which concentrates on the teacher's most probable tokens
-    (arXiv:2306.13649).
+    The divergence is over the teacher's k most probable tokens. `top_logp` has the teacher's log-probabilities of these
+    k tokens, for each response token. Bind `top_ids` to the column of the k token ids: the term gets the policy's
+    log-probabilities of these tokens. Both distributions are normalized over the k tokens, so the divergence is 0 where
+    they agree and never negative. `forward` is KL(teacher, policy), which covers all tokens that the teacher may write.
+    `reverse` is KL(policy, teacher), which concentrates on the teacher's most probable tokens (arXiv:2306.13649).
     """
     teacher = top_logp.log_softmax(-1)
     policy = top_ids.log_softmax(-1)
@@ -367,7 +366,7 @@ def _flat_abs(difference: Tokens, rounding: float) -> Tokens:
 
 
 def _sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
-    """Return the sum of each row of `tokens`, which has the rows one after another."""
+    """Return the sum of each row of `tokens`, in which the rows follow one another."""
     import torch
 
     rows = [row.sum() for row in tokens.split(lengths.tolist())]  # type: ignore[no-untyped-call]
@@ -397,7 +396,7 @@ def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, level: str)
 def _mask_outside(
     old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, low: float, high: float, level: str
 ) -> tuple[Tokens, Tokens]:
-    """Return the ratios, and a mask of the ratios outside the bounds."""
+    """Return each token's ratio, and whether the ratio is below `low` or above `high`."""
     r = _ratio(old_logp, gen_logp, lengths, level)
     return r, (r < low) | (r > high)
 

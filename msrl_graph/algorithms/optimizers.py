@@ -1,8 +1,9 @@
 """Optimizers, and schedules of their learning rate.
 
 An optimizer function returns an OptimizerSpec: the update rule for each kind of weight, and the bytes of optimizer
-state per weight (optimizer_spec.py). The options of the rule are those of a class of torch.optim. This file only names
-that class and does not import torch. Each optimizer has the options `lr` and `warmup`, which the update node applies.
+state per weight (optimizer_spec.py). An update rule is the name of a class of torch.optim, with options for that class.
+This file does not import torch. Each optimizer function has the options `lr` and `warmup`, which the update node
+applies.
 
 A schedule returns the learning rate of an optimizer step. ir/signatures.py describes the arguments that the update node
 fills, such as `step`.
@@ -81,9 +82,9 @@ def muon(
     matrix and computes in float32, where torch uses bf16. So the result is the same on every layout.
 
     `adjust` scales the step of a matrix with the shape A x B. `match_rms_adamw` scales by 0.2 sqrt(max(A, B)), so that
-    a learning rate and a weight decay that suit AdamW also suit Muon. `original` scales by sqrt(max(1, A / B)).
-    `betas` and `eps` are options of AdamW only; `lr`, `weight_decay` and `warmup` apply to both. The optimizer state
-    is one float32 buffer per weight of a matrix, and two float32 moments per other weight.
+    a learning rate and a weight decay that suit AdamW also suit Muon. `original` scales by sqrt(max(1, A / B)). `betas`
+    and `eps` are options of AdamW only. `lr`, `weight_decay` and `warmup` apply to all weights. The optimizer state is
+    one float32 buffer per weight of a matrix, and two float32 moments per other weight.
     """
     matrices = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "adjust": adjust}
     others = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -143,7 +144,7 @@ def cosine(
 
 
 def _progress(step: int, warmup: int, last: int, steps: int | None) -> float:
-    """Return how far `step` is from the end of warm-up (0) to the last step (1).
+    """Return the progress of `step`: 0 at the end of warm-up, 1 at the last step.
 
     The last step is `steps` if `steps` is given, and `last` otherwise. Raises ValueError if the warm-up does not end
     before `steps`.

@@ -1,4 +1,4 @@
-"""The decorators that mark the functions that programs may call.
+"""The decorators that mark the functions that programs can call.
 
 - `@function()`: a function that function nodes call.
 - `@loss_term`: a term of a loss.
@@ -34,9 +34,10 @@ def function(
     """Mark a function that function nodes call.
 
     - `scope`: the rows that one call needs: a single row, all rows of a group, or all rows of the batch.
-    - `together`: parameters that must either all be bound or all be left out.
-    - `many`: a function that computes the results of many rows in one call, if that is faster. It takes one list per
-      column and the same options, and returns a list with one result per row.
+    - `together`: parameters that must either all be bound to columns or all be left out.
+    - `many`: a second function that computes the results of many rows in one call, if that is faster. For each column
+      parameter of the marked function, the second function takes a list with one value per row. The second function
+      takes the same options as the marked function, and returns a list with one result per row.
     - `parallel`: whether several processes may call the function at the same time (`run { function_workers }`).
     """
 
@@ -95,7 +96,7 @@ def optimizer(target: F) -> F:
 def schedule(target: F) -> F:
     """Mark a learning-rate schedule (optimizers.py).
 
-    The function takes options and values that the update node fills in, such as `step`. It returns the learning rate.
+    The function takes options and values that the update node fills in, such as `step`, and returns the learning rate.
     """
     return target
 
@@ -103,7 +104,7 @@ def schedule(target: F) -> F:
 def option(target: F) -> F:
     """Mark a function whose result is the value of an option.
 
-    A program can use a call of the function as the value of every option whose annotation is the function's return
-    type.
+    If an option is annotated with the function's return type, a program can use a call of the function as the option's
+    value.
     """
     return target

@@ -2,8 +2,8 @@
 
 A parameter with the annotation `str` receives decoded text, without the end token.
 
-Invariant: an answer that cannot be checked within the limits of time, memory and size counts 0, and the metric
-`verify/cut_off` counts the answer.
+Invariant: the reward is 0 for an answer that cannot be checked within the limits of time, memory and size. The metric
+`verify/cut_off` counts these answers.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def math_verify(
 
     The answer of a response is in its last `\boxed{}` or `<answer>…</answer>`, or after its last `####`. If the
     response has none of these marks, its answer is after its last "answer is". If "answer is" does not occur, its
-    answer is the last expression of its last 4,000 characters. Text after `</think>` has priority. `answer` is LaTeX
-    or plain text, or a whole solution that marks its answer in one of these ways, as in GSM8K.
+    answer is the last expression of its last 4,000 characters. Text after `</think>` has priority. `answer` is LaTeX or
+    plain text, or a whole solution that marks its answer in one of these ways, as in GSM8K.
 
     Numbers and words are compared directly. Everything else is compared by the library math-verify, in at most one
-    process per processor, with at most one gibibyte of memory each. Units and currencies are ignored. 50% equals 50
-    and 0.5. Decimals are equal if they agree to six places, such as 1/3 and 0.333333.
+    process per processor, with at most one gibibyte of memory each. Units and currencies are ignored. 50% equals 50 and
+    0.5. Decimals are equal if they agree to six places, such as 1/3 and 0.333333.
 
-    An answer counts 0 if math-verify takes more than `timeout` seconds of CPU time or too much memory for it. An
-    answer also counts 0 if it is too large for math-verify: more than 1,000 characters, brackets nested more than 16
-    deep, or integers of more than 32,768 bits. The metric `verify/cut_off` counts these answers, and the run's log
-    shows some of them. All answers of a batch that math-verify does not finish take at most `budget` seconds together,
-    or 0.05 seconds each if that is more. Raises RuntimeError if math-verify cannot be started.
+    The result is 0 if math-verify needs too much memory for the comparison, or more than `timeout` seconds of CPU time.
+    The result is also 0 if the answer is too large for math-verify: more than 1,000 characters, brackets nested more
+    than 16 deep, or integers of more than 32,768 bits. The metric `verify/cut_off` counts these answers, and the run's
+    log shows some of them. The comparisons of a batch that do not finish take at most `budget` seconds in total, or
+    0.05 seconds each if that is more. Raises RuntimeError if math-verify cannot be started.
     """
     return _verify_rows([response], [answer], timeout=timeout, budget=budget)[0]
 
@@ -104,9 +104,9 @@ def f1(response: str, answer: str, prompt: str = "") -> float:
     """The F1 score of SQuAD, from 0 to 1: the overlap of response and answer in words.
 
     The score is 2 c / (n + m), where n and m are the numbers of words of the response and the answer, and c is the
-    number of words that both have (arXiv:1606.05250, section 6.1). A word that occurs several times in both counts
-    several times. Words are compared in lower case, without punctuation; the articles a, an and the are left out. The
-    score is 1 if neither text has a word.
+    number of words that the two texts share (arXiv:1606.05250, section 6.1). A word adds to c the number of its
+    occurrences in the text in which it occurs less often. Words are compared in lower case, without punctuation; the
+    articles a, an and the are left out. The score is 1 if neither text has a word.
     """
     response_words = Counter(_split_words(response))
     answer_words = Counter(_split_words(answer))
@@ -153,9 +153,9 @@ def length_reward(
 
     The result is score + weight * l (arXiv:2501.12599, section 2.3.3). For a correct response, l = 0.5 - (length -
     shortest) / (longest - shortest). For an incorrect response, l is this number or 0, whichever is smaller. If all
-    responses to the prompt have the same length, l is 0. `shortest` and `longest` are over the responses to the same
-    prompt; lengths are in tokens. A response is correct if its `score` is over 0. (The paper starts with a weight of 0
-    and raises the weight during training.)
+    responses to the prompt have the same length, l is 0. `shortest` and `longest` are the smallest and the largest
+    length of the responses to the same prompt, in tokens. A response is correct if its `score` is over 0. (The paper
+    starts with a weight of 0 and raises the weight during training.)
     """
     import numpy as np
 

@@ -69,12 +69,15 @@ def moving_mean(reward: NDArray[np.float32], mean: float, *, decay: Share = 0.9)
 
 @function()
 def around(state: NDArray[np.float32], *, target: Share = 0.5, floor: Share = 0.05) -> NDArray[np.float64]:
-    """Prompt weights for the source's attribute `weights`, from a state per prompt.
+    """Weights for drawing prompts, highest for prompts whose state is near `target`.
 
-    `state` has one number from 0 to 1 per prompt. The weight of a prompt is 1 if its state equals `target`. The weight
-    falls linearly with the distance of the state from `target`, and is 0 for the number from 0 to 1 that is farthest
-    from `target`. `floor` is the smallest weight, so that every prompt can be drawn again. With advantages relative to
-    a group, prompts that are always or never solved teach nothing. Returns one weight per prompt.
+    Use the weights as the attribute `weights` of the source. `state` has one number from 0 to 1 per prompt. The weight
+    of a prompt is 1 if its state equals `target`. The weight falls linearly with the distance of the state from
+    `target`, and is 0 for the number from 0 to 1 that is farthest from `target`. `floor` is the smallest weight, so
+    that every prompt can be drawn again. Returns one weight per prompt.
+
+    The reason for the weights: if advantages are relative to a group, prompts that are always or never solved teach
+    nothing.
     """
     import numpy as np
 

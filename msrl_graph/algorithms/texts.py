@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def text(response: str) -> str:
     """The text of a column of tokens, without special tokens.
 
-    Use it to write a `text` column that a model with another tokenizer reads. The end token is a special token, so the
-    text does not contain it. If a response was cut in the middle of a character, this character becomes U+FFFD.
+    Use this function to write a `text` column that a model with another tokenizer reads. The end token is a special
+    token, so the text does not contain it. If a response was cut in the middle of a character, this character becomes
+    U+FFFD.
     """
     return response
 

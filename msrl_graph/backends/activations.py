@@ -7,9 +7,9 @@ Invariant: the backward pass reads the same bits that the forward pass saved. Sa
 the offload also share a storage afterwards.
 
 - Forward: when a layer saves a tensor, the tensor's storage is copied to the host. The storage's device memory is
-  released after the following layer has run.
+  released after the forward pass of the next layer.
 - Backward: while the backward pass of one layer computes, the storages that the preceding layer saved are copied back
-  to the device.
+  to the device. The backward pass of the preceding layer is next.
 - Weights stay on the device. Tensors that are not floating-point also stay on the device, because all layers share
   them.
 """
@@ -116,9 +116,11 @@ class _Pass:
     # Forward.
 
     def begin(self, weights: set[int]) -> None:
-        """Start a layer; release the storages that the layer two before it saved.
+        """Start the forward pass of the next layer.
 
-        `weights` identifies the storages of the started layer's weights, which are not offloaded.
+        Also release the device memory of the storages that the layer two positions earlier saved, after their copies to
+        the host are complete. `weights` identifies the storages of the started layer's weights, which are not
+        offloaded.
         """
         self.weights = weights
         self.marks.append(self.out_lane.mark())
@@ -192,7 +194,7 @@ class _Pass:
         return DTensor(restored, saved.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _find_next_group(self, group: int) -> int:
-        """Return the largest index below `group` of a group with storages, or -1.
+        """Return the index of the last non-empty group before group `group`, or -1.
 
         A group has the storages that one layer saved. The backward pass uses the groups in descending order.
         """

@@ -11,8 +11,8 @@ All layers except attention work on a rank's own nodes. Attention is one of two 
 
 - Ulysses (arXiv:2309.14509): an all-to-all sends each rank the queries, keys and values of all nodes, for the rank's
   share of the heads.
-- Ring (arXiv:2310.01889): keys and values pass from rank to rank. A rank merges the results for the keys of each rank
-  by their log-sum-exp.
+- Ring (arXiv:2310.01889): keys and values are passed from rank to rank. A rank computes one attention result per rank
+  that keys come from. It uses the log-sum-exp of the scores to merge these results.
 
 A requested token is a token whose outputs (for example its log-probability) the micro-batch asks for.
 
@@ -64,8 +64,8 @@ class ContextGroup:
 
         All ranks get the same number of nodes: the nodes are padded to a multiple of `multiple`. The returned
         micro-batch has only this rank's requested tokens, which are tokens whose outputs the micro-batch asks for. A
-        requested token belongs to the rank that has the token's node in `Tree.before`: the node from whose hidden state
-        the outputs are computed.
+        token's outputs are computed from the hidden state of one node (`Tree.before`). The rank that has this node gets
+        the requested token.
         """
         import torch
         from tensordict import TensorDict
@@ -190,8 +190,8 @@ class _Exchanged(ContextShard):
 class _Ring(ContextShard):
     """A rank's part of a tree, for ring attention.
 
-    `rows` and `place` (see `Tree`) refer only to this rank's own nodes. So `rows` has only every `size`-th node of each
-    row.
+    `rows` and `place` (see `Tree`) refer only to this rank's own nodes. So `rows` has only every n-th node of each row,
+    where n is the number of ranks.
     """
 
     def product(

@@ -152,7 +152,7 @@ class Lane:
     def begin(self) -> Iterator[None]:
         """Run the operations in the body of the `with` statement on this stream.
 
-        The operations start after all work that the caller's stream has already started, because that work may still
+        The operations start after all work that the caller's stream has already started, because that work can still
         use the same memory. The operations run concurrently with the work that the caller's stream starts later.
         """
         self.stream.wait_stream(self.module.current_stream())
@@ -160,7 +160,7 @@ class Lane:
             yield
 
     def mark(self) -> Any:
-        """Return an event that completes after all work that this stream has started.
+        """Return an event that completes when all work started on this stream is done.
 
         The event can be passed to `join`.
         """
@@ -214,9 +214,9 @@ class Devices:
         """Return the process group of the ranks that share coordinates with this rank.
 
         The group has all ranks of `layout` whose coordinates on the axes `shared_axes` equal this rank's coordinates.
-        The ranks of the group are ordered by their number in the layout. The ranks' experts have the same order as the
-        ranks, because the only field of a layout that would change the order, `Layout.inner`, is 1 for every node that
-        trains. The first call for a group is a collective of the group's ranks.
+        The ranks of the group are ordered by their number in the layout. If the ranks hold different experts, the
+        experts are in the same order as the ranks. Only a `Layout.inner` greater than 1 would change this order, and
+        `Layout.inner` is 1 for every node that trains. The first call for a group is a collective of the group's ranks.
         """
         from torch import distributed as dist
 
@@ -313,19 +313,25 @@ def count_allocated_bytes(storage: torch.UntypedStorage) -> int:
 
 
 def is_making_buffer() -> bool:
-    """Return whether this process is just allocating a host buffer (`host_buffer`)."""
+    """Return whether this process is currently allocating a host buffer.
+
+    Host buffers are allocated by `TorchDevice.host_buffer`.
+    """
     return _making_buffer
 
 
 def get_local_tensor(tensor: Any) -> torch.Tensor:
-    """Return the local tensor of a tensor that may be a DTensor."""
+    """Return the local tensor of a DTensor, or the tensor itself if it is no DTensor."""
     inner: Any = getattr(tensor, "_local_tensor", tensor)
     local_tensor: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be in flight
     return local_tensor
 
 
 def view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all bytes of a storage, which several tensors may share, as a tensor."""
+    """Return a tensor of all bytes of a storage.
+
+    The tensor is a view. Several other tensors may share the storage.
+    """
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""Checks whether an engine can shard a model by a layout.
+"""Checks of whether an engine can shard a model by a layout.
 
 Invariant: the compiler's checks reject exactly the layouts for which `find_misfits` yields a message, and the planner
 does not propose these layouts.
@@ -18,7 +18,8 @@ from .spec import EngineSpec
 def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
     """Yield a message for each reason why an engine cannot shard a model by a layout.
 
-    If the engine pads or replicates a size of the model, the layout need not divide that size.
+    For example, tp does not divide the model's number of heads. Sizes of the model that the engine pads or replicates
+    need not be divisible.
     """
     if uneven := _list_undivided(model, spec, layout.tp):
         yield f"tp = {layout.tp} does not divide {_join_with_and(uneven)} of `{model.name}`"

@@ -21,9 +21,10 @@ from ..sharding.layout import AXES, Layout
 class ExpertPlacement:
     """An engine's rule for placing experts.
 
-    Each function accepts a layout in which every axis except etp is final.
+    Every field except `words` is a function of a layout. Except for `etp`, the functions need a layout with its final
+    etp.
 
-    - `etp`: returns the etp that the engine uses for a layout that does not state etp.
+    - `etp`: returns the etp that the engine uses if the program does not state etp.
     - `has`: returns whether the engine supports the layout's ep and etp.
     - `runs`: returns whether a run can use the layout's ep and etp. If not, this version can only plan for the layout.
     - `sends`: returns whether tokens are sent to the ranks that have their experts. For some layouts no token is sent:
@@ -70,7 +71,8 @@ class ExpertPlacement:
     def meshes(self, layout: Layout, model: Model) -> Iterator[Layout]:
         """Yield a copy of `layout` for each pair of ep and etp that the engine supports.
 
-        Only pairs in which etp is 1 or tp are considered. For a model without experts, the only pair is ep = etp = 1.
+        Only pairs in which etp is 1 or equals tp are considered. For a model without experts, the only pair is ep = etp
+        = 1.
         """
         experts = model.experts
         if experts is None:

@@ -37,9 +37,10 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
-    """Build the module for the `number` experts that this rank has of a layer.
+    """Build a module for the experts that this rank has of one layer.
 
     - `theirs`: transformers' module of the experts, which determines the sizes and the activation.
+    - `number`: the number of experts that this rank has.
     - `tp`: the group of ranks that have the same tokens; None for a single rank.
     - `ep`: the group of ranks that together have all experts of the layer; None if this rank has all experts.
     """

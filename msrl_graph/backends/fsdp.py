@@ -2,9 +2,9 @@
 
 Tensor parallelism is implemented with DTensor. Context parallelism is in context_parallel.py.
 
-Invariant: outside of forward and backward passes, a rank holds the boxes of layout.shard (one index range per
-dimension) of the weights. These weights are called the weights at rest, and the optimizer updates them
-(optimizer/steps.py). The ZeRO stages are:
+Invariant: outside of forward and backward passes, a rank holds one box of each weight: one index range per dimension,
+as computed by layout.shard. The boxes are called the weights at rest. The optimizer updates them (optimizer/steps.py).
+The ZeRO stages are:
 
 - 0: everything is replicated.
 - 1: the optimizer states are sharded.
@@ -116,8 +116,8 @@ class FsdpEngine:
     def _tie(self, module: Any) -> None:
         """Tie the head to the embedding, if the model has tied weights.
 
-        The tie must be restored after sharding and after allocation, because each of them creates a separate parameter
-        for the head.
+        The tie must be restored after sharding and after allocation, because each of these two operations creates a
+        separate parameter for the head.
         """
         if self.model.tied:
             module.lm_head.weight = module.model.embed_tokens.weight
@@ -253,9 +253,9 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed 
 def _distinguish_masks() -> None:
     """Patch torch to distinguish the masks of different sharded embeddings.
 
-    A mask (MaskPartial) is a DTensor placement. Torch 2.10 treats the masks of two embeddings of the same size as
-    equal, for example of two models in different dtypes. With the patch, masks are equal only if their mask buffers are
-    the same object.
+    A mask (MaskPartial) is a DTensor placement. Torch 2.10 treats two masks as equal if their embeddings have the same
+    size, even if the embeddings belong to different models. With the patch, masks are equal only if their mask buffers
+    are the same object.
     """
     from torch.distributed.tensor import placement_types
 

@@ -17,9 +17,9 @@ def _lints(situation: Situation) -> Iterator[Lint]:
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return how many operators Python calls for `act`, one call of the engine.
+    """Return how many operators Python calls in one call of the engine.
 
-    Torch's profiler counted the operators on Qwen2 models.
+    `act` is the kind of the call. Torch's profiler counted the operators on Qwen2 models.
     """
     if act == "step":
         return step_calls(layout)

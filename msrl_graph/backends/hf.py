@@ -2,7 +2,7 @@
 
 Invariant: the tokens drawn for a row depend only on the row's prompt, the weights, the row's noise key and the step
 (the number of the token in its response). The weights have memory only between `allocate` and `release`. Each rank
-holds the boxes of layout.shard (one index range per dimension).
+holds one box of each weight: one index range per dimension, as computed by layout.shard.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ def build_empty_model(model: Model) -> Any:
 
 
 def load_fixed_tensors(model: Model) -> dict[str, Any]:
-    """Load, by name, the tensors of a model that training never changes (Model.fixed)."""
+    """Load the tensors of a model that training never changes (Model.fixed).
+
+    Returns a dictionary from names to tensors.
+    """
     import torch
 
     shards = [Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape)) for tensor in model.fixed]
@@ -59,7 +62,8 @@ def load_fixed_tensors(model: Model) -> dict[str, Any]:
 def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a scoring model, made from a policy's config.json.
 
-    A scoring model is a value or reward model. The sequence classification classes of transformers can load the result.
+    A scoring model is a value or reward model. Transformers' classes for sequence classification accept the returned
+    config.
     """
     names = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in config.get("architectures") or ()]
     return {
@@ -72,9 +76,9 @@ def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_weights(module: Any) -> dict[str, Any]:
-    """Return a transformers module's parameters by the names that msrl_graph uses.
+    """Return a transformers module's parameters in a dictionary, by name.
 
-    A tied parameter is returned once.
+    The keys are the names that msrl_graph uses for weights. A tied parameter is returned once.
     """
     parameters = dict(module.named_parameters(remove_duplicate=True))
     return {
@@ -85,8 +89,8 @@ def named_weights(module: Any) -> dict[str, Any]:
 def parameter_path(name: str) -> str:
     """Return the path of a weight's parameter in a transformers module.
 
-    `name` is the weight's name in msrl_graph. The weights of all experts for one projection are one parameter
-    (experts.py).
+    `name` is the weight's name in msrl_graph. A projection of all experts of a layer is one parameter (experts.py), so
+    the weights of these experts have the same path.
     """
     return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 

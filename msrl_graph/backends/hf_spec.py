@@ -8,9 +8,10 @@ from .spec import Act, EngineSpec, OperatorCalls
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return how many operators Python calls for a forward pass and a token's draw.
+    """Return how many operators Python calls in one step of a generation.
 
-    Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
+    `act` is the kind of the step. The operators are those of a forward pass and of the draw of a token. Torch's
+    profiler counted the operators on Qwen2 models of 2 and 6 layers.
     """
     return OperatorCalls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
 

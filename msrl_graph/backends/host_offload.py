@@ -1,8 +1,9 @@
 """Offload of tensors to host memory, which frees the tensors' device memory.
 
 Invariant: a tensor that was offloaded and copied back has the same bits as before, and references to the tensor stay
-valid. If the device has streams, copies to the host and copies back have a stream each. On host cores a host buffer is
-a second tensor in host memory, and the storage of the offloaded tensor is released as on other devices.
+valid. If the device has streams, one stream is for copies to the host, and one stream is for copies back. On host cores
+a host buffer is a second tensor in host memory, and the storage of the offloaded tensor is released as on other
+devices.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> 
 def make_extra_command(extra: str) -> str:
     """Return a command that installs an extra of msrl-graph.
 
-    The command uses the folder or wheel from which msrl-graph was installed. pip records this location (PEP 610),
-    except if it installed msrl-graph from a package index. In that case the command uses the package index.
+    The command installs from the folder or wheel from which msrl-graph was installed. pip records this location (PEP
+    610), except if it installed msrl-graph from a package index. In that case the command installs from the package
+    index.
     """
     place = json.loads(distribution("msrl-graph").read_text("direct_url.json") or "{}")
     url = place.get("url", "")

@@ -4,8 +4,8 @@ A moment is one instant of a call, such as "in the head". A call is the work of 
 For each moment, this file counts the bytes of all tensors except weights and optimizer states.
 
 Invariant: all tensors of a moment exist at the same time. So the memory that a call needs is the memory of its fullest
-moment, never a sum over moments. Tensor storages are counted as autograd and the Llama, Qwen2 and Qwen3-MoE models of
-transformers create and keep them. If an engine keeps other tensors, this file must change; bench/memory.py compares
+moment, never a sum over moments. The counted tensor storages are those that autograd and transformers' models (Llama,
+Qwen2 and Qwen3-MoE) create and keep. If an engine keeps other tensors, this file must change; bench/memory.py compares
 these bytes with measurements. Sizes are bytes on the busiest rank, with every column at its maximum length.
 """
 
@@ -37,7 +37,7 @@ class _Layer(Sizes):
 
     @cached_property
     def products(self) -> int:
-        """The most bytes that a feed-forward half holds in a pass without gradients."""
+        """The peak bytes of a feed-forward half in a pass without gradients."""
         if (experts := self.work.model.experts) is None:
             return 3 * self.wide
         of_experts = max(3 * self.inner + self.routed, 3 * self.routed) + 2 * self.routed * (self.work.layout.ep > 1)
@@ -86,9 +86,9 @@ def stored(work: Workload) -> int:
 def _infer(s: _Layer) -> Moments:
     """Return the bytes at each moment of a forward pass without a backward pass.
 
-    Sharded weights are gathered layer by layer: into a flat buffer, from which they are copied. The flat buffer exists
-    until the copy for the next layer is done. For a trained model, ZeRO 2 keeps the gathered weights until the end of
-    the pass.
+    Sharded weights are gathered layer by layer. A layer's weights are first gathered into a flat buffer, and then
+    copied from the buffer to tensors. The flat buffer exists until the copy for the next layer is done. For a trained
+    model, ZeRO 2 keeps the gathered weights until the end of the pass.
     """
     work = s.work
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
@@ -124,9 +124,9 @@ def _infer(s: _Layer) -> Moments:
 def _head(s: _Layer) -> int:
     """Return the peak bytes of the logits in a pass without gradients.
 
-    The peak is the larger of two moments. At one moment, the logits divided by the temperature and their log-softmax
-    exist. The other moment occurs only if the vocabulary is sharded over tp: the rank's own logits, the gathered logits
-    of all ranks, and the concatenation of the gathered logits exist.
+    The peak is the larger of two moments. At the first moment, the logits divided by the temperature and their
+    log-softmax exist. The second moment occurs only if the vocabulary is sharded over tp. At the second moment, the
+    rank's own logits, the gathered logits of all ranks, and the concatenation of the gathered logits exist.
     """
     tp = s.work.layout.tp
     stored = s.logit * s.item // 4
@@ -230,10 +230,10 @@ def _update(s: _Layer) -> Moments:
 
 
 def _backward(s: _Layer) -> dict[str, dict[str, int]]:
-    """Return the bytes that the backward pass of each half of a layer adds.
+    """Return the change in bytes during the backward pass of each half of a layer.
 
-    The bytes are added to all tensors that the layer has saved. Saved tensors that are already freed are subtracted, so
-    a figure may be negative.
+    The change is relative to the start of the layer's backward pass, when all tensors that the layer saved exist. A
+    change is negative if more bytes of saved tensors are freed than are allocated.
     """
     feed = s.hidden + (max(3 * s.routed, 2 * s.inner - s.routed) if s.work.model.experts else 2 * s.wide)
     freed = s.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query

@@ -5,7 +5,7 @@ which each distinct prefix of a row is one node, and a model computes one hidden
 the tree, regardless of the number of its responses. Padding has no nodes. Only attention uses whole rows; all other
 layers compute node by node.
 
-Invariant: log-probabilities and gradients equal the values that padded rows would give, up to rounding.
+Invariant: log-probabilities and gradients equal the values that a model computes from padded rows, up to rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tree:
     - `ids`, `depth`: each node's token id, and its depth, which is the token's position in the row.
     - `rows` [distinct rows, width]: the nodes of each row, padded at the right.
     - `place`: for each node, the index of an entry of the flattened `rows` that is this node.
-    - `before`: for each token whose outputs the micro-batch asks for, the node from whose hidden state they are
+    - `before`: for each token whose outputs the micro-batch asks for, the node from whose hidden state the outputs are
       computed.
     - `attention`: the function that computes attention.
 
@@ -57,10 +57,10 @@ class Tree:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Compute causal attention of every node to its row's nodes up to the node itself.
+        """Compute causal attention: each node attends to itself and to its ancestors.
 
-        Inputs are [heads, nodes, size], the result is [nodes, heads, size]. Padding needs no mask: it is at the end of
-        the rows, where causal attention does not look.
+        Inputs are [heads, nodes, size], the result is [nodes, heads, size]. Attention is computed row by row. Padding
+        needs no mask, because it is at the end of the rows, and causal attention uses no later positions.
         """
         q, k, v = map(self._lay_out_rows, (query, key, value))
         out = self.product(q, k, v, scaling, window)
@@ -74,7 +74,10 @@ class Tree:
     def product(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Compute attention on row-wise tensors [rows, heads, width, size]."""
+        """Compute attention on tensors that are laid out by row.
+
+        The shape of the tensors is [rows, heads, width, size].
+        """
         return self.attention(q, k, v, scaling, window)
 
 
@@ -145,8 +148,8 @@ def attend(
     Inputs are [1, heads, nodes, size], the result is [1, nodes, heads, size].
 
     In latent attention, the size of a value differs from the size of a key. The smaller tensors are then padded with
-    zeros, which do not change a score. The padding is needed because attention kernels need one size, and so do
-    exchanges that send keys and values together.
+    zeros, which do not change a score. The padding is needed because attention kernels require equal sizes. Exchanges
+    that send keys and values together also require equal sizes.
     """
     import torch
 

@@ -86,7 +86,7 @@ def _make_function() -> Any:
 def _find_visible_keys(
     q: torch.Tensor, step: int, context: ContextGroup, window: int | None
 ) -> tuple[int, torch.Tensor | None]:
-    """Return which keys of another rank each query of this rank sees.
+    """For each query of this rank, return which keys of another rank it sees.
 
     The other rank is `step` ranks before this rank in the ring. The result is a pair (first, mask):
 
@@ -144,7 +144,7 @@ def _add_gradients(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> None:
-    """Add a block's gradients to the gradients of queries, keys and values, in place.
+    """Add the gradients from attention to one block, in place.
 
     A block is the keys and values of one rank. `dq` is the gradient of this rank's queries. `sums` are the gradients of
     the block's keys and values. `first` and `mask` are results of `_find_visible_keys`.

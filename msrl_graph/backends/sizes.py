@@ -3,9 +3,9 @@
 The memory of engines is counted in peaks.py and megatron/peaks.py. The memory of the optimizer's step is counted by
 `optimizer_step`.
 
-Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its maximum length. Experts are
-counted as if the router distributed tokens evenly over them: only the router knows how many tokens one rank receives,
-and no program bounds that number.
+Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its maximum length. The counts
+for experts assume that the router sends the same number of tokens to each expert. The real number of tokens that one
+rank receives is known only to the router, and no program bounds that number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Sizes:
     def tokens(self) -> int:
         """Number of distinct tokens that a layer computes.
 
-        Each prompt counts once. Each response counts with its tokens that are inputs of the model.
+        A prompt's tokens count once, not once per response. Of a response, only the tokens that are inputs of the model
+        count.
         """
         work = self.work
         return max(1, self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed)))
@@ -183,8 +184,11 @@ class Sizes:
     def attention(self) -> int:
         """Bytes of the tensors that a layer's attention keeps for its backward pass.
 
-        The tensors are queries, keys, values and output, laid out by row; the output by token; the log-sum-exp; and the
-        statistics of norms.
+        The tensors are:
+
+        - queries, keys, values and the output, laid out row by row,
+        - the output, laid out token by token,
+        - the log-sum-exp, and the statistics of norms.
         """
         scores = 4 * self.row_tokens * self.split(self.work.model.heads) + 8 * self.tokens
         return self.row_tokens * (2 * self.query + 2 * self.attended_keys) + self.tokens * self.query + scores
@@ -246,7 +250,7 @@ class Sizes:
     def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
         """Return the number of elements that a rank has of some kinds of tensors.
 
-        The result is a pair: the number of elements of dense tensors, and the number of elements of experts.
+        The result is a pair: the number of elements of dense tensors, and the number of elements of tensors of experts.
         """
         return max(stage_parts(tensor_kinds, self.side), key=sum)
 
@@ -268,9 +272,15 @@ def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
 def context_parallel_extra(s: Sizes, backward: bool) -> int:
     """Return the bytes that context parallelism adds to the memory of attention.
 
-    - Ring (a block is the keys and values of one rank): the current block, the block that is being received, a copy of
-      a block's keys and values for each query head, and a block's result in float32.
-    - Ulysses: the exchanged tensors, and the queries, keys and values of the nodes of all ranks.
+    With ring attention, the bytes are for four things. A block is the keys and values of one rank.
+
+    - the current block,
+    - the block that is being received,
+    - a copy of a block's keys and values for each query head,
+    - a block's result in float32.
+
+    With Ulysses attention, the bytes are for the exchanged tensors, and for the queries, keys and values of the nodes
+    of all ranks.
     """
     if s.work.layout.cp == 1:
         return 0
@@ -346,9 +356,9 @@ def optimizer_step(s: Sizes) -> Moments:
 def count_orthogonalization_bytes(kind: TensorKind, side: Side) -> int:
     """Return the bytes that Muon needs to orthogonalize a matrix.
 
-    The bytes are for the matrix, the result of the next iteration, and two squares of the matrix's shorter dimension.
-    For experts, all experts of a rank are assembled first, while the rank's own parts still exist. The experts are then
-    orthogonalized one by one.
+    The bytes are for the matrix, for the result of the next iteration, and for two square matrices whose size is the
+    matrix's shorter dimension. For experts, all experts of a rank are assembled first, while the rank's own parts still
+    exist. The experts are then orthogonalized one by one.
     """
     tensor = kind.tensor
     whole_elements = tensor.elements // (side.layout.ep if tensor.experts else 1)

@@ -40,8 +40,8 @@ Act = Literal["prefill", "decode", "infer", "update", "step"]
 class OperatorCalls:
     """The number of operators that Python calls in one call of an engine.
 
-    Nested operators do not count. `layer` is the number for each of the model's layers, `sequence` the number for each
-    sequence, `rest` all others. Other work of Python counts as the number of operators that need the same time."""
+    The number is `layer` for each layer of the model, plus `sequence` for each sequence, plus `rest`. Nested operators
+    do not count. Python's other work counts as the number of operators that need the same time."""
 
     layer: float
     rest: float
@@ -50,10 +50,10 @@ class OperatorCalls:
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts about a node on which an engine's lints and settings may depend.
+    """The facts that an engine's lints and settings can depend on.
 
-    The facts are the verb and layout of the node, the kind of its devices, the number of devices `per_host`, and the
-    engines of other nodes on the same devices."""
+    The facts are about one node: its verb, its layout, the kind of its devices, the number of its devices on each host
+    (`per_host`), and the engines of other nodes on the same devices."""
 
     verb: str
     layout: Layout
@@ -93,21 +93,21 @@ class EngineSpec:
     """All that the compiler knows about an engine, without loading the engine.
 
     - `build`: the function `module:name` that `build_engine` calls with (weights, placement, devices). The function
-      returns a Trainer, or a Generator for the verb `generate`. "": the engine can only be planned for.
+      returns a Trainer, or a Generator for the verb `generate`. "" if this version cannot run the engine.
 
     Support:
     - `axes`: the axes of a layout that may be larger than 1. `families`: the model architectures.
     - `options`: the engine's options (`EngineOptions`, ir/options.py), in addition to `EVERY`.
-    - `off_host`: axes and families that can be planned for on host cores, but not run there.
+    - `off_host`: axes and families that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
     - `needs`: the required packages. `settings`: environment variables for the engine's processes.
-    - `chosen`: the places ("host": host cores, "device") where a plan may choose the engine if a program names none.
+    - `chosen`: where the planner can choose this engine if a program names no engine ("host": host cores, "device").
     - `lints`: returns warnings about combinations of options that are known to fail or to be slow.
 
     Weights:
     - `divided_from`: the ZeRO stage from which weights are sharded over dp, also between passes (4: never).
     - `vocabulary_multiple`: each rank's part of the vocabulary is padded to a multiple of this number (1: no padding).
-      With `pads_whole`, the whole vocabulary is padded instead.
+      With `pads_whole`, the whole vocabulary is padded to such a multiple instead.
     - `spread`: the rule by which experts, or shards of experts, are placed on ranks.
     - `packs_experts`: whether `Generator.filled` converts the new weights of experts in place to another format.
 
@@ -130,7 +130,7 @@ class EngineSpec:
     - `block`: tokens per block of the KV cache. Rows with a common prefix share only whole blocks and recompute the
       rest of the prefix (0: they share the whole prefix). A KV cache of blocks is allocated as a whole.
     - `cache_passes`: how often a decoding step reads or writes the KV cache.
-    - `sums`: all-reduces of tensor parallelism per layer, in a forward pass and in a backward pass."""
+    - `sums`: the number of tensor-parallel all-reduces per layer: (in a forward pass, in a backward pass)."""
 
     name: str
     verbs: tuple[str, ...]
@@ -166,11 +166,11 @@ class EngineSpec:
     divides_sequence: bool = False
 
     def eager(self, where: Where) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """Return the function `calls`, or None if kernels are fused on `where`."""
+        """Return the function `calls`, or None if kernels are fused at the place `where`."""
         return None if where in self.fused else self.calls
 
     def list_plan_only(self, where: Where) -> tuple[str, ...]:
-        """Return the axes and model families that can be planned but not run on `where`."""
+        """Return the axes and families that plans for `where` can use but runs cannot."""
         return self.off_host if where == "host" else ()
 
     def divides_weights(self, layout: Layout) -> bool:
@@ -184,11 +184,11 @@ class EngineSpec:
         return self.divides_weights(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
-        """Return how the engine shards weights under `layout`, from device `first` on."""
+        """Return how the engine shards weights under `layout`, starting at device `first`."""
         return Side(layout, self.divides_weights(layout), self.multiple(layout), first, each)
 
     def multiple(self, layout: Layout) -> int:
-        """Return the multiple to which a rank's part of the vocabulary is padded."""
+        """Return the number by which a rank's padded part of the vocabulary is divisible."""
         return max(1, self.vocabulary_multiple // layout.tp) if self.pads_whole else self.vocabulary_multiple
 
     def build_engine(self, weights: Weights, placement: Placement, devices: Devices) -> Any:
@@ -210,7 +210,7 @@ def is_compiled(placement: Placement) -> bool:
 
 
 def can_compile(model: Model, layout: Layout) -> bool:
-    """Return whether torch can compile a model's layers: only without tp and experts."""
+    """Return whether torch can compile the layers: it cannot with tp or experts."""
     return layout.tp == 1 and not model.experts
 
 
@@ -257,10 +257,10 @@ MicroBatch: TypeAlias = "TensorDict"
 class ForwardRequest:
     """The outputs that a forward pass must return for each requested token.
 
-    A forward pass always returns the log-probabilities of the token and of its `given` tokens. On request it also
-    returns the `entropy` of the token's distribution and the `best` likeliest tokens (a number). The `temperature`
-    applies to all tokens, unless the micro-batch has temperatures. `node` is the update that requests the pass. The
-    engine may read the node's attributes: `UpdateAttributes.of(request.node)`."""
+    A forward pass always returns the token's log-probability, and the log-probabilities of the other token ids in the
+    micro-batch's column `given`. With `entropy`, it also returns the entropy of the token's distribution. `best` is the
+    number of likeliest tokens to return. `temperature` applies to all tokens, unless the micro-batch has temperatures.
+    `node` is the update that requests the pass. Its attributes are `UpdateAttributes.of(request.node)`."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -271,8 +271,8 @@ class ForwardRequest:
 class Outputs(NamedTuple):
     """The results of a forward pass, in float32.
 
-    A policy returns all requested outputs, a scoring model only `values`. Shapes are [tokens] or [tokens, k]. All
-    tensors except `best` and `ids` are differentiable."""
+    A policy returns all outputs that the ForwardRequest names. A scoring model returns only `values`, one score per
+    token. Shapes are [tokens] or [tokens, k]. All tensors except `best` and `ids` are differentiable."""
 
     logp: Tensor | None = None
     values: Tensor | None = None  # score at each requested position
@@ -334,11 +334,11 @@ class Trainer(Protocol):
     Collectives span all ranks of one copy of the model. If weights or experts are sharded over dp, the collectives also
     span dp. The ranks of a collective make the same calls, with the same number of micro-batches.
 
-    The engine decides when each micro-batch runs forward or backward: at one time, the stages of a pipeline run
-    different micro-batches. If a model's layers are on several ranks, outputs are on the ranks with the last layers."""
+    The engine decides when each micro-batch runs forward or backward, because the stages of a pipeline run different
+    micro-batches at the same time. With several pipeline stages, only the ranks of the last stage have outputs."""
 
     def shards(self) -> list[Shard]:
-        """Return the weights that this rank holds between passes."""
+        """Return the shards of weights that this rank holds between passes."""
 
     def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
         """Run forward passes without autograd; return the outputs of each micro-batch.
@@ -348,9 +348,9 @@ class Trainer(Protocol):
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
         """Add the gradient of this rank's part of the loss to the gradient sums.
 
-        The sum of the parts, over all micro-batches and dp ranks, is the mini-batch's loss. `loss` is called once for
-        each micro-batch, with its outputs and its number, on the ranks that have the last layers. These ranks make the
-        calls in the same order, so `loss` may contain a collective over dp. A micro-batch's autograd graph is freed
+        The mini-batch's loss is the sum of the parts over all micro-batches and dp ranks. The ranks that have the last
+        layers call `loss` once for each micro-batch, with the micro-batch's outputs and number. All these ranks make
+        the calls in the same order, so `loss` may contain a collective over dp. A micro-batch's autograd graph is freed
         when the micro-batch is done. Exceptions of `loss` propagate."""
 
     def step(
@@ -368,15 +368,15 @@ class Trainer(Protocol):
         options for the rules that the engine was built with. `node` is the update that makes the step."""
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer states by kind, each as a shard with its weight's box.
+        """Return the optimizer states by kind. The box of a state is the box of its weight.
 
         The call is a collective. The result is empty before the first step."""
 
     def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
-        """Load the optimizer states that `moments` returned after `steps` steps.
+        """Load the optimizer states of a checkpoint that was written after `steps` steps.
 
-        `moments` has tensors by kind of state and by weight's name, in this rank's boxes. The weights are already
-        set."""
+        The keys of `moments` are the kinds of states. The inner keys are the names of weights. The tensors are this
+        rank's boxes. The weights are already loaded."""
 
 
 class Generator(Protocol):
@@ -415,5 +415,5 @@ class Generator(Protocol):
         prompt per response, which ends with these tokens. These tokens count in the steps and in `max_tokens`, which is
         larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
 
-        With a `stretch`, each response is yielded in parts of `stretch` tokens. When each unfinished response has
-        yielded a part, the next parts are drawn only if the caller continues to iterate."""
+        With a `stretch`, each response is yielded in parts of `stretch` tokens. After one part of each unfinished
+        response has been yielded, the next parts are drawn only if the caller continues to iterate."""

@@ -1,7 +1,7 @@
 """Outputs of a policy whose vocabulary is sharded over ranks.
 
-Invariant: values and gradients equal the values and gradients for the whole vocabulary, and are the same on all ranks
-of the group. No rank holds logits of another rank's part of the vocabulary.
+Invariant: values and gradients equal the results of a computation with the whole vocabulary on one rank. They are the
+same on all ranks of the group. No rank holds logits of another rank's part of the vocabulary.
 """
 
 from __future__ import annotations

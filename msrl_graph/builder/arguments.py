@@ -1,7 +1,7 @@
-"""Arguments of calls of the Python API, converted to nodes of a syntax tree.
+"""Conversion of the arguments of Python API calls to nodes of a syntax tree.
 
-Invariant: each syntax tree node is one that `parse` could have returned, and its span is that of the argument in the
-Python file. A text that the grammar rejects raises a Fault. An object that cannot occur in a program also raises a
+Invariant: each syntax tree node is one that `parse` could have returned. A node has the span that its argument has in
+the Python file. A text that the grammar rejects raises a Fault. An object that cannot occur in a program also raises a
 Fault.
 """
 
@@ -44,8 +44,8 @@ STRINGS = {
 class Arguments:
     """The arguments of a method call, as nodes of a syntax tree.
 
-    The methods convert values and raise a Fault, located in the Python file, for a value that the language does not
-    accept.
+    Each method converts a value. If the language does not accept the value, the method raises a Fault, located in the
+    Python file.
     """
 
     def __init__(self, *parameters: str) -> None:
@@ -63,7 +63,7 @@ class Arguments:
         return self.word(name, self.site.key(name))
 
     def string(self, value: object, wants: str, span: Span) -> str:
-        """Return a value as a str that can be written to a file.
+        """Return a value as a str that can be written to an `.rlg` file.
 
         Raises Fault for other types (`wants` says what is expected), and for a str that UTF-8 cannot encode.
         """
@@ -144,9 +144,10 @@ class Arguments:
         return edge
 
     def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """Return the sample edge from a single text with arrows, or from lists of nodes.
+        """Return the sample edge that a text with arrows, or several node lists, describe.
 
-        If there are several `groups` of nodes, an arrow leads from each group to the next.
+        The text is the only item of `groups`. If there are several `groups` of nodes, an arrow leads from each group to
+        the next group.
         """
         attrs = self.attrs(("sample edge",), attributes)
         if len(groups) == 1 and (edge := self.edge("groups", groups[0], "sample")):
@@ -158,7 +159,10 @@ class Arguments:
         return ast.EdgeDecl("sample", ends, attrs, self.span)
 
     def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """Return the resharding edge from a single text with an arrow, or from two ends."""
+        """Return the resharding edge from `src` to `dst`.
+
+        If `dst` is None, `src` is a text with an arrow and both ends of the edge.
+        """
         attrs = self.attrs(("resharding edge",), attributes)
         if dst is None and (edge := self.edge("src", src, "reshard")):
             return replace(edge, attrs=(*edge.attrs, *attrs))
@@ -172,9 +176,9 @@ class Arguments:
     ) -> tuple[ast.Attr, ...]:
         """Return keyword arguments as attributes of a statement.
 
-        `statements` is the kinds of statement that may declare the attributes. With `quoted`, each str becomes a quoted
-        string of the language. Otherwise a str becomes a quoted string if the attribute is declared as a string, and is
-        parsed as an expression if not.
+        `statements` are the kinds of statement that may declare the attributes. With `quoted`, each str becomes a
+        quoted string of the language. Otherwise a str becomes a quoted string if the attribute is declared as a string,
+        and is parsed as an expression if not.
         """
         attributes = []
         for key, value in values.items():
@@ -273,7 +277,7 @@ class Arguments:
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
     def text(self, value: str, part: CallArgument, read: Callable[[str, str], T]) -> T:
-        """Parse a text of the language with `read`, such as `parse_expr`.
+        """Parse a text of the language by the function `read`, such as `parse_expr`.
 
         The spans of the result are in the Python file. `part` is the argument that has the text.
         """
@@ -331,7 +335,7 @@ def _signed(literal: ast.Literal_, negative: bool) -> ast.Expr:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return a value as a whole number; None if it is not one.
+    """Return a value as a whole number; None if the value is not a whole number.
 
     An array has `__index__`, but calling it may raise TypeError.
     """

@@ -25,7 +25,7 @@ QUOTES = ('"""', "'''", '"', "'")
 class CallArgument:
     """An argument of a call, or an element of a list or tuple that is an argument.
 
-    `node` is the Python syntax tree of the argument. It is None if the argument cannot be found in the source; then
+    `node` is the Python syntax tree of the argument. If the argument cannot be found in the source, `node` is None, and
     `span` is the span of the call.
     """
 
@@ -34,7 +34,10 @@ class CallArgument:
     node: ast.expr | None = None
 
     def item(self, index: int) -> CallArgument:
-        """Return an element of a literal list or tuple. Otherwise return this argument."""
+        """Return an element of this argument, or this argument if no element can be found.
+
+        The elements can be found if the argument is written as a list or tuple, without `*`.
+        """
         if not isinstance(self.node, ast.List | ast.Tuple) or any(
             isinstance(element, ast.Starred) for element in self.node.elts
         ):
@@ -68,7 +71,7 @@ class CallArgument:
 class CallSite:
     """A call in the Python file: its span and its arguments.
 
-    `parameters` is the names of the parameters that can be positional.
+    `parameters` are the names of the parameters that can be positional.
     """
 
     def __init__(self, source: _Source, span: Span, call: ast.Call | None, parameters: tuple[str, ...]) -> None:
@@ -80,7 +83,7 @@ class CallSite:
     def argument(self, name: str, index: int = 0) -> CallArgument:
         """Return the argument for the parameter `name`.
 
-        For a parameter such as `*groups`, `index` is the position among its arguments.
+        For a parameter such as `*groups`, `index` selects one of the parameter's arguments.
         """
         if self._call is not None:
             for keyword in self._call.keywords:
@@ -94,7 +97,7 @@ class CallSite:
         return CallArgument(self.span, self._source)
 
     def key(self, name: str) -> Span:
-        """Return the span of a keyword argument's name. If not found: the call's span."""
+        """Return the span of a keyword argument's name, or of the call if none is found."""
         for keyword in self._call.keywords if self._call is not None else ():
             if keyword.arg == name:
                 start = self._source.span(keyword)
@@ -105,7 +108,7 @@ class CallSite:
 def caller(inner: Path, parameters: tuple[str, ...]) -> CallSite:
     """Return the call in the user's code that entered code under the folder `inner`.
 
-    `parameters` is the names of the parameters that can be positional.
+    `parameters` are the names of the parameters that can be positional.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and inner in Path(frame.f_code.co_filename).parents:

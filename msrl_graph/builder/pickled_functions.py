@@ -3,8 +3,8 @@
 Examples are lambdas, functions inside functions or under an `if`, and functions of notebooks.
 
 Invariant: the result is a Python file like any other. The compiler reads the function's signature from that file, and
-the processes of a run load the function from it. The function itself is in a file next to it, as cloudpickle wrote it.
-A plan that names the function can be run as long as both files exist.
+the processes of a run load the function from that file. The function itself is in a second file in the same folder, as
+cloudpickle wrote it. A plan that names the function can be run as long as both files exist.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _is_defined_in(function: Callable[..., object], path: Path, name: str) -> bo
     """Return whether a file defines a function at its top level.
 
     A definition under an `if`, such as `if __name__ == "__main__"`, does not count: neither the compiler nor a process
-    that imports the file would find it.
+    that imports the file would find such a function.
     """
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     definitions = [item for item in ast.parse(path.read_bytes()).body if isinstance(item, kinds) and item.name == name]

@@ -32,7 +32,7 @@ class Program:
     """An algorithm, a cluster or a deploy, with all programs that it depends on."""
 
     def __init_subclass__(cls) -> None:
-        """Decorate methods with `public` in this module's classes, but not in users' ones."""
+        """Apply `public` to the methods of a subclass that this module defines."""
         super().__init_subclass__()
         for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
             if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
@@ -66,7 +66,7 @@ class Program:
 
 
 class Imported(Program):
-    """An algorithm of msrl_graph, or a program in `file`, relative to the user's file."""
+    """An algorithm of msrl_graph, or of `file` (relative to the user's Python file)."""
 
     def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
@@ -86,7 +86,7 @@ class _OfPackage(Imported):
 
 
 class StatementBuilder(Program, Generic[S]):
-    """A program of statements. Each method adds a statement, or replaces a statement."""
+    """A program made of statements; each method adds or replaces a statement."""
 
     def __init__(self, span: Span) -> None:
         super().__init__(span)
@@ -105,7 +105,7 @@ class StatementBuilder(Program, Generic[S]):
 
 
 class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
-    """`algorithm NAME { … }`; `extends` is an object or a built-in algorithm's name."""
+    """`algorithm NAME { … }`; `extends` is an algorithm, or a built-in's name."""
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
@@ -310,7 +310,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         nodes: int | tuple[int, int] | None = None,
         devices: int | tuple[int, int] | None = None,
     ) -> Self:
-        """Add `place A, B [together] [on nodes 0..1 [devices 0..7]]`; a pair is a range."""
+        """Add `place A, B [together] [on nodes 0..1 [devices 0..7]]`; `(0, 1)` is `0..1`."""
         call = Arguments("targets")
         call.flag("together", together)
         if devices is not None and nodes is None:

@@ -29,8 +29,8 @@ class StatementSlot:
     """A position in a program.
 
     - `keys`: the keys of the statement that the slot was created for.
-    - `statements`: the current statements at the position. The tuple is empty after the statement was dropped, or
-      replaced at another position.
+    - `statements`: the current statements at the position. The tuple is empty if the statement was dropped, or if its
+      replacement is at another position.
     """
 
     keys: frozenset[Key]
@@ -38,7 +38,7 @@ class StatementSlot:
 
     @property
     def present(self) -> frozenset[Key]:
-        """The keys of all statements in the slot."""
+        """The keys of all statements that are in the slot."""
         return frozenset(key for statement in self.statements for key in keys_of(statement))
 
     @property
@@ -74,7 +74,7 @@ class Statements(Generic[S]):
         self._entries: list[StatementSlot] = []
 
     def __iter__(self) -> Iterator[S]:
-        """Yield all statements; consecutive columns are joined to one statement."""
+        """Yield all statements; consecutive column declarations are joined into one."""
         statements: list[Statement] = []
         columns: list[ast.ColumnsDecl] = []
         for statement in (stated for entry in self._entries for stated in entry.statements):
@@ -118,7 +118,7 @@ class Statements(Generic[S]):
 
 
 def _join_columns(columns: Sequence[ast.ColumnsDecl]) -> list[ast.ColumnsDecl]:
-    """Join column declarations to one statement; return an empty list for no columns."""
+    """Join column declarations into one statement; return [] if there are none."""
     return [replace(columns[0], columns=tuple(column for one in columns for column in one.columns))] if columns else []
 
 
@@ -206,10 +206,11 @@ def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -
 
 
 def _place_slot(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
-    """Insert a slot at or after the position `begin`; remove what the slot replaces.
+    """Insert a slot in `entries`, and remove the statements that it replaces.
 
-    The new slot replaces all slots whose keys are all among the keys of the new slot, and gets the position of the
-    first of these slots. If the new slot replaces no slot, the new slot is appended.
+    Only the slots from the position `begin` on can be replaced. A slot is replaced if all its keys are keys of the new
+    slot. The new slot gets the position of the first slot that it replaces. If the new slot replaces no slot, the new
+    slot is appended.
     """
     places = [
         i
@@ -229,7 +230,10 @@ def _find_drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple
 
 
 def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement) -> None:
-    """Remove `drop` statements of a statement that is stated again after the drop."""
+    """Remove the `drop` statements that would drop a statement that is stated again.
+
+    `after` is the position of the statement. Only `drop` statements after this position are removed.
+    """
     for i, drop in _find_drops(entries, after):
         if _apply_drop(drop, statement) != (statement,):
             entries[i] = replace(entries[i], statements=())
@@ -238,7 +242,7 @@ def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement
 def _check_kind(old: Statement, new: Statement) -> None:
     """Raise a Fault if a name is stated again as another kind of statement.
 
-    For example, a column `x` is followed by a param `x`, which is usually a mistake.
+    For example, a program states a column `x` and later a param `x`. This is usually a mistake.
     """
     before = KINDS.get(type(old))
     now = KINDS.get(type(new))

@@ -115,7 +115,7 @@ def check(
 
     - `earlier`: the diagnostics of the compiler pass that made the graph from the program.
     - `reported`: the columns that evaluations read.
-    - `dropped`: what an algorithm drops (`drop`) from the algorithms that it extends, by name.
+    - `dropped`: the `drop` statements of an algorithm that extends other algorithms, by the dropped name.
     """
     only_values = all(diagnostic.code in VALUES for diagnostic in earlier if diagnostic.severity == "error")
     last = partial(columns.unused, reported=reported)

@@ -1,7 +1,7 @@
 """Checks of columns: their writers, their readers, and the paths between them.
 
-Invariant: if one mistake follows from another mistake, only the first mistake is reported. So the path from a writer to
-a reader is not checked if the column has two writers, or if the reader is unreachable.
+Invariant: a mistake that only follows from another mistake is not reported. So the path from a writer to a reader is
+not checked if the column has two writers, or if no path leads from the source to the reader.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report columns with several writers, at each writer except the first."""
+    """Report columns with several writers, at each writer except the first.
+
+    The first writer is the first in the program's text.
+    """
     diagnostics = []
     swapped = _guess_swapped_columns(graph)
     for column, writers in graph.writers.items():
@@ -75,7 +78,7 @@ def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
     The keys of the result are the columns with two writers. Each value has two items:
 
     - the names of the writers that were probably meant to write another column: one name, or both if both are possible,
-    - the name of this other column, which has the same type, is read, and is never written.
+    - the name of the column that was probably meant. It has the same type, and is read but never written.
     """
     guesses: dict[str, tuple[list[str], str]] = {}
     doubled = {name: writers for name, writers in graph.writers.items() if len(writers) == 2}
@@ -96,7 +99,7 @@ def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes that no path from the source reaches, and a source without readers.
 
-    A node with an edge from another unreachable node is not reported.
+    If an unreachable node has an edge from another unreachable node, only the other node is reported.
     """
     reached = _list_reachable(graph)
     diagnostics = []
@@ -118,7 +121,7 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that read a column although no path from its writer leads to them."""
+    """Report nodes to which no path leads from the writer of a column that they read."""
     reached = _list_reachable(graph)
     diagnostics = []
     for node in graph.nodes:
@@ -144,8 +147,8 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
     """Warn of columns that nothing reads.
 
     - A column is read if a node, an evaluation (`reported`) or the sampling weights of the source read the column.
-    - A column counts as read if the type of another column names it as its length.
-    - The column with the version of each token counts as read, since a replay of a run needs this column.
+    - A column counts as read if the type of another column names this column as its length.
+    - The column with the weights' version for each token counts as read, since a replay of a run needs this column.
     """
     read = (
         {column for node in graph.nodes for column in node.reads}
@@ -185,9 +188,9 @@ def _list_reachable(graph: Graph) -> set[str]:
 
 
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
-    """Return the nodes that write a node's columns and are closest before the node.
+    """Return the writers of the columns that a node reads, without earlier writers.
 
-    A writer of a column that `node` reads is left out if another such writer comes after it along sample edges.
+    A writer is earlier if a path of sample edges leads from it to another of these writers.
     """
     writers = sorted(
         {writer.name for column in node.reads for writer in graph.writers.get(column, [])[:1]} - {node.name}

@@ -1,8 +1,8 @@
 """Checks of data files: the fields that the deploy reads, and the number of rows.
 
 Invariant: the compiler reads only the beginning of a file (`head` in data/datafile.py). A file at a URL is read only if
-it is so short that the beginning is the whole file. A run checks all rows of the file before it starts, and reports the
-same mistakes.
+it is so short that the beginning is the whole file. Before a run starts, it checks all rows of the file for the same
+mistakes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..ir.plan import DataSource, Plan
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Check the data files that are available on this machine.
+    """Check the data files of a plan, as far as this machine can read them.
 
-    A missing file, a file without rows and a file that cannot be read on this machine give a warning, not an error.
+    A file that is missing, has no rows or cannot be read on this machine causes a warning, not an error.
     """
     return list(_check_files(plan))
 

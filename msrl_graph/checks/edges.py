@@ -117,8 +117,8 @@ def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
 def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report resharding edges that are not from an update to a matching generation.
 
-    The update and the generation must have the same model and the same kind of worker. Only one resharding edge may
-    lead to a generation.
+    A generation matches an update if both have the same model and the same kind of worker. At most one resharding edge
+    may lead to a generation.
     """
     diagnostics = []
     into: dict[str, Edge] = {}

@@ -3,8 +3,8 @@
 The processes of a pool share one Python interpreter: the interpreter that the program states for the pool, or else the
 interpreter of the run.
 
-Invariant: after the checks, the packages that the engines of one environment need can be installed together, as far as
-hardware/stacks.py knows.
+Invariant: in a plan that passes the checks, the packages that the engines of one environment need can be installed
+together, as far as hardware/stacks.py knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ OWN = "msrl-graph"
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Check the Python environments of a plan, after each pool got its environment."""
+    """Check the Python environments of a plan.
+
+    Each pool of the plan must already have its environment.
+    """
     placed = [placement for placement in plan.placements if placement.pool != FUNCTIONS]
     return [*_check_interpreters(plan, placed)] or [*_check_packages(plan, placed, engines)]
 

@@ -1,7 +1,8 @@
-"""Checks of filters, which drop rows from the iteration, and of groups after them.
+"""Checks of filters, which drop rows, and of the groups that remain after filters.
 
-Invariant: a function that needs whole groups gets groups that are complete, or that a filter received in one call
-(`per` of the filter). A node that drops single rows breaks the groups for all nodes after it.
+Invariant: a function that needs whole groups never gets a group from which an earlier node dropped single rows. A
+filter may shorten a group only if one call of the filter gets the whole group (`per`). A node that drops single rows
+breaks the groups for all nodes after that node.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .scope import known_calls
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report functions that need whole groups, but come after a node that drops rows.
 
-    The node drops single rows of a group because it is a filter, or because it drops rows that fail.
+    The node drops single rows of a group because it is a filter, or because it drops the rows for which its call fails
+    (`on_failure`).
     """
     diagnostics = []
     for node in graph.nodes:
@@ -56,7 +58,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report each `keep` that compares a column which is not one number per row."""
+    """Report each `keep` that compares a column without exactly one number per row."""
     diagnostics = []
     columns = {column.name: column for column in graph.columns}
     for node in graph.nodes:
@@ -74,8 +76,8 @@ def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
 def disjoint_filters(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes that need rows from `select` filters on parallel branches.
 
-    The rows after a `select` are a row set of their own, since a `select` may repeat rows. A node is reported if it
-    needs two row sets and neither row set was made from the other.
+    The rows after a `select` are a separate row set, since a `select` may repeat rows. A node is reported if it needs
+    two row sets, and neither row set was made from the other.
     """
     if not any(CallAttributes.of(node).select is not None for node in graph.nodes):
         return []

@@ -59,8 +59,8 @@ def _check_pools(plan: Plan) -> Iterator[Diagnostic]:
 def _span(plan: Plan, pool: Pool) -> Span:
     """Return the span of the statement that decides the size of a pool.
 
-    The statement is the layout of a node in the pool. If no such layout is stated, it is the statement that made the
-    pool.
+    The statement is the layout of the first node in the pool for which a layout is stated. If no layout is stated for a
+    node in the pool, the statement is the one that made the pool.
     """
     return next((plan.deploy.layouts[node].span for node in pool.nodes if node in plan.deploy.layouts), pool.span)
 
@@ -179,10 +179,11 @@ def _list_capable_engines(engines: Mapping[str, EngineSpec], verb: str, can: Cal
 def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     """Return a help text with the nearest layout that works; "" if none works.
 
-    A layout works if the engine and the model support it and it uses the devices of the pool. Only layouts that differ
-    from the wrong layout in tp, dp and the expert axes (ep, etp) are considered. The nearest of them is the layout with
-    the smallest change of the stated sizes. If the program states no etp, the etp that the engine would choose is
-    preferred, then the smallest etp.
+    A layout works if the engine and the model support the layout, and the layout uses all devices of the pool. Only
+    layouts that differ from the wrong layout in tp, dp and the expert axes (ep, etp) are considered. The nearest of
+    these layouts is the layout with the smallest change of the stated sizes. If the program states no etp and several
+    layouts are equally near, a layout with the etp that the engine would choose is preferred, and after that the
+    smallest etp.
     """
     devices = plan.pool(placement.pool).devices
     layout = placement.layout
@@ -229,7 +230,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 
 
 def _check_mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
-    """Report a dp of an update that does not divide the rows of an optimizer step.
+    """Report an update whose dp does not divide the rows of an optimizer step.
 
     All data-parallel ranks need equal shares of these rows.
     """

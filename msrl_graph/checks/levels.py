@@ -1,4 +1,4 @@
-"""Checks of levels: the rows on which a node works, and the rows of its columns.
+"""Checks of levels: which rows a node works on, and to which rows columns belong.
 
 Invariant: the levels of a graph are a tree (ir/graph.py). A node works on the rows of the deepest level that it reads.
 All columns that the node reads belong to these rows or to rows above them.
@@ -90,9 +90,11 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_lengths(graph: Graph, node: Node, column: str) -> list[Diagnostic]:
-    """Report a column that is as long as a column with several values for its row.
+    """Report a column whose length is not one number for each row.
 
-    For example, a column of prompts cannot be as long as `response`, since each prompt has several responses.
+    The type of a column can name another column whose length it has. Then each row must have exactly one value of the
+    other column. For example, a column of prompts cannot be as long as `response`, since each prompt has several
+    responses.
     """
     declared = graph.column(column)
     return [

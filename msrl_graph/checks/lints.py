@@ -17,9 +17,9 @@ from ..ir.plan import Placement, Plan
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Return the warnings of a plan, one per message.
+    """Return the warnings of a plan; each message occurs once.
 
-    If a warning applies to several nodes with the same layout or engine statement, it is given once.
+    If several nodes cause the same message, the warning is at the statement of the first of these nodes.
     """
     warnings: dict[str, Diagnostic] = {diagnostic.message: diagnostic for diagnostic in _check_dies(plan)}
     for placement in plan.placements:
@@ -41,9 +41,9 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 
 def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
-    """Warn of a cluster whose device is a package, but whose count is that of dies.
+    """Warn of a cluster that counts dies, although its device is a package of dies.
 
-    A package is a device of several dies.
+    The `devices_per_node` of such a cluster must be the number of packages.
     """
     cluster = plan.cluster
     device = plan.cluster.device
@@ -57,9 +57,9 @@ def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _shares_stated_layout(plan: Plan, placement: Placement) -> bool:
-    """Return whether a node has the same layout as another node, where it is stated.
+    """Return whether a node has the layout that the program states for some node.
 
-    Only nodes in the same pool are compared. Mistakes in the layout are reported at the other node.
+    Only nodes in the same pool are compared. Mistakes in the layout are reported at the node for which it is stated.
     """
     stated = [plan.placement(node) for node in plan.deploy.layouts]
     return any(

@@ -1,8 +1,8 @@
-"""Checks of docks that starve: a node waits for a batch that is never complete.
+"""Checks for starvation: a node waits for a batch that is never complete.
 
-Invariant: a node is reported only if it starves for all results of functions and all lengths of rows. Rows that a
-filter may drop count as rows. A `select` may repeat rows, so the number of rows after it is unknown. Nodes after a
-`select` are not reported. Sizes in bytes are for columns of maximum length, as in the plan.
+Invariant: a node is reported only if it starves whatever the functions return and however long the rows are. Rows that
+a filter could drop are counted. The number of rows after a `select` is unknown, since a `select` may repeat rows. So
+nodes after a `select` are not reported. Sizes in bytes are for columns of maximum length, as in the plan.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Itera
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report a capacity of the dock that is too small for the rows in it.
+    """Report a dock whose `capacity` is smaller than the rows that a node waits for.
 
-    A node waits for these rows together, so they must all fit. The memory section of the plan must be filled.
+    The dock must hold all these rows at the same time. The memory section of the plan must be filled.
     """
     return list(_check_capacity(plan))
 
@@ -149,12 +149,12 @@ def _check_capacity(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def least_capacity(rows: int, largest: int, warehouses: int) -> int:
-    """Return a capacity per warehouse that suffices for `rows` bytes of rows per host.
+    """Return a capacity per warehouse that is enough for `rows` bytes per host.
 
     All sizes are in bytes. `largest` is the size of the largest row. With several warehouses, a row that does not fit
-    on its own host is stored on another host. `rows + largest` is then enough. The reason: if the largest row fit on no
-    host, each host would have less than `largest` bytes left. So each host would store more than `rows` bytes, more
-    than there are.
+    on its own host is stored on another host. A capacity of `rows + largest` is then enough. Proof: suppose that the
+    largest row fits on no host. Each host then has less than `largest` bytes left, so it stores more than `rows` bytes.
+    But all hosts together have only `rows` bytes per host.
     """
     return rows + (largest if warehouses > 1 else 0)
 
@@ -171,7 +171,7 @@ def _row_bytes(memory: PhaseMemory) -> int:
 
 
 def _round_up(need: float) -> str:
-    """Round a number of bytes up to three digits and write it with its unit."""
+    """Round a number of bytes up to three significant digits; return it with a unit."""
     unit, size = next(
         (name, scale)
         for name, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))

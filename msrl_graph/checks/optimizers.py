@@ -1,7 +1,7 @@
-"""Checks of optimizers: one learning rate per step, one set of states per worker.
+"""Checks of optimizers: their learning rates, and their optimizer states.
 
-Invariant: an optimizer is known from its call in the program (ir/optimizer_spec.py). If a mistake in a call is already
-reported, the call is not checked.
+Invariant: the checks know an optimizer only from its call in the program (ir/optimizer_spec.py). If a mistake in a call
+is already reported, the call is not checked.
 """
 
 from __future__ import annotations

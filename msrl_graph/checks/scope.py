@@ -50,7 +50,10 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_together(node: Node, call: Expr, signature: Signature) -> list[Diagnostic]:
-    """Report parameters of which a call passes some, but must pass all or none."""
+    """Report a call that passes only some of the parameters that belong together.
+
+    A call must pass all of the parameters in `signature.together`, or none of them.
+    """
     read = (*node.reads, *node.states)
     binds = call.columns()
     passed = [
@@ -224,7 +227,7 @@ def result_types(graph: Graph, library: Library) -> list[Diagnostic]:
 def loss_columns(node: Node, library: Library) -> set[str]:
     """Return the columns that the loss of an update uses.
 
-    The loss uses a column as a factor in its expression, or as an argument of one of its terms.
+    The loss uses a column if the column is a factor in the loss expression, or an argument of a loss term.
     """
     columns = _list_columns(UpdateAttributes.of(node).loss)
     for call, signature in known_calls(node, library):
@@ -243,7 +246,7 @@ def _list_columns(loss: Expr) -> set[str]:
 
 
 def known_calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
-    """Yield each call of a node that has a known signature, with the signature.
+    """Yield each call of a node whose signature is known, together with the signature.
 
     The calls are in the attributes of the node, such as `call` and `loss`. Calls of optimizers are left out.
     """
@@ -285,7 +288,7 @@ def missing_inputs(graph: Graph, node: Node, signature: Signature) -> list[str]:
 
 
 def span(call: Expr, node: Node) -> Span:
-    """Return the span of a call, or the span of its node if the call has none."""
+    """Return the span of a call; if the call has no span, return the span of its node."""
     return call.span if call.span != NOWHERE else node.span
 
 

@@ -58,7 +58,8 @@ def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
 def stale_logp_columns(graph: Graph, node: Node) -> set[str]:
     """Return the log-probability columns that a worker's off-policy generations write.
 
-    The worker is that of `node`. If no loss term uses such a column, `uncorrected` reports this.
+    The worker is the worker of `node`. If no loss uses the column of a generation, `uncorrected` warns of the
+    generation.
     """
     older = [
         generation
@@ -135,15 +136,15 @@ def delayed_states(plan: Plan) -> list[Diagnostic]:
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report `staleness` without benefit, and `every` that skips no version.
+    """Report resharding edges on which `staleness` or `every` has no effect.
 
-    In each of two cases, neither attribute of a resharding edge has an effect:
+    Neither attribute has an effect in each of these cases:
 
     - The two nodes of the edge share devices and take turns.
     - The pool of the generation must be in step with the updates.
 
-    If the deploy allows separate devices, but the planner lets the nodes take turns, `staleness` is not reported. A
-    note of the plan then explains the planner's choice.
+    If the deploy allows separate devices, but the planner lets the nodes take turns, `staleness` is not reported.
+    Instead, a note of the plan explains the planner's choice.
     """
     shared = shared_staleness(plan.graph, lambda node: plan.placement(node).pool)
     hindrances = reasons_in_step(plan)

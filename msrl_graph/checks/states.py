@@ -1,7 +1,7 @@
 """Checks of states, the values that an algorithm keeps between iterations.
 
-Invariant: a state is not a column. A node reads the value of a state that the previous iteration left. So reading a
-state needs no path of sample edges and makes no cycle.
+Invariant: a state is not a column. A node that reads a state gets the value that the state had at the end of the
+previous iteration. So reading a state needs no path of sample edges and makes no cycle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def scope_mistakes(graph: Graph, node: Node) -> list[State]:
-    """Return the states that a node sets from only some of the rows that matter.
+    """Return the states that a node sets although its `per` does not match the state.
 
     A node that sets a state with one value for the run must have `per = batch`. A node that sets a state with one value
     per row of a column must have `per` of that column.
@@ -41,12 +41,12 @@ def scope_mistakes(graph: Graph, node: Node) -> list[State]:
 
 
 def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that set or read a state over the wrong rows.
+    """Report nodes whose rows do not match the rows of a state that they set or read.
 
     - A state with one value per row of a column must be set by a node that gets, in one call, all rows below that row.
     - A state with one value for the run must be set by a node that gets all rows of the batch in one call.
     - Only a function may set a state.
-    - Each row of a node that reads a state must have exactly one value of the state.
+    - For each row of a node that reads a state, the state must have exactly one value.
     """
     diagnostics = []
     kinds = {worker.name: worker.kind for worker in graph.workers}

@@ -52,7 +52,7 @@ def _list_fitting_terms(library: Library, kind: str) -> str:
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report parameters that need a column of scored tokens, but bind another column.
+    """Report parameters that need a column of scored tokens, but get another column.
 
     Such a parameter of a loss term receives the log-probabilities of the column's tokens, or the score of a text that
     ends with these tokens.
@@ -246,9 +246,12 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
 def _list_unmasked(graph: Graph, node: Node, library: Library) -> Collection[str]:
     """Return the columns of a node that may contain text which the node does not mask.
 
-    The result is empty if the node reads a column of type bool, since this column is a mask. For an update, the result
-    has the columns that the update scores. For a function with an optional mask, it has all columns that the function
-    reads. For any other node, it is empty.
+    If the node reads a column of type bool, this column is a mask, and the result is empty. If not, the result depends
+    on the node:
+
+    - An update: the columns that the update scores.
+    - A function with an optional mask: all columns that the function reads.
+    - Any other node: no columns.
     """
     if any(graph.column(column).element == "bool" for column in node.reads):
         return ()

@@ -82,7 +82,7 @@ def check_written_columns(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_reads(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> None:
-    """Report columns that a node with weights cannot read, by calls of `wrong`.
+    """Call `wrong` for each column that a node with weights reads but cannot read.
 
     The model of a node reads columns of tokens or text. An update also reads the columns that its loss terms need: one
     number for each token of a column that the update reads, or one number for each row.
@@ -132,9 +132,9 @@ def _reads_mask(graph: Graph, node: Node, response: str) -> bool:
 
 
 def _check_inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:
-    """Report columns that an infer node cannot write, by calls of `wrong`.
+    """Call `wrong` if an infer node writes columns that it cannot write.
 
-    An infer node may write one number for each token of a column that it reads. A policy may also write the k best
+    An infer node may write one number for each token of a column that it reads. A policy may also write the k highest
     log-probabilities for each token, together with their token ids. A reward model may also write one number per row.
     """
     if (

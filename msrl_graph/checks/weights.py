@@ -1,7 +1,7 @@
-"""Checks of weights in model folders, by the headers of the weight files.
+"""Checks of the weights in model folders, from the headers of the weight files.
 
-Invariant: of the weight files, the checks read only names, shapes and types of tensors, and one value: the bias of a
-score head.
+Invariant: the checks read only the names, shapes and types of tensors from the weight files, and one value: the bias of
+a score head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Held = dict[str, tuple[Path, dict[str, Any]]]  # by tensor name: its file, and i
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
     """Report weights that are missing or wrong in the folders of models.
 
-    `folders` are the paths of the folders to check; None means all folders. Unused weights give a warning, and only in
+    `folders` are the paths of the folders to check; None means all folders. Unused weights cause a warning, but only in
     a folder without mistakes. A folder without any weights is not checked.
     """
     graph = plan.graph
@@ -90,9 +90,9 @@ def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
 def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
     """Warn of stored weights that no model of a folder uses.
 
-    Some unused weights are not reported, as in transformers:
+    Like transformers, the function does not report these unused weights:
 
-    - weights that can be computed,
+    - the frequencies of rotary embeddings, which can be computed,
     - an output head that is tied to the embedding, or that a critic does not use,
     - the layer for multi-token prediction of the family deepseek_v3.
     """

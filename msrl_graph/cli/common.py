@@ -1,6 +1,6 @@
 """Functions that all commands share.
 
-They print diagnostics to stderr, load a plan from a file, and report an internal error in one line.
+The functions print diagnostics to stderr, load a plan from a file, and report an internal error in one line.
 
 Invariant: a command never shows a traceback unless MSRL_DEBUG=1 is set.
 """
@@ -89,8 +89,8 @@ def print_diagnostics(
 def run_guarded(program: str, main: object, argv: list[str]) -> int:
     """Run a command and return its exit status.
 
-    An internal error is reported in one line, with a folder of files that reproduce the error. The exit status is then
-    2.
+    An internal error is reported in one line, with a folder of files that reproduce the error. After an internal error,
+    the exit status is 2.
     """
     assert callable(main)
     try:

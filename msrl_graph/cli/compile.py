@@ -224,9 +224,9 @@ def _compile(argv: Sequence[str]) -> int:
 
 
 def _find_page(name: str) -> str:
-    """Return the page of the diagnostic code `name`, or the reference entry `name`.
+    """Return the text about a name: a diagnostic code's page, or a reference entry.
 
-    Returns "" if there is neither a code nor an entry with this name.
+    Returns "" if `name` is neither a diagnostic code nor the name of an entry in the language reference.
     """
     if name in codes.known():
         return codes.page(name)
@@ -253,7 +253,10 @@ def _simulation_text(result: Compilation, options: argparse.Namespace) -> str:
 
 
 def _result_text(result: Compilation, options: argparse.Namespace) -> str:
-    """Return the text of the stage and format that the flags request."""
+    """Return the result of the requested stage as text, in the requested format.
+
+    The flags in `options` select the stage and the format.
+    """
     from ..compiler.pipeline import no_deploy
 
     stage = options.emit or ("plan" if result.plan is not None or options.diff else "graph")
@@ -311,7 +314,10 @@ def _result_text(result: Compilation, options: argparse.Namespace) -> str:
 
 
 def _flag_against_diff(options: argparse.Namespace) -> str:
-    """Return a flag of the user that cannot be combined with `--diff`, or ""."""
+    """Return the first given flag that cannot be combined with `--diff`.
+
+    Returns "" if all given flags can be combined with `--diff`.
+    """
     flags = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
     flags[f"--emit {options.emit}"] = options.emit not in (None, "plan")
     flags[f"--format {options.format}"] = options.format in PICTURES
@@ -333,7 +339,7 @@ def _diff_text(plan: Plan, options: argparse.Namespace) -> str:
 
 
 def _picture_text(result: Compilation, stage: str, form: str) -> str:
-    """Return a compilation's stage as Graphviz text or as an HTML page."""
+    """Return a picture of the result of a stage, as Graphviz text or an HTML page."""
     graph = result.graph
     plan = result.placed if stage == "placed" else result.plan
     assert graph is not None

@@ -1,9 +1,13 @@
 """The command msrl-doctor: problems and speed of this machine or of a Ray cluster.
 
-Invariant: looking for problems changes nothing, and for this the process imports no package that is slow to import.
-Only `--calibrate`, which measures the speed, starts long-lived processes, and all of them have ended when the command
-ends. The exit status is 0 if nothing is wrong or the measurement succeeded, 1 if a run would fail, 2 for bad usage, and
-3 if the measurement failed.
+Invariant: the search for problems changes nothing, and imports no package that is slow to import. Only `--calibrate`,
+which measures the speed, starts long-lived processes, and all of them have ended when the command ends. The exit status
+is one of four:
+
+- 0: no problem was found, or the measurement succeeded.
+- 1: a run would fail.
+- 2: bad usage.
+- 3: the measurement failed.
 """
 
 from __future__ import annotations
@@ -86,9 +90,10 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: list[ProgramSource]) -> Plan:
-    """Compile the program that `--program` names, or load it if it is a plan.
+    """Return the plan of the file that `--program` names.
 
-    The program's text is appended to `source`, for messages. Raises a Fault.
+    If the file is a program, the program is compiled, and its text is appended to `source`, for messages. If the file
+    is a plan, the plan is loaded. Raises a Fault if there is no valid plan.
     """
     if options.program.endswith(".json"):
         if options.sets or options.deploy or options.model:
@@ -203,7 +208,8 @@ def _figure_rows(calibrated: Calibration, path: Path) -> list[tuple[str, str]]:
 def _rank_rows(calibrated: Calibration) -> list[tuple[str, str]]:
     """Return a table row for each measured number of ranks.
 
-    The text of a row has the rates of a rank while all ranks are busy: FLOP/s, memory bandwidth and others.
+    A row is a label and a text. The text has the rates of one rank while all ranks are busy: FLOP/s, memory bandwidth
+    and others.
     """
     rows = []
     for ranks, busy in sorted(calibrated.busy.items()):

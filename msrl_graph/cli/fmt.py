@@ -4,7 +4,7 @@ Invariant: a file is replaced completely or not at all, and only by a text that 
 mistake is not changed. The exit status is one of three:
 
 - 0: success.
-- 1: a fault in a file, or a file that `--check` or `--diff` would have changed.
+- 1: a file has a fault, or `--check` or `--diff` found a file that is not formatted.
 - 2: bad usage, or a file that cannot be written.
 """
 

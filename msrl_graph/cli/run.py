@@ -1,8 +1,8 @@
 """The command msrl-run.
 
 Invariant: until the plan is complete, this process imports nothing of the runtime except the code that starts the
-preload server, a process that imports heavy packages in advance. The exit status is that of msrl-compile, or 3 for a
-failed run, or 130 for an interrupted run.
+preload server, a process that imports heavy packages in advance. The exit status is 3 for a failed run, and 130 for an
+interrupted run. In all other cases, the exit status is the same as for msrl-compile.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _check_flags(command_line: argparse.ArgumentParser, options: argparse.Namesp
 
 
 class _Program:
-    """The program or plan in the command's argument FILE.
+    """The content of the command's argument FILE: a program or a plan.
 
     `source` is the program's text, for messages. `source` is None for a plan, and before the program is read.
     """
@@ -215,7 +215,10 @@ class _Program:
         self.source: ProgramSource | None = None
 
     def plan(self, command_line: argparse.ArgumentParser) -> Plan:
-        """Compile the program, or load it if it is a plan. Raises a Fault."""
+        """Return the plan: compile the program in FILE, or load the plan in FILE.
+
+        Raises a Fault if there is no valid plan.
+        """
         options = self.options
         if options.file.endswith(".json"):
             if options.sets or options.deploy:

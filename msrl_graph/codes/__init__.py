@@ -3,8 +3,8 @@
 `msrl-compile --explain CODE` shows the page of a code. `python -m msrl_graph.codes` prints the catalogue of all codes,
 docs/reference/codes.md.
 
-Invariant: the pages are the only list of codes. Only the first paragraph of a page defines its code. Pages are read on
-demand.
+Invariant: the pages are the only list of codes. Only the first paragraph of a page defines the page's code. Pages are
+read on demand.
 """
 
 from __future__ import annotations

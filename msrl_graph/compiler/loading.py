@@ -1,9 +1,10 @@
 """Loading of plans from files and scripts.
 
 Invariant: a loaded plan has the format of this version and passes the verifier. Any other plan raises a Fault with the
-code `bad-plan`. If a plan is loaded to be run, loading also checks that the compiler could have written the plan: the
-plan's graph and deploy must come from a program that passes all checks, and the plan's other parts must be what the
-passes compute from the graph, the deploy and the placements.
+code `bad-plan`. If a plan is loaded to be run, loading also checks that the compiler could have written the plan:
+
+- The plan's graph and deploy come from a program that passes all checks.
+- The plan's other parts are what the passes compute from the graph, the deploy and the placements.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ UNLIKE = {"span", "stated", "pools", "together"}
 def load(data: bytes, name: str, run: bool = False) -> Plan:
     """Load a plan from a JSON text.
 
-    `name` is the name of the plan in messages. With `run`, the compiler must be able to make this plan. Raises Fault.
+    `name` is the name of the plan in messages. If `run`, loading also checks that the compiler could have written the
+    plan. Raises a Fault if the plan fails a check.
     """
     import msgspec
 
@@ -72,8 +74,8 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
 def _find_difference(plan: Plan, data: bytes) -> str:
     """Describe a difference between the plan and what the compiler would write.
 
-    `data` is the JSON text of the plan. Returns "" if there is no difference. Raises Fault. For a plan that the
-    compiler cannot make, the checks and passes may also raise any other exception.
+    `data` is the JSON text of the plan. Returns "" if there is no difference. If the compiler could not have written
+    the plan, the checks and passes may also raise a Fault or any other exception.
     """
     return next(
         chain(
@@ -104,7 +106,10 @@ def _compare_fields(stated: Any, known: Any, where: str) -> Iterator[str]:
 
 
 def _check_cluster(plan: Plan) -> Iterator[str]:
-    """Report numbers of a cluster that no program can state."""
+    """Report the plan's numbers of hosts and devices, if no program can state them.
+
+    Also reports warehouses on wrong hosts, and negative figures of the cluster.
+    """
     cluster = plan.cluster
     kinds = ClusterOptions.kinds()
     for key, value in (("nodes", cluster.nodes), ("devices_per_node", cluster.devices_per_node)):
@@ -128,7 +133,7 @@ def _list_numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
 
 
 def _check_program(plan: Plan) -> Iterator[str]:
-    """Report a graph or a deploy that does not come from any program."""
+    """Report a graph or a deploy that no program can produce."""
     lowered = _lower_again(plan)
     evaluated = [column for evaluation in plan.deploy.evaluations for column in evaluation.columns]
     diagnostics = checks.check(lowered.graph, lowered.library, lowered.warnings, evaluated, lowered.dropped)
@@ -157,8 +162,8 @@ def _lower_again(plan: Plan) -> LoweredProgram:
 def _list_names(plan: Plan) -> Iterator[str]:
     """Yield the names that the program of a plan defines.
 
-    The caller checks each name as a whole, because the grammar would read a wrong name only up to the first character
-    that no name may have.
+    The caller checks each name before the program is parsed. The parser would not detect every wrong name: it would end
+    a name at the first character that names cannot have.
     """
     graph = plan.graph
     deploy = plan.deploy
@@ -219,7 +224,7 @@ def _check_derived(plan: Plan) -> Iterator[str]:
 def plain(part: Any, without: Collection[str] = UNLIKE) -> Any:
     """Convert a part of a plan to dicts, lists, strings, numbers and truth values.
 
-    The fields in `without` are left out. By default, these are fields that may differ between two equal plans.
+    The fields in `without` are left out. The default is the fields that can differ between two equal plans.
     """
     if is_dataclass(part):
         return {

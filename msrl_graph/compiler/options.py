@@ -36,7 +36,7 @@ def _name(name: object) -> str:
 
 
 def _text(name: object, value: object) -> str:
-    """Format a value as in a program file."""
+    """Format a value as it would be written in a program file."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):

@@ -148,7 +148,7 @@ def compile(
     - `deploy` is the name of a deploy, if the file has several.
     - `model` names a model for a program without a deploy.
     - `sets` are values of params by name. A str is a value as it is written in a program file.
-    - `budget` is a limit in seconds. When it is spent, the search for layouts uses the best plan that it has found.
+    - `budget` is a limit in seconds. After this time, the search for layouts uses the best plan that it has found.
 
     Raises Fault. Warnings are ProgramWarnings.
     """

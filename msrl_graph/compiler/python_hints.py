@@ -17,7 +17,7 @@ from ..dsl.derive import node_name
 
 
 def add_undo_help(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
-    """Add to a diagnostic how to undo an attribute that a statement added to a node.
+    """Add to a diagnostic how to undo the addition of a wrong attribute to a node.
 
     If several statements change a node, all their attributes are kept. So in a notebook, a wrong attribute remains when
     the user executes the corrected cell.

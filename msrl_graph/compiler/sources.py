@@ -1,7 +1,7 @@
 """Reading of programs: from files, from msrl_graph's algorithms and from Python.
 
-Invariant: the text of a program has one name, which is the file name in spans, and one folder. Paths in the program are
-relative to that folder.
+Invariant: the text of a program has one name and one folder. The name is the file name in spans. Paths in the program
+are relative to the folder.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ..sharding.layout import Layout
 
 
 def restore_program(plan: Plan) -> ast.File:
-    """Return the program of a plan.
+    """Return a program with the graph and the deploy of a plan.
 
     The models have the names that the workers use. The cluster has only a name and a device, not the other attributes
     of the plan's cluster.

@@ -24,7 +24,7 @@ NAMED = 6  # features that a note names at most
 
 
 def find_unsupported(plan: Plan) -> list[Diagnostic]:
-    """Return errors for the features of a plan that a run rejects."""
+    """Return an error for each feature that a plan uses but a run rejects."""
     return [
         Diagnostic("not-yet", f"{refusal.what} cannot be {refusal.how} yet (planning only)", refusal.span, refusal.help)
         for refusal in _list_refusals(plan)
@@ -59,7 +59,7 @@ class _Refusal(NamedTuple):
     """A feature that a run rejects.
 
     The text of the error is "WHAT cannot be HOW …". `what` is the feature as the subject of this sentence, and `how` is
-    the end of the verb, for example "run on". `brief` is the feature as an item of a list.
+    the verb, for example "run on". `brief` is the feature as an item of a list.
     """
 
     what: str
@@ -77,7 +77,7 @@ def _supports(spec: EngineSpec, key: str) -> bool:
 def _list_planned_only(
     spec: EngineSpec, placement: Placement, model: Model, where: Where
 ) -> Iterator[tuple[str, Span, str]]:
-    """Yield the features of a placement that its engine can plan but not run.
+    """Yield the features of a placement that the engine can plan but not run.
 
     Each feature is a tuple of a description, a span and a help text.
     """
@@ -150,9 +150,10 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
 
 
 def _list_partial_conflicts(plan: Plan) -> Iterator[tuple[str, Span]]:
-    """Yield features, with their spans, that a run cannot combine with `partial`.
+    """Yield each feature of a plan that a run cannot combine with `partial`.
 
-    `partial` is an attribute of a generation, which may cut responses and continue them in a later iteration.
+    A feature is a pair of a description and a span. `partial` is an attribute of a generation: with it, the generation
+    can cut responses and continue them in a later iteration.
     """
     graph = plan.graph
     growing = [generation for generation in graph.verb("generate") if generation.cuts]

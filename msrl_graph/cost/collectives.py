@@ -1,4 +1,4 @@
-"""Seconds of the communication that sharding a node over devices requires.
+"""Seconds that the devices of a sharded node spend on communication.
 
 The communication is: all-reduces over tp, rings or all-to-alls over cp, all-to-alls over ep, gathers of sharded
 weights, and the exchange of gradients. Invariant: a number of bytes is the number that one device receives while all
@@ -26,11 +26,11 @@ Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
 def total(*parts: Figure) -> Figure:
-    """Return the sum of figures; its basis names the basis of each nonzero figure.
+    """Return the sum of figures; its basis lists the bases of all nonzero figures.
 
     The basis of a figure is the text that says how the figure was computed. The values are added with `math.fsum`, as
-    are all seconds of a plan. The built-in `sum` rounds differently from Python 3.12 on, and a plan must be the same in
-    all Python versions.
+    are all seconds of a plan. Since Python 3.12, the built-in `sum` rounds differently than before, and a plan must be
+    the same in all Python versions.
     """
     nonzero = [part for part in parts if part.value] or list(parts[:1])
     return Figure(
@@ -96,10 +96,10 @@ class Collectives:
         return {}
 
     def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
-        """Look up a collective's latency (s), bandwidth (bytes/s), and their source.
+        """Look up a collective's latency in seconds and its bandwidth in bytes/s.
 
-        The source is returned as a figure with the value 0, which states the source and the basis of the latency and
-        the bandwidth.
+        Also returns a figure with the value 0. Its source is the least certain source of the latency and the bandwidth.
+        Its basis is the formula of the collective's seconds, as text.
         """
         known = self.cluster.device.collective(kind)
         near = self.is_on_one_host(axis)
@@ -121,23 +121,21 @@ class Collectives:
 
     @cached_property
     def device_parameters(self) -> tuple[float, float]:
-        """The numbers of dense and expert parameters per device of the largest stage.
-
-        A stage is a pipeline stage.
-        """
+        """Numbers of dense and expert parameters per device of the largest pipeline stage."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
         """Return the seconds of the tensor-parallel communication of one forward pass.
 
-        `tokens` is the number of tokens of one context-parallel rank, and `scored` is the number of its positions at
+        `tokens` is the number of tokens of one context-parallel rank. `scored` is the number of the rank's positions at
         which logits are computed. With `backward`, the seconds of the backward pass are added. With `drawn`, the
         seconds to broadcast the sampled tokens are added.
 
         The ranks all-reduce the hidden states after the embedding and in each layer of a pipeline stage, and gather the
-        logits. If the engine shards sequences over tp, the ranks gather and scatter the hidden states instead, and
-        reduce only sums over the shards of the logits.
+        logits. If the engine shards sequences over tp, the ranks gather and scatter the hidden states instead. The
+        logits then remain sharded, and the ranks all-reduce only a few numbers per position, such as the maximum of the
+        logits.
         """
         layout = self.placement.layout
         model = self.model
@@ -260,8 +258,8 @@ class Collectives:
         """Return the seconds to sum the gradients over all replicas of the weights.
 
         Without a sharded optimizer, the gradients are all-reduced. With a sharded optimizer (ZeRO 1), the gradients are
-        reduce-scattered, and the updated weights are gathered. Eager engines all-reduce the gradients with both
-        optimizers, so that every rank has the whole sum.
+        reduce-scattered, and the updated weights are gathered. Engines with eager operators also all-reduce the
+        gradients if the optimizer is sharded, so that every rank has the whole sum.
         """
         layout = self.placement.layout
         zero1 = self.placement.layout.zero == 1

@@ -1,9 +1,10 @@
 """Memory of infer and update nodes whose engine has no memory formula of its own.
 
 An infer node computes one forward pass. The tensors that a layer's backward pass needs are counted as in
-arXiv:2205.05198. Attention scores are never stored. Invariant: for each pipeline stage, the formulas return the peak
-memory as one moment, a dictionary from items to bytes. All stages are counted with the weights and gradients of the
-largest stage, because the first stage holds the embedding and the last stage holds the head, which has the same size.
+arXiv:2205.05198. Attention scores are never stored. Invariant: the formulas return the peak memory of each pipeline
+stage, as a dictionary from items, such as "activations", to bytes. All stages are counted with the weights and
+gradients of the largest stage: the first stage holds the embedding, and the last stage holds the head, which is as
+large as the embedding.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
     - A dense layer saves 4 h + (2 a d + 2 k d + 4 f) / tp elements, with the hidden size h, a heads and k key-value
       heads of size d, and the intermediate size f. If the engine shards sequences, the 4 h are also divided by tp.
     - With latent attention, a layer saves the latents and the expanded heads (arXiv:2405.04434).
-    - A layer with experts sends each token to `active` experts, spread evenly over ep. For each of these copies of the
-      token, the layer saves the input, the output and 4 f elements.
+    - A layer with experts sends a copy of each token to each of `active` experts. The copies are spread evenly over ep.
+      For each copy, the layer saves the input, the output and 4 f elements.
     """
     tp = work.layout.tp
     replicated = 4 * model.hidden
@@ -97,10 +98,10 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
 def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
     """Return the activation bytes of a pipeline stage, in all micro-batches in flight.
 
-    `sizes` are two numbers of elements per token: of a layer without experts, and of a layer with experts. An update
+    `sizes` has the number of elements that a layer saves per token: first without experts, then with experts. An update
     saves the activations of all layers. With full recomputation, an update saves the input of each layer, and all
-    activations of one layer. With offloading, only the activations of two layers are on the device. An infer node holds
-    the activations of one layer.
+    activations of one layer. If activations are offloaded, only the activations of two layers are on the device. An
+    infer node holds the activations of one layer.
     """
     model = work.model
     layout = work.layout
@@ -125,8 +126,8 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
 def stored(work: Workload, spec: EngineSpec) -> int:
     """Return the activation bytes that a device saves from forward to backward passes.
 
-    The bytes are those of the pipeline stage that saves most. They include all micro-batches that are between their
-    forward and their backward pass.
+    The bytes are those of the pipeline stage that saves the most. They include all micro-batches whose forward pass is
+    done and whose backward pass is not.
     """
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     once = replace(work, activations_away=False)

@@ -1,7 +1,7 @@
 """Seconds to update the weights of workers that follow a trained worker.
 
-Invariant: the seconds are the mean per iteration, because followers are updated only every few iterations. They are
-part of the seconds of the first update node of the trained worker.
+Invariant: the seconds are the mean per iteration, because followers are updated only every few iterations. This mean is
+part of the seconds of the trained worker's first update node.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .time import Costs
 def follower_seconds(update: Costs) -> Figure:
     """Return the mean seconds per iteration to update the followers of a worker.
 
-    Followers are the workers whose weights follow the worker of `update`. For each follower, the update's weights are
-    read and the follower's weights are written. For a moving average, the follower's weights are also read. If the
-    follower's weights are in host memory, the follower's node counts the copies between host and device
-    (`Costs.fetch`). The result is 0 if `update` is not the first update of its worker.
+    Followers are the workers whose weights follow the worker of `update`. For each follower, the trained worker's
+    weights are read and the follower's weights are written. For a moving average, the follower's weights are also read.
+    If the follower's weights are in host memory, the follower's node counts the seconds to copy them to the device and
+    back (`Costs.fetch`). The result is 0 if `update` is not the first update of its worker.
     """
     plan = update.plan
     worker = update.graph_node.worker

@@ -1,9 +1,9 @@
 """The process groups of a device, and the buffers of its collectives library.
 
 Invariant: only process groups that send tensors between devices count, because a library allocates buffers when a group
-first sends a tensor. Such groups are created by layouts (runtime/rank/engines.py), by engines, by optimizers
-(backends/optimizer/shards.py), and by the edges over which weights move (runtime/weights). A process group of one rank
-does not count.
+first sends a tensor. The process groups that count are created by layouts (runtime/rank/engines.py), by engines, by
+optimizers (backends/optimizer/shards.py), and by resharding edges (runtime/weights). A process group of one rank does
+not count.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def _count_edge_groups(plan: Plan, reshard: Reshard, pool: str) -> int:
     """Return how many process groups of a resharding edge a rank of a pool belongs to.
 
     A resharding edge has these process groups:
-    - Within a pool: one group for each route over which ranks gather weights.
-    - Between two pools: one group of all ranks, in which each rank sends to one other rank. The generation's pool has
-      one more group, of the ranks that receive the same weights.
-    - In the update's pool: one group of the ranks that sent the weights, for the proof that the weights arrived
-      correctly.
+    - If both nodes are in one pool: one group for each combination of block size and stages in which ranks gather
+      weights.
+    - If the nodes are in two pools: one group of all ranks, for messages from one rank to another. The generation's
+      pool has one more group, of the ranks that receive the same weights.
+    - In the update's pool: one group of the ranks that sent the weights, to check that the weights arrived correctly.
     """
     source = plan.placement(reshard.src)
     target = plan.placement(reshard.dst)

@@ -1,7 +1,8 @@
 """Bytes that a node holds on one device, for the passes of the compiler.
 
-Invariant: bytes are those of the busiest device, with the longest rows that the columns allow. The overhead of the
-memory allocator is excluded; `RESERVE` covers it. All functions need a plan with placements, and the engines' specs.
+An item is a named part of the memory. Resident items, such as weights, remain on the device between computations. A
+moment is an instant of a computation. Invariant: bytes are those of the busiest device, with the longest rows that the
+columns allow. `RESERVE` covers the overhead of the memory allocator. All functions need a plan with placements.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from . import default_activations
 from .offloading import step_moments
 
 Engines = Mapping[str, EngineSpec]
-# The part of a device's memory that the KV cache and planned layouts leave free: for fragments, kernel workspaces,
-# captured graphs, and buffers of collectives (groups.py, where they are known).
+# The part of a device's memory left free: fragments, kernel workspaces, captured graphs, collectives (groups.py).
 RESERVE = 1 - EngineOptions.memory
 # A probe compares trainer and generator when weights arrive (runtime/rank/weight_proof.py): PROBES prompts of TOKENS
 # tokens, or of a block of the generator's cache plus TOKENS.
@@ -84,7 +84,7 @@ def side(plan: Plan, engines: Engines, node: str) -> Side:
 
 
 def weights(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of a node's weights on a device, as they are sharded at rest."""
+    """Return the bytes of a node's weights on a device while no node computes."""
     return count_busiest_elements(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
@@ -102,7 +102,7 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Return the busiest rank's optimizer states, with `bytes_of(rule)` per element."""
+    """Add up `bytes_of(rule)` (bytes per element) over the busiest rank's elements."""
     layout = plan.placement(node).layout
     update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
@@ -115,7 +115,7 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Return the most tokens of a row: of all its sequences, with their contexts."""
+    """Return the most tokens of a row, over all its sequences with their contexts."""
     graph = plan.graph
     row = sequences(plan.graph, plan.graph.node(node))
     return row.count * sum(bound(graph, name) for name in row.context) + sum(bound(graph, name) for name in row.scored)
@@ -146,7 +146,7 @@ def samples(plan: Plan, node: str) -> int:
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """Return the most responses per prompt that a node samples, also in evaluations."""
+    """Return the largest number of responses per prompt, in training and evaluations."""
     graph_node = plan.graph.node(node)
     return max(samples(plan, node), *(e.draw(plan.graph, graph_node).samples for e in plan.deploy.evaluations), 1)
 
@@ -169,7 +169,7 @@ def micro_batch(plan: Plan, node: str) -> int:
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
     """Return the workload of a node's micro-batch, with the longest possible rows.
 
-    Micro-batches do not change the order of rows of equal length, so a prompt's responses are next to each other.
+    Micro-batches keep the order of rows of equal length, so the responses to a prompt are next to each other.
     """
     placement = plan.placement(node)
     graph_node = plan.graph.node(node)
@@ -244,7 +244,7 @@ def looks_ahead(plan: Plan, node: str) -> bool:
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
-    """Return the name and the bytes by item of the moment at which a node peaks.
+    """Return the moment of a node's peak memory: the moment's name, and bytes by item.
 
     Resident items are not included. Engines without a memory formula of their own use default_activations.py.
     """
@@ -273,13 +273,13 @@ def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
-    """Return the tokens per prompt when weights sent from `src` to `dst` are tested."""
+    """Return the tokens of each prompt that tests weights sent from `src` to `dst`."""
     bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
-    """Return the bytes by item that the node `src` needs to test the weights of `dst`."""
+    """Return the bytes by item that `src` needs to test the weights sent to `dst`."""
     probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
@@ -288,29 +288,29 @@ def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, i
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Return the most scored tokens of a row, or the row's number of sequences if 0."""
+    """Return the most scored tokens of a row; if none are scored, one per sequence."""
     row = sequences(plan.graph, plan.graph.node(node))
     return sum(bound(plan.graph, name) for name in row.scored) or row.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:
-    """Return the bytes per device of the keys and values of a sequence of full length."""
+    """Return the KV-cache bytes of one sequence of full length on one device."""
     token_elements = kv_elements(plan.model(node), plan.placement(node).layout)
     return row_tokens(plan, node) * token_elements * BYTES[dtype(plan, node)]
 
 
 def offloads(plan: Plan, node: str, kind: str) -> bool:
-    """Return whether a node's `kind` ("weights" or "optimizer") is in host memory."""
+    """Return whether the "weights" or "optimizer" states of a node are in host memory."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
     return trained == (kind == "optimizer") and stated_away(plan.placement(node), kind)
 
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
-    """Return the bytes by item that a device holds while the node `busy` computes.
+    """Return the bytes of a device's resident items while the node `busy` computes.
 
-    Items are weights, optimizer states, and what other generations keep for the next iteration. Working memory of
-    `busy` is not included. Offloaded items are not included, except the weights of `busy` ("" if no node computes). The
-    function `fullest` counts optimizer states that are copied to the device during an optimizer step.
+    The items are weights, optimizer states, and what other generations keep for the next iteration. Offloaded items are
+    not included, except the weights of `busy`. If `busy` is "", no node computes. The function `fullest` counts
+    optimizer states that are copied to the device during an optimizer step.
     """
     items: dict[str, int] = {}
     for item, size, node, kind in _items_at_rest(plan, engines, pool):
@@ -330,7 +330,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
 
 
 def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes by item of float32 moving averages of weights of another type."""
+    """Return the bytes by item of float32 copies of moving averages in other types."""
     copies = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
@@ -342,7 +342,7 @@ def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def offloaded_items(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of host memory, by item, of what is offloaded from one device."""
+    """Return the host-memory bytes of each item that is offloaded from one device."""
     at_rest = _items_at_rest(plan, engines, pool)
     return {f"offloaded {item}": size for item, size, node, kind in at_rest if offloads(plan, node, kind)}
 
@@ -357,7 +357,7 @@ def activations_away(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (item, bytes, node, "weights" or "optimizer") for what a pool holds."""
+    """Yield the weights and optimizer states of a pool as (item, bytes, node, kind)."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
@@ -374,7 +374,7 @@ def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[st
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of float32 masters on a device; also counted by `optimizer`."""
+    """Return the bytes of float32 masters on a device, which `optimizer` also counts."""
     sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -386,7 +386,7 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
-    """Return the names of a frozen worker's copies: one for each layout and type."""
+    """Return the item names of a frozen worker's weights: one per layout and type."""
     fed = {edge.dst for edge in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.nodes_of(worker.name):
@@ -407,14 +407,14 @@ def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
 
 
 def kv_room(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of a device that remain for the KV cache; may be negative."""
+    """Return the bytes that remain on a device for the KV cache; may be negative."""
     part = plan.placement(node).engine.options.get("memory")
     part = part if isinstance(part, (int, float)) and part > 0 else EngineOptions.memory
     return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
 
 
 def waves(plan: Plan, node: str) -> tuple[int, int]:
-    """Return the prompts that a data-parallel group decodes at once, and the waves."""
+    """Return how many prompts a dp group decodes at once (a wave), and how many waves."""
     rows = group_rows(plan, node)
     at_once = min(rows, micro_batch(plan, node))
     return at_once, -(-rows // at_once)

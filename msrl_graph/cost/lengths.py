@@ -1,7 +1,7 @@
 """Sums of token counts over the rows that are computed together.
 
-The cost formulas need only these sums. Invariant: the numbers may be fractions, because a sum may be a mean, or may be
-scaled to a fraction of similar rows.
+The cost formulas need only these sums. Invariant: the numbers need not be integers, because a sum may be an average, or
+may be computed as a fraction of the sum over more rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rows:
 
     @property
     def fed(self) -> float:
-        """The number of tokens computed if equal beginnings of rows are computed once.
+        """The number of tokens to compute if equal beginnings of rows are computed once.
 
         The last token of a row is not computed, because no token follows it.
         """
@@ -46,7 +46,7 @@ class Rows:
 
     @classmethod
     def equal_rows(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
-        """Return the sums over `count` rows of equal length; prompts have `samples` rows.
+        """Return the sums over `count` rows of equal length, `samples` rows per prompt.
 
         `prompt` and `response` are the numbers of tokens of one row.
         """
@@ -75,8 +75,8 @@ class Rows:
     def take_share(self, share: float) -> Rows:
         """Return the sums over a fraction of these rows; `share` is for example 0.5.
 
-        The rows that are taken have whole prompts: if a row is taken, so are all rows of its prompt. They are assumed
-        to have the same mean lengths as the other rows.
+        If a row is taken, all rows of its prompt are taken. The taken rows are assumed to have the same mean lengths as
+        the other rows.
         """
         sums = (
             self.count,
@@ -93,9 +93,9 @@ class Rows:
     def sample(self, share: float, samples: float) -> Rows:
         """Return the sums over a random fraction `share` of these rows.
 
-        There are `samples` rows per prompt. Because single rows are drawn, most prompts have some of their rows in the
-        result. The number of different responses to a prompt, and the number of different tokens in them, are assumed
-        to grow as a power of the number of responses.
+        There are `samples` rows per prompt. Single rows are drawn, not whole prompts, so the result has some of the
+        rows of most prompts. The number of different responses to a prompt, and the number of different tokens in these
+        responses, are assumed to grow as a power of the number of responses.
         """
         if samples <= 1 or not self.count:
             return self.take_share(share)

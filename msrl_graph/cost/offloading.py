@@ -1,7 +1,7 @@
 """Device memory that offloading needs, and the seconds that it adds.
 
-Invariant: optimizer states are cut into the same parts as in backends/optimizer/steps.py. Therefore every engine whose
-optimizer step uses that module needs the same memory.
+Invariant: optimizer states are cut into the same parts as backends/optimizer/steps.py cuts them. Therefore all engines
+whose optimizer step uses steps.py need the same memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..sharding.layout import Side, box_at, count_busiest_elements, elements
 
 
 def step_moments(work: Workload, gradients: int) -> Moments:
-    """Return the bytes of an optimizer step with offloaded states, by rule and item.
+    """Return the device memory of an optimizer step whose states are offloaded.
 
-    A rule is an update rule of the optimizer. `gradients` is the number of bytes of gradients, which remain on the
-    device. The optimizer states are in host memory, cut into parts. While the optimizer step uses one part on the
-    device, the next part is copied.
+    For each update rule of the optimizer, the result has a dictionary from items, such as "gradients", to bytes.
+    `gradients` is the number of bytes of gradients, which remain on the device. The optimizer states are in host
+    memory, cut into parts. While the optimizer step uses one part on the device, the next part is copied.
     """
     assert work.optimizer is not None
     layout = work.layout

@@ -1,6 +1,6 @@
 """The amount of work in a forward pass, counted in operators and memory accesses.
 
-Invariant: the constants are numbers of operators or of memory accesses, and are the same for all models.
+Invariant: the constants of this module are numbers of operators or of memory accesses, and are the same for all models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ForwardWork:
     - `scored`: the number of positions at which the head computes logits.
     - `sequences`: the number of sequences in attention.
     - `pairs`: the number of pairs of a query and a key in each sequence.
-    - `moved`: the number of bytes that are read or written in memory, without the weights.
+    - `moved`: the number of bytes that operators read from memory or write to memory, excluding the weights.
     """
 
     tokens: float

@@ -1,10 +1,10 @@
 """Seconds of the operations of a node, for rows of given lengths.
 
 Invariant: each method returns the seconds of one operation and assumes no order of operations. passes/estimate.py adds
-them up for rows of the greatest length, a simulation for its own lengths. Seconds are those of one data-parallel group,
-whose devices all work on the same rows. Seconds never decrease with more rows or tokens. The operators of a pass are
-matrix products (at the rate for their size), attention and memory accesses. On a device that runs asynchronously to
-Python, only the longer of two times counts: launching the operators, or running them.
+up the seconds for rows of the greatest length, and a simulation for rows of other lengths. Seconds are those of one
+data-parallel group, whose devices all work on the same rows. Seconds never decrease with more rows or tokens. The
+operators of a pass are matrix products (at the rate for their size), attention and memory accesses. On a device that
+runs asynchronously to Python, only the longer of two times counts: launching the operators, or running them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds of a node's operations; cached where they do not depend on rows."""
+    """The seconds of a node's operations; cached if they do not depend on rows."""
 
     plan: Plan
     engines: holdings.Engines
@@ -52,7 +52,7 @@ class Costs:
 
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """The function that counts a pass's operators, or None if its kernels are fused."""
+        """The function that counts the operators of a pass; None if kernels are fused."""
         fused = is_compiled(self.plan.placement(self.node))
         return None if fused else self.spec.eager(self.device.kind.where)
 
@@ -124,8 +124,8 @@ class Costs:
     def rows(self, count: float) -> Rows:
         """Return the sums over `count` consecutive rows, each of the greatest length.
 
-        Sequences of one prompt share the prompt's tokens. A prompt counts even if only some of its rows are among the
-        `count` rows. In an update, each mini-batch has the same fraction of each prompt's rows.
+        Sequences of one prompt share the prompt's tokens. The tokens of a prompt are counted even if only some of its
+        rows are among the `count` rows. In an update, each mini-batch has the same fraction of each prompt's rows.
         """
         sequences, tokens, scored, fan = self._row_sizes
         count = float(count * sequences)
@@ -138,7 +138,7 @@ class Costs:
 
     @cached_property
     def _row_sizes(self) -> tuple[int, int, int, float]:
-        """Sequences, tokens and scored tokens of a row, and the sequences of a context."""
+        """A row's numbers of sequences, tokens, scored tokens, and sequences per context."""
         plan = self.plan
         node = self.node
         count = sequences(plan.graph, self.graph_node).count
@@ -161,8 +161,8 @@ class Costs:
     def decode_step(self, sequences: float, cached: float, diverged: float = 0.0, prompt: float = 0.0) -> Figure:
         """Return the seconds to generate one more token for each sequence.
 
-        `cached` is the sum of the sequences' context lengths. `diverged` sequences equaled another one in their first
-        `prompt` tokens, and differ from this step on. They recompute the tokens after the last full cache block.
+        `cached` is the sum of the sequences' context lengths. In this step, `diverged` sequences begin to differ from
+        another one after `prompt` equal tokens. These sequences recompute the tokens after the last full cache block.
         """
         passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
         tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
@@ -188,8 +188,7 @@ class Costs:
     def micro_batch(self, rows: Rows) -> Figure:
         """Return the seconds of a micro-batch: forward, and in an update also backward.
 
-        Full recomputation, and a loss that needs a pass over the mini-batch before any gradient, each add a forward
-        pass.
+        Full recomputation adds a forward pass, and so does a loss that needs a pass before it can compute any gradient.
         """
         update = self.graph_node.verb == "update"
         tokens = rows.tokens
@@ -241,7 +240,7 @@ class Costs:
         )
 
     def optimizer_step(self) -> Figure:
-        """Return the seconds in which a device computes the gradient norm and steps."""
+        """Return the seconds to compute the gradient norm and to do an optimizer step."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self._eager is not None:
@@ -258,7 +257,7 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the seconds to copy offloaded weights in, and back if they are updated."""
+        """Return the seconds to copy offloaded weights in and, if they are updated, back."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
@@ -282,7 +281,7 @@ class Costs:
         return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
     def exchange(self) -> Figure:
-        """Return the seconds of a step's gradient exchange; 0 if micro-batches include it."""
+        """Return the seconds of a step's gradient exchange; 0 if in the micro-batches."""
         if self.graph_node.verb != "update" or self.spec.divides_weights(self.layout):
             return Figure(
                 0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
@@ -344,10 +343,11 @@ class Costs:
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
     def _backward_reads(self, tokens: float, moved: float) -> Figure:
-        """Return the seconds to write and read what a CPU's backward pass needs.
+        """Return the seconds in which a CPU writes and reads tensors for a backward pass.
 
-        These tensors do not fit into the CPU's caches; results that only the next operator reads do fit. A third of the
-        bytes that an operator moves is its result. Results of matrix products are counted separately.
+        The tensors do not fit into the CPU's caches; results that only the next operator reads do fit. A third of the
+        bytes that an operator moves is counted as the operator's result. Results of matrix products are counted
+        separately.
         """
         device = self.device
         model = self.model
@@ -363,7 +363,7 @@ class Costs:
         return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
-        """Return a head's FLOP per query and key (latents: arXiv:2405.04434, sec. 2.1.2)."""
+        """Return a head's FLOP per query-key pair (latents: arXiv:2405.04434, sec. 2.1.2)."""
         if latent := self.model.latent:
             return 2 * (
                 2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value
@@ -380,7 +380,7 @@ class Costs:
     def _decode_weight_bytes(self, sequences: float) -> float:
         """Return the bytes of weights that a device reads for one token per sequence.
 
-        Only experts that receive tokens count, with even routing. A pipeline stage reads its weights pp times.
+        With even routing, some experts get no tokens and are not read. Each pipeline stage reads its weights pp times.
         """
         dense, routed = self.collectives.device_parameters
         touched = 1.0
@@ -392,8 +392,8 @@ class Costs:
     def _elementwise_bytes(self, tokens: float) -> float:
         """Return the bytes that a layer's operators move between its matrix products.
 
-        Elements per token: norms 14 h, residuals 6 h, rotation 10 per query and key element, gating 5 f. The result is
-        0 for a fused engine, because the share of peak FLOP/s includes these bytes.
+        Elements per token: norms 14 h and residuals 6 h (h: hidden size), rotation 10 per query and key element, gating
+        5 f (f: intermediate size). The result is 0 for a fused engine, whose assumed FLOP/s include these bytes.
         """
         if self._eager is None:
             return 0.0
@@ -402,12 +402,12 @@ class Costs:
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
-        """Return bytes of `times` accesses to float32 logits (sampling: by each tp rank)."""
+        """Return the bytes of `times` accesses to float32 logits; every tp rank samples."""
         copies = self.layout.tp if times == DRAWING else 1
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
     def micro_batches(self) -> int:
-        """Return the micro-batches of a data-parallel group in one pass over all its rows."""
+        """Return the number of micro-batches in a dp group's pass over all its rows."""
         rows = holdings.group_rows(self.plan, self.node)
         step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":

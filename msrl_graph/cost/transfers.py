@@ -1,7 +1,8 @@
-"""Seconds to hand data from one node to the next, and of other overhead.
+"""Seconds of transfers between nodes, and of other overhead.
 
-The transfers are moving rows, handing over rows, calling functions, and resharding. Invariant: as in time.py, each
-function returns the seconds of one operation. No function adds up operations of an iteration or assumes their order.
+The transfers are moving rows, handing over rows, and resharding. Other overhead is, for example, calling Python
+functions. Invariant: as in time.py, each function returns the seconds of one operation. No function adds up operations
+of an iteration or assumes their order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
 
 
 def handover(plan: Plan) -> Figure:
-    """Return the latency of the dock from a node's write to the next node's read.
+    """Return the seconds between a node's write to the dock and the next node's read.
 
     The seconds to move the rows are not included.
     """
@@ -50,10 +51,10 @@ def dock_overhead(plan: Plan) -> Figure:
 
 
 def iteration_overhead(plan: Plan) -> Figure:
-    """Return the seconds of an iteration that are not on its critical path.
+    """Return the seconds of an iteration that its critical path does not include.
 
-    These are the seconds to start and to end the iteration. On a CPU cluster, ranks use all cores. There, the seconds
-    of the docks' processes are added.
+    These are the seconds to start and to end the iteration. On a CPU cluster, the seconds of the docks' processes are
+    added, because ranks use all cores.
     """
     turn = plan.cluster.device.overheads.turn
     if not plan.cluster.device.kind.is_host:
@@ -62,7 +63,10 @@ def iteration_overhead(plan: Plan) -> Figure:
 
 
 def function_overhead(plan: Plan, rows: float) -> Figure:
-    """Return the seconds to call a Python function on `rows` rows, excluding its work."""
+    """Return the seconds of overhead of calling a Python function on `rows` rows.
+
+    The seconds in which the function itself runs are not included.
+    """
     per_call = plan.cluster.device.overheads.function
     return Figure(per_call.value * rows / plan.cluster.nodes, per_call.source, per_call.basis)
 
@@ -80,7 +84,7 @@ def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds of a reshard, without copying the update's weights back.
+    """Return the seconds of a reshard, except to copy the update's weights back.
 
     The update's weights are copied back (swap-in) while other nodes compute. The result is the sum of the seconds of
     the reshard's steps, and of the minimum times of its operators. For each tensor, operators pack the tensor into a
@@ -97,9 +101,9 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
 
 
 def publish(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds in which an update copies the weights that generations fetch.
+    """Return the seconds in which an update makes a copy for generations to fetch.
 
-    The update makes the copy when the update begins, with one operator per tensor. If generations do not fetch weights
+    The update copies its weights at its beginning, with one operator per tensor. If generations do not fetch weights
     from a copy, the result is 0.
     """
     if edge.copied is None:

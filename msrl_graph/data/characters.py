@@ -33,8 +33,8 @@ def half_character_within(value: Any) -> str:
 
 
 def escape_half_characters(text: str) -> str:
-    r"""Replace each half character of a text by an escape, for messages and logs.
+    r"""Replace each half character of a text by an escape sequence, for messages.
 
-    The escape has the form `\udXXX`.
+    The escape sequence has the form `\udXXX`. Logs contain it, too.
     """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

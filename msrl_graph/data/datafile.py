@@ -35,7 +35,7 @@ FORMS = 4  # most fields of an object that a message shows how to read
 def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each row of a JSON lines or Parquet file, as (number, row).
 
-    For JSON lines, the number is that of the line; for Parquet, it is that of the row. Both begin with 1. A row
+    For JSON lines, the number is the line number. For Parquet, it is the row number. Both are counted from 1. A row
     contains the fields that the program reads, by the names that the program uses for them. Raises Fault if the file is
     missing or empty, if a row is not an object, or if a row lacks a field.
     """
@@ -78,7 +78,8 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
 def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
     """Return the values of a row by column, converted by `fields.take`.
 
-    `number` is the number of the row in messages. Raises Fault if a value does not fit the type of its column.
+    `number` is the number with which messages name the row. Raises Fault if a value does not fit the type of its
+    column.
     """
     values = {}
     for column, name in data.fields.items():
@@ -91,9 +92,9 @@ def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph
 
 
 def _suggest_read(value: Any, column: Column, name: str) -> str:
-    """Return help for a value, an object or a list, that does not fit its column.
+    """Return help for an object or a list that does not fit the column that reads it.
 
-    The help suggests a nested field to read, or a column of type `json`.
+    The help suggests nested fields to read, or a column of type `json`.
     """
     json_hint = "a column of type `json` takes any object or list as it is, for functions"
     if column.element == "json":
@@ -218,8 +219,8 @@ def _open_parquet(data: DataSource) -> Iterator[ParquetFile]:
 def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a Parquet file, as (number, row).
 
-    All structs of a Parquet column have all fields of the column; a field that was not written is null. So fields of
-    messages that are null are removed.
+    In a Parquet column, each struct has all fields of the column's type, and a field without a value is null. So fields
+    that are null are removed from messages.
     """
     # One batch at a time, and only the fields that are read: a file may be larger than memory.
     with _open_parquet(data) as file:
@@ -277,7 +278,7 @@ def _drop_nulls(value: Any) -> Any:
 def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row that the program reads.
 
-    `row` may also be the `_Types` of a schema; the result then has the types of the fields. `place` is a text that says
+    `row` can also be the `_Types` of a schema; the result then has the types of the fields. `place` is a text that says
     where the row is. Raises Fault with a diagnostic for each missing field, at the position where the program names the
     field.
     """
@@ -296,7 +297,7 @@ def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict
 def _missing_field(
     data: DataSource, place: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent
 ) -> Diagnostic:
-    """Return the diagnostic of a field that a column reads, but a row does not have.
+    """Return the diagnostic for a field that a column reads, but a row does not have.
 
     `place` is a text that says where the row is. `absent` is the error of the search for the field.
     """

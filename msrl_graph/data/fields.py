@@ -1,8 +1,8 @@
 """The values that a field of a data file can have, by the type of its column.
 
-Invariant: a value is accepted as it is, or rejected with a message that says what it is and what is expected. No value
-is rounded, truncated or guessed. NumPy is imported only for columns of numbers, since the compiler also reads the first
-rows of a file.
+Invariant: a value is accepted as it is, or rejected with a message. The message says what the value is, and what is
+expected. No value is rounded, truncated or guessed. NumPy is imported only for columns of numbers, since the compiler
+also reads the first rows of a file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ NUMBERS = {
 class Misfit(ValueError):
     """An error for a field whose value does not fit its column.
 
-    `found` describes the value, and `wanted` what is expected, such as "text belongs". A message joins them: "a number,
-    where text belongs".
+    `found` describes the value, such as "a number". `wanted` is a clause about what is expected, such as "text
+    belongs". A message joins the two: "a number, where text belongs".
     """
 
     def __init__(self, found: str, wanted: str) -> None:

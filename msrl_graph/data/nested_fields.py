@@ -1,4 +1,4 @@
-"""Fields of a row by name; a name with dots is a field of a nested object.
+"""Fields of a row by name; a name with dots means a field of a nested object.
 
 Invariant: only this module splits names at dots. The whole name has priority: `a.b` is the field `b` of the object `a`
 only if the row itself has no field `a.b`.
@@ -13,7 +13,7 @@ from typing import Any
 class Absent(LookupError):
     """An error for a row that does not have a field of the requested name.
 
-    - `inside`: the longest beginning of the name that is a field of the row; "" is the row itself.
+    - `inside`: the longest prefix of the name that is the name of a field of the row; "" means the row itself.
     - `part`: the rest of the name.
     - `found`: the value of `inside`. This value is not an object, or is an object without the field `part`.
     """

@@ -1,8 +1,8 @@
 """Diagnostics: the compiler's messages to its user.
 
 Invariant: a user's mistake is reported as a `Diagnostic` whose code is documented in the package `codes`, never as the
-text of an exception. A `Fault` carries one or more diagnostics to the command line. A message is in lower case, without
-a final period, and in the user's words. What the user can do is in `help`.
+text of an exception. A `Fault` carries one or more diagnostics to the command line. A diagnostic's message is in lower
+case, without a final period, and in the user's words. The diagnostic's field `help` says what the user can do.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Diagnostic:
 class Fault(Exception):
     """The exception that ends a compilation or rejects a run, with its diagnostics.
 
-    `str(fault)` is `text`, the rendered diagnostics, if `text` was set. Otherwise it is the code and message of each
-    diagnostic.
+    If `text`, the rendered diagnostics, was set, `str(fault)` is `text`. Otherwise `str(fault)` is the code and message
+    of each diagnostic.
     """
 
     text = ""
@@ -124,9 +124,10 @@ def kind_of(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
-    """Return help that names the known name that is most similar to `name`.
+    """Return help for an unknown name: the most similar name of `known`.
 
-    If no known name is similar, the help lists all known names, or is "" if there are more than 12 known names.
+    `lead` is the text before the similar name. If no known name is similar, the help lists all known names, or is "" if
+    there are more than 12 known names.
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -144,8 +145,8 @@ def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
 def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "full") -> str:
     """Return a diagnostic as text.
 
-    `sources` maps the name of a file to its text, from which the underlined line is taken. `style` is `full`, or
-    `concise` for one line.
+    `sources` maps the name of a file to the text of the file. The rendered diagnostic shows the line with the mistake
+    from this text. `style` is `full`, or `concise` for one line.
     """
     title = f"{diagnostic.severity}[{diagnostic.code}]: {diagnostic.message}"
     span = diagnostic.span
@@ -180,14 +181,17 @@ def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text; cached for all diagnostics of the text."""
+    """Return the lines of a text.
+
+    The result is cached, because several diagnostics can be about the same text.
+    """
     return text.split("\n")
 
 
 def _cut_line(line: str, start: int, end: int) -> tuple[str, int, int]:
-    """Return the part of a line to show, and the positions of `start` and `end` in it.
+    """Return the part of a line to show, and where `start` and `end` are in that part.
 
-    A line longer than `LONGEST` is cut to the part near `start`.
+    If a line is longer than `LONGEST`, only a part near `start` is shown.
     """
     if len(line) <= LONGEST:
         return line, start, end
@@ -199,7 +203,7 @@ def _cut_line(line: str, start: int, end: int) -> tuple[str, int, int]:
 
 
 def _padding(text: str, sign: str = " ") -> str:
-    """Return a string of `sign` that is as wide as the text on a terminal.
+    """Repeat `sign` until the result is as wide on a terminal as the text.
 
     Tabs are kept, so that an underline is aligned in any terminal. A wide character becomes two signs, and a combining
     character becomes none.
@@ -214,8 +218,8 @@ def _padding(text: str, sign: str = " ") -> str:
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:
     """Return diagnostics as a JSON list.
 
-    Each item has the fields code, severity, message, span, help and related. Lines and columns begin with 1, and the
-    ends are exclusive.
+    Each item has the fields code, severity, message, span, help and related. In a span, lines and columns begin with 1,
+    and the end is exclusive.
     """
 
     def place(span: Span) -> dict[str, object] | None:

@@ -220,9 +220,9 @@ class _Algorithm(Declarations):
         )
 
     def _find_likely_names(self) -> None:
-        """Collect the correct names that nodes with a misspelt worker or verb may have.
+        """Guess the correct names of nodes with a misspelt worker or verb.
 
-        An edge that uses such a name reports no unknown node, because the misspelling is already reported at the node.
+        An edge that uses such a name gets no further error: the misspelling is reported at the node.
         """
         for name, node in self.nodes.items():
             kind = self.workers[node.worker].kind if node.worker in self.workers else ""
@@ -238,7 +238,7 @@ class _Algorithm(Declarations):
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Split the names that a node reads or writes into columns and states.
 
-        Reports every name that is neither. `verb`: "reads" or "writes". `stateful`: whether help suggests a state.
+        Reports every other name. `verb`: "reads" or "writes". `stateful`: whether help can suggest to declare a state.
         """
         columns = dict[str, None]()
         states = dict[str, None]()
@@ -322,9 +322,9 @@ class _Algorithm(Declarations):
                 self.problems.report("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
     def _check_partner(self, node: ast.NodeDecl, stated: Collection[str]) -> None:
-        """Report attributes that need an environment or agent, and a node that has both.
+        """Check that a node has what its attributes need: an environment or an agent.
 
-        `stated` are the keys of the attributes that the node states.
+        Also reports a node that has both. `stated` are the keys of the node's attributes.
         """
         if {"environment", "agent"} <= {*stated}:
             message = f"`{node_name(node)}` has an environment and an agent"

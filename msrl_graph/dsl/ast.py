@@ -49,7 +49,7 @@ class NameExpr:
 
 @dataclass(frozen=True)
 class Call:
-    """A call. If `quoted`, it calls a user function: `"file.py:function"(…)`."""
+    """A call. If `quoted`, the call is of a user function: `"file.py:function"(…)`."""
 
     name: Name
     args: tuple[Arg, ...]
@@ -342,8 +342,8 @@ DeployStatement = (
 class DeployDecl:
     """A deploy.
 
-    If the deploy `extends` another deploy, `alias` is its own name, `algorithm` is None, and `cluster` is optional
-    (variants.py).
+    In a deploy that `extends` another deploy, `alias` is the name of this deploy, `algorithm` is None, and `cluster` is
+    optional (variants.py).
     """
 
     algorithm: Name | None
@@ -397,7 +397,7 @@ _WORDLESS = frozenset({Span, Name, Ref, Literal_, str, bool, int, float, type(No
 
 
 def words(part: Any) -> Iterator[str]:
-    """Yield the text of each NameExpr in a tree, in the order of the text."""
+    """Yield the text of each NameExpr in a tree, in the order of the program's text."""
     unvisited = [part]  # iterative: a large program has a million parts
     while unvisited:
         value = unvisited.pop()

@@ -1,6 +1,7 @@
 """Conversion of a statement's attributes from the syntax tree to values.
 
-Each value is converted to the kind that the statement declares for the attribute (ir/attributes.py).
+For each of its attributes, a statement declares the kind of value that the attribute accepts (ir/attributes.py). Each
+value is converted to that kind.
 
 Invariant: no attribute is ignored. An attribute that the statement does not declare is rejected as unknown.
 """
@@ -34,9 +35,9 @@ from .expressions import Names, Problems, evaluate, mistake
 
 
 class FormReader(Protocol):
-    """A reader for a kind of attribute whose value depends on the node.
+    """A reader for attributes whose value depends on the node.
 
-    `read` returns the attribute's value, or raises a Fault.
+    `read` converts the expression of an attribute to a value, or raises a Fault.
     """
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr: ...
@@ -73,10 +74,9 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
 
 
 def fit(kind: NumericKind, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-    """Return the value as a number that `kind` allows, or raise a Fault.
+    """Return a value as a number if it is in the range of `kind`, or raise a Fault.
 
-    `kind` states the range of the number. `subject` names the value in the error message. `related` are notes for the
-    message.
+    `subject` names the value in the error message. `related` are notes for the message.
     """
     if value.kind == "quantity":
         raise mistake("bad-unit", f"{subject} takes a plain number, and this has a unit", value.span, related=related)
@@ -182,7 +182,7 @@ def read_attributes(
 ) -> dict[str, Expr]:
     """Read the attributes of a statement; report mistakes to `problems`.
 
-    - `kinds`: the kind of each attribute that the statement declares.
+    - `kinds`: for each attribute that the statement declares, the kind of value that the attribute accepts.
     - `form_readers`: the readers for attributes whose value depends on the node.
     """
     values: dict[str, Expr] = {}
@@ -213,9 +213,9 @@ def read_attributes(
 
 
 def origin(expr: ast.Expr, names: Names) -> tuple[tuple[Span, str], ...]:
-    """Return a note with the place where the param `expr` gets its value.
+    """Return a note with the position at which a param gets its value.
 
-    Returns no note if `expr` is not the name of a param.
+    `expr` is an expression. If `expr` is not the name of a param, the result is empty.
     """
     value = names.params.get(expr.text) if isinstance(expr, ast.NameExpr) else None
     return ((value.span, f"`{value}` comes from here"),) if value is not None and value.span.line else ()

@@ -79,10 +79,11 @@ BOUNDED |= {"Below": Below(), "Betas": Below(pair=True)}
 class CallingNode:
     """A node that calls functions.
 
-    - `reads`: the columns and states that the node reads. `states` are the states among these.
+    - `reads`: the columns and states that the node reads.
+    - `states`: the states that the node reads, a subset of `reads`.
     - `columns`: all columns and states that the algorithm declares.
-    - `extra_columns`: columns that the calls can use although the node does not read them. A parameter binds one of
-      these columns only if it has the column's name, or if an argument names the column.
+    - `extra_columns`: columns that the calls can use although the node does not read them. A parameter is bound to one
+      of these columns only if the parameter has the column's name, or if an argument names the column.
     - `folder`: returns the folder of the file that a span is in.
     - `kinds`: readers for option types that are not plain values, by type name.
     - `used`: collects the signatures of the user functions that the node calls.
@@ -100,14 +101,14 @@ class CallingNode:
     used: dict[tuple[CallKind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def needs_mini_batch(self, loss: Expr) -> bool:
-        """Return whether a loss has a term that needs all rows of the mini-batch at once.
+        """Return whether a term of a loss needs all rows of the mini-batch in one call.
 
         Unknown terms are skipped, because they are reported elsewhere.
         """
         return any(signature.scope == "mini_batch" for _, signature in self._terms(loss))
 
     def scores(self, loss: Expr) -> tuple[str, ...]:
-        """Return the columns that the loss binds to parameters annotated `Scores`."""
+        """Return the columns to which a loss binds parameters annotated `Scores`."""
         scored = {
             call.columns().get(parameter, parameter)
             for call, signature in self._terms(loss)
@@ -163,12 +164,12 @@ class CallingNode:
         return call
 
     def bind_remaining(self, call: Expr, signature: Signature) -> Expr:
-        """Bind a parameter that has no argument, if only one column or state can be meant.
+        """Bind a parameter without an argument, if only one column or state is possible.
 
-        - If the function has one required parameter and the node reads one column, the parameter binds this column,
-          whatever the column's name is.
-        - If one required parameter has no column, and one state is bound to no parameter, the parameter binds this
-          state.
+        - If the function has one required parameter and the node reads one column, the parameter is bound to this
+          column, whatever the column's name is.
+        - If one required parameter has no column, and one state is bound to no parameter, the parameter is bound to
+          this state.
         """
         named = [
             parameter
@@ -197,9 +198,9 @@ class CallingNode:
     def check_rest(self, call: Expr, signature: Signature) -> None:
         """Check the call of a function whose `*` parameter takes all remaining columns.
 
-        The remaining columns are the columns that the node reads and that no other parameter binds. There must be at
-        least one of them. A list option, such as weights, must have one number per remaining column. Functions without
-        a `*` parameter are not checked.
+        The remaining columns are the columns that the node reads and that are bound to no other parameter. There must
+        be at least one remaining column. A list option, such as weights, must have one number per remaining column.
+        Functions without a `*` parameter are not checked.
         """
         if not signature.rest:
             return
@@ -224,11 +225,11 @@ class CallingNode:
     def report_untaken(
         self, node: ast.NodeDecl, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None
     ) -> None:
-        """Report columns that the node reads but its function has no parameter for.
+        """Report columns that the node reads, but that its function has no parameter for.
 
-        `only` limits the check to some columns (default: all). `key` is the attribute that names the function. Usually
-        the error is reported at each column. If a patch (a statement that changes an inherited node) set the function,
-        the error is reported at the function, because the node read these columns before the patch.
+        `key` is the attribute that names the function. `only` limits the check to some columns (default: all). Usually
+        the error is reported at each column. However, a patch (a statement that changes an inherited node) may have
+        replaced the function after the columns were written. The error is then reported at the function.
         """
         takes = {*call.columns().values(), *(column for column in signature.columns if column not in call.keys)}
         takes |= {*self.reads} - {*self.states} if signature.rest else set()
@@ -264,9 +265,9 @@ class CallingNode:
         self.problems.diagnostics += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
     def _taking_help(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
-        """Return help for a function without a parameter for a column that the node reads.
+        """Return help for a node that reads a column that its function cannot take.
 
-        `free` are the parameters that no argument of the call binds.
+        `free` are the parameters that no argument of the call is bound to.
         """
         call = next((attr.value for attr in node.attrs if attr.key.text == key), None)
         per = any(attr.key.text == "per" for attr in node.attrs)
@@ -375,7 +376,10 @@ class CallingNode:
 
 
 def _node_head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
-    """Return the text of a node statement that reads `reads`, without attributes."""
+    """Return the text of a node statement without attributes.
+
+    In the text, the node reads `reads`, whatever `node` reads.
+    """
     label = f"{node.label.text}: " if node.label else ""
     writes = f" -> {', '.join(name.text for name in node.writes)}" if node.writes else ""
     return f"node {label}{node.worker.text}.{node.verb.text}({', '.join(reads)}){writes}"

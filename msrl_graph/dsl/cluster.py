@@ -24,7 +24,7 @@ OTHER_DEVICE_HELP = (
 
 
 def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec | None:
-    """Lower a cluster; return None after a mistake.
+    """Lower a cluster; return None if it has a mistake.
 
     Figures that the file states replace the figures of the device preset.
     """

@@ -84,7 +84,10 @@ class Declarations:
             self.declared[name.text] = (kind, name.span)
 
     def _owns_name(self, name: ast.Name, kind: str) -> bool:
-        """Return whether `name`, declared as a `kind`, is the name's first declaration."""
+        """Return whether this declaration of `name` is the first declaration of the name.
+
+        `kind` is what the declaration declares: a column, a state, ….
+        """
         return self.declared.get(name.text) == (kind, name.span)
 
     # Params and columns

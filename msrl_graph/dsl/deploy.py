@@ -42,7 +42,7 @@ LoadModel = Callable[[str, Path, str | None, Span], Model]
 
 
 def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[ClusterSpec, Deployment]:
-    """Create a deploy for a program that has none, with the command line's model.
+    """Create a deploy for a program without one, for the model on the command line.
 
     The deploy uses the current machine, and the model `target` for every worker.
     """

@@ -2,9 +2,9 @@
 
 An algorithm extends a base algorithm. A patch is a node statement that changes attributes of a node of the base.
 
-Invariant: the result has no base, patch or drop, and lowers as if it had been written in full. Statements keep their
-spans, so that mistakes are reported at the original text. If an algorithm itself declares a name twice, the result
-declares the name twice, and lowering reports the duplicate.
+Invariant: the result has no base, patch or drop. The result is the algorithm that the user could have written in full.
+Statements keep their spans, so that mistakes are reported at the original text. If an algorithm itself declares a name
+twice, the result declares the name twice, and lowering reports the duplicate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def derive(
 
     - `known`: the algorithms of the file and its imports, by name.
     - `broken`: whether an import failed.
-    - `dropped`: a dict to which the names are added that are dropped and not declared again.
+    - `dropped`: a dict that collects the dropped names. A name that is declared again after the drop is not collected.
     """
     line = collect_lineage(algorithm, known, "algorithm", problems, broken)
     if line is None:
@@ -90,9 +90,10 @@ def collect_lineage(
 
 
 def _inherited_attributes(old: ast.NodeDecl, new: ast.NodeDecl) -> list[ast.Attr]:
-    """Return the attributes that a restated node inherits from the old statement.
+    """Return the attributes that a node inherits when it is stated again.
 
-    A node with another worker, verb or kind of call inherits no attributes.
+    `old` is the statement of the base, and `new` is the statement that replaces `old`. If the worker, the verb or the
+    kind of call of `new` differs from that of `old`, the node inherits no attributes.
     """
     stated, had = ({attr.key.text for attr in node.attrs} for node in (new, old))
     other = any(stated & names and had & names and not stated & had & names for names in EXCLUSIVE_ATTRIBUTES)
@@ -108,8 +109,8 @@ def _is_patch(statement: ast.AlgorithmStatement) -> bool:
 class _Written:
     """The statements of an algorithm written in full.
 
-    The algorithms of a chain of `extends` are added one after another, from the first base to the derived algorithm.
-    `own` are the keys of the statements that the algorithm being added has declared.
+    The statements of the base algorithms and of the derived algorithm are added in order, beginning with the first
+    base. `own` are the keys that were declared so far by the algorithm whose statements are being added.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class _Written:
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
-        """Remove from `dropped` each attribute that a node states again."""
+        """Remove from `dropped` the attributes that a node states again."""
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 

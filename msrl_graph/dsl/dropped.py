@@ -14,9 +14,9 @@ from ..diagnostics import Diagnostic, Span
 
 @dataclass(frozen=True)
 class Dropped:
-    """The place of a `drop` statement, and what it drops.
+    """The position of a `drop` statement, and what the statement drops.
 
-    - `span`: the name in the `drop` statement.
+    - `span`: the span of the name in the `drop` statement.
     - `writer`: the dropped node that wrote a column, if the column itself is still declared.
     - `attribute`: the node and the key of a dropped attribute.
     """
@@ -37,7 +37,7 @@ class Dropped:
 
 
 def add_drop_notes(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
-    """Add a note to a diagnostic for each dropped name that may have caused it."""
+    """Add a note to a diagnostic for each dropped name that may be its cause."""
     for name, gone in dropped.items():
         if not gone.is_missed(name, diagnostic):
             continue

@@ -25,8 +25,8 @@ ReadAttributes = Callable[[tuple[ast.Attr, ...], str, Mapping[str, ValueKind]], 
 def lower_evaluation(statement: ast.EvaluateDecl, graph: Graph, read: ReadAttributes, problems: Problems) -> Evaluation:
     """Lower an `evaluate` statement, and check it against the graph.
 
-    Whether the deploy declares the evaluation's data is not checked here. The caller checks this after all statements
-    are lowered.
+    One check is left to the caller, after all statements are lowered: whether the deploy declares the evaluation's
+    data.
     """
     name = statement.name.text
     if name == "train":
@@ -79,12 +79,15 @@ def data_help(evaluation: Evaluation, known: Collection[str]) -> str:
 
 
 def _named_columns(value: Expr) -> dict[str, Expr]:
-    """Return the columns that an attribute names, with the expression of each name."""
+    """Return the expressions in an attribute's value that name columns, by column."""
     return {str(word.value): word for word in (value.args if value.kind == "list" else (value,))}
 
 
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
-    """Check that `draws` names only generations that the evaluation runs, each once."""
+    """Check that each name in `draws` is a generation, and that no name occurs twice.
+
+    The evaluation must run each of the generations.
+    """
     generations = [node.name for node in graph.verb("generate")]
     needed = nodes_upstream(graph, evaluation.columns)
     seen = set[str]()
@@ -104,9 +107,10 @@ def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> No
 
 
 def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
-    """Check that each prompt has at least k values of each reported column.
+    """Check that each prompt has enough values of each reported column.
 
-    `counts` is the value of the attribute `at`, and k is the largest number in this value.
+    `counts` is the value of the attribute `at`. The largest number in `counts` is the number of values that is
+    necessary.
     """
     most = max(int(count.value) for count in counts.args if isinstance(count.value, int | float))
     for column in (
@@ -133,10 +137,10 @@ def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
 
 
 def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph, problems: Problems) -> None:
-    """Check that the column in `vote` has an answer per value of a reported column.
+    """Check that the `vote` column has an answer for each value of a reported column.
 
-    `value` is the attribute `vote`, `reported` is the attribute `report`, and `counted` is whether the evaluation has
-    the attribute `at`.
+    `value` is the attribute `vote`, and `reported` is the attribute `report`. `counted` is whether the evaluation has
+    the attribute `at`, which `vote` needs.
     """
     column = str(value.value)
     written = graph.writers

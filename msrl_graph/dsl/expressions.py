@@ -62,7 +62,7 @@ class Problems:
     def catching(self) -> Self:
         """Return a context manager that collects the diagnostics of a Fault.
 
-        The program continues after the `with` block.
+        If the block raises a Fault, execution continues after the `with` block.
         """
         return self
 
@@ -198,7 +198,7 @@ def _result_unit(op: str, left: Expr, right: Expr, span: Span) -> str:
 
 
 def _parse_unit(text: str) -> tuple[float, str]:
-    """Return the factor from a unit to its base unit, and the base unit: `B`, `s`, …."""
+    """Return a unit's factor to its base unit, and the base unit, such as `B` or `s`."""
     if text in SECONDS:
         return SECONDS[text], "s"
     amount, rate = (text[:-2], "/s") if text.endswith("/s") else (text, "")

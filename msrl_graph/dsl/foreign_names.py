@@ -1,7 +1,7 @@
 """Help for names that users know from other systems, such as `max_grad_norm`.
 
-Invariant: each help text is a complete line. A help text for a word in a kind of statement is correct wherever the word
-occurs in such a statement.
+Invariant: each help text is a complete line. A help text for a wrong word in a kind of statement is correct in all
+statements of that kind, at each position of the word.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def attribute(statement: str, key: str, known: Collection[str]) -> str:
 
 
 def _owners(statement: str, key: str) -> str:
-    """Return the other statements that have an attribute, as text.
+    """Return the other kinds of statement that have an attribute `key`, as text.
 
-    Returns "" if no statement or more than three statements have the attribute.
+    Returns "" if there is no such kind of statement, or if there are more than three.
     """
     owners = [
         f"a {name}" if name.endswith(" edge") else f"`{name}`"
@@ -138,15 +138,18 @@ def word(text: str, words: Collection[str]) -> str:
 
 
 def option(key: str, known: Collection[str]) -> str:
-    """Return help for a parameter that a call does not have."""
+    """Return help for an argument `key` that is no parameter of the called function.
+
+    `known` are the names of the function's parameters.
+    """
     return "did you mean `low`?" if key in _BOUND and "low" in known else ""
 
 
 def data_file(target: str, folder: bool) -> str:
     """Return how to convert a file of another format to a data file.
 
-    `folder` is whether `target` is a folder. If it is, the help says how to name one file in the folder. Returns "" for
-    an unknown format.
+    `folder` is whether `target` is a folder. For a folder, the help says how to name one file in the folder. Returns ""
+    for an unknown format.
     """
     if folder:
         return f"it is a folder: name one file in it, `{target.rstrip('/')}/NAME.parquet`"
@@ -193,11 +196,11 @@ _LISTS = ("completions", "prompts")
 
 
 def binding(call: str, signature: Signature, free: Collection[str], reads: Collection[str], per: bool) -> str:
-    """Return help for a function whose parameters have the names of another system.
+    """Return help for a function whose parameters have names of another system.
 
-    The help is the call that binds these parameters to columns. Returns "" if no parameter has such a name.
+    The help is a call in which these parameters are bound to columns. Returns "" if no parameter has such a name.
 
-    - `free`: the parameters that no argument of the call binds.
+    - `free`: the parameters that no argument of the call is bound to.
     - `reads`: the columns and states that the node reads.
     - `per`: whether the function gets several rows per call.
     """

@@ -187,7 +187,7 @@ class _Reader:
             blank |= last
 
         def settle() -> None:
-            """Assign a comment on the same line to the previous part.
+            """If a comment is at the end of the previous part's line, assign it to this part.
 
             Also drops a blank line at the start of the block.
             """
@@ -254,7 +254,7 @@ def _iter_tokens(children: Iterable[Any]) -> Iterator[Any]:
 
 
 def _split_braces(tree: Any) -> tuple[list[Any], list[Any]]:
-    """Split a statement into the children before its braces, and the braces."""
+    """Return the part of a statement before the braces, and the braces with content."""
     children = [part for part in tree.children if part is not None]
     for i, child in enumerate(children):
         if isinstance(child, Token) and child.type == "LBRACE":
@@ -334,7 +334,7 @@ def _group_runs(parts: list[_Part]) -> list[list[_Part]]:
 
 
 def _align_run(run: list[_Part]) -> None:
-    """Align the `=` or the `:` of the parts of a run."""
+    """Align the `=` or the `:` in the lines of a run (a group of consecutive lines)."""
     kind = ALIGNED.get(run[0].rule, ("", ""))[1]
     signs = [
         (part.head[index], _join_pieces(part.head[:index]))
@@ -349,9 +349,10 @@ def _align_run(run: list[_Part]) -> None:
 
 
 def _open_blocks(run: list[_Part], indent: int) -> int:
-    """Write a block on several lines if it does not fit on the line of its statement.
+    """Mark the blocks of a run that do not fit on the line of their statement.
 
-    Returns the width of the code before the `{` of the blocks that fit, because these `{` are aligned.
+    A marked block is written on several lines. The `{` of all other blocks of the run are aligned. Returns the width of
+    the code before these `{`.
     """
     blocks = [
         (part.block, len(_join_pieces(part.head)), len(part.block.closed()))
@@ -373,9 +374,9 @@ def _join_pieces(pieces: list[_Piece]) -> str:
 
 
 def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
-    """Break code into lines that fit after `indent` columns.
+    """Break code into lines that fit in WIDTH columns after an indent of `indent`.
 
-    The last line has room for `tail` more columns. Every line but the first begins with FURTHER.
+    The last line has room for `tail` more columns. Every line except the first begins with FURTHER.
     """
     lines = list[str]()
     lead = ""
@@ -405,7 +406,10 @@ def _find_break(pieces: list[_Piece], room: int, tail: int) -> int | None:
 
 
 def _join_lines(lines: Iterable[tuple[str, str]]) -> str:
-    """Join lines of code and comment to text; align comments on consecutive lines."""
+    """Return lines as one text; the comments on consecutive lines are aligned.
+
+    A line is a pair of code and comment.
+    """
     text = list[str]()
     for commented, group in groupby(lines, lambda line: bool(line[1])):
         codes = list(group)

@@ -36,7 +36,10 @@ BEFORE_ARGUMENTS = r"(?=\()"
 
 
 def lexer_rules(grammar: str) -> list[tuple[str, Any]]:
-    """Return the patterns and token types of a lark grammar, in the order of matching."""
+    """Return the patterns and token types of a lark grammar.
+
+    The patterns are in the order in which the lexer must try them.
+    """
     lark = Lark(grammar, parser=None, lexer="basic")
     name = next(terminal.pattern.to_regexp() for terminal in lark.terminals if terminal.name == "NAME")
     rules = [
@@ -59,13 +62,13 @@ def lexer_rules(grammar: str) -> list[tuple[str, Any]]:
 
 
 def _rank(terminal: TerminalDef) -> tuple[int, int, int, str]:
-    """Return a sort key that puts terminals in the order of lark's own lexer."""
+    """Return a sort key: terminals are sorted in the order in which lark tries them."""
     pattern = terminal.pattern
     return -terminal.priority, -pattern.max_width, -len(pattern.value), terminal.name
 
 
 class RlgLexer(RegexLexer):  # type: ignore[misc]
-    """A lexer of `.rlg` files. Text that is not valid is also split into tokens."""
+    """A lexer of `.rlg` files, which also splits invalid text into tokens."""
 
     name = "msrl_graph"
     aliases = ("rlg",)

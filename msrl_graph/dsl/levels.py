@@ -1,8 +1,9 @@
-"""Levels: the depth in the tree of rows at which each column has its values.
+"""Levels of the tree of rows, and the level at which each column has its values.
 
 Invariant: the source's rows are level 0. Each generation adds a level below the level that it reads, with `samples`
-rows for each row of that level. All other nodes write columns of the deepest level that they read, unless the type of
-the column has `per`. Levels form a tree. checks/levels.py reports nodes that read from two branches of this tree.
+rows for each row of the level that it reads. All other nodes write columns of the deepest level that they read, unless
+the type of the column has `per`. Levels form a tree. checks/levels.py reports nodes that read from two branches of this
+tree.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class Levels:
     depths: list[int] = field(default_factory=lambda: [0])
 
     def add(self, node: Node, columns: Mapping[str, Column]) -> None:
-        """Add the level of a generation, and the level of each column that a node writes.
+        """Add the level of each column that a node writes.
 
-        The nodes that write the columns that this node reads must be added first.
+        If the node is a generation, first adds the level that the generation creates. All nodes whose columns this node
+        reads must be added before this node.
         """
         level = max(
             (self.by_column.get(read_column, 0) for read_column in node.reads),

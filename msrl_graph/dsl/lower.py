@@ -66,7 +66,7 @@ class LoweredProgram:
 
 
 class LoweringFault(Fault):
-    """A Fault that has the partial graph, for the checks that can still use the graph."""
+    """A Fault with the partial graph, on which some checks can still run."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class ParsedProgram(NamedTuple):
 def lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     """Lower a deploy and the algorithm that it deploys.
 
-    The deploy is the one that the command line names, or the only one of the file. If there is no deploy, lowers the
-    last algorithm of the file. Raises a Fault with all mistakes.
+    The deploy is the one that the command line names, or the only deploy of the file. If the file has no deploy, lowers
+    the last algorithm of the file. Raises a Fault with all mistakes.
     """
     try:
         return _lower(file, context)

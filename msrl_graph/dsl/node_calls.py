@@ -1,7 +1,7 @@
 """Readers of the attributes that state what a node computes.
 
-The attributes name functions, filters, environments, agents, losses and optimizers. Each of these is a function that
-msrl_graph provides, or a function or class in a user's file.
+The attributes name functions, filters, environments, agents, losses and optimizers. Each name refers to a function that
+msrl_graph provides, or to a function or class in a user's file.
 
 Invariant: a user's file is parsed, never executed. In the graph, the call of a function in a user's file has the name
 `path/to/file.py:name`.
@@ -220,7 +220,7 @@ class LossReader:
     def _lower_part(self, expr: ast.Expr, names: Names) -> Expr:
         """Lower a subexpression of a loss.
 
-        The result is a number, a state, a call, or an Expr of + - * neg over these.
+        The result is a number, a state or a call, or an Expr that combines these by +, -, * or negation.
         """
         if quoted := file_call(expr):
             return _call_in_file(self.caller, quoted, "loss", names)
@@ -283,7 +283,7 @@ def _has_term(expr: Expr) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerReader:
-    """A reader of the call of an optimizer."""
+    """A reader of an update's optimizer, such as `adamw(lr = 1e-6)`."""
 
     caller: CallingNode
 
@@ -322,8 +322,8 @@ class OptimizerReader:
 class RateReader:
     """A reader of a learning rate.
 
-    The value is a number of 0 or more, a state that the update reads, or the call of a schedule. The schedule is from
-    the package or from a user's file.
+    The value is a number of 0 or more, a state that the update reads, or the call of a schedule. A schedule is either
+    provided by msrl_graph or defined in a user's file.
     """
 
     caller: CallingNode

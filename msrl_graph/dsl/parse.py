@@ -102,8 +102,8 @@ def _parser(start: str, tokens: bool = False) -> Lark:
     file is rebuilt if it is missing, damaged, of another version or not owned by this user. If the cache cannot be
     written, the parser is returned without a cache.
 
-    Each rule has its own parser and cache: tables for all rules would take twice as long to load, and few programs
-    need a second rule.
+    Each rule has its own parser and cache file. A parser for all rules would take twice as long to load, and few
+    programs need a second rule.
     """
     grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
     # The versions of Python and lark are in the key because they determine what lark writes.

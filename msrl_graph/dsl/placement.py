@@ -1,7 +1,7 @@
 """Lowering of `place` and `apart` to the pools that a deploy states.
 
-Invariant: no node and no device is in two pools. Nodes that share weights are in one pool. The planner places every
-node that no statement names, and chooses the device range of a pool that no `place` fixes.
+Invariant: no node and no device is in two pools. Nodes that share weights are in one pool. If no statement names a
+node, the planner places the node. If no `place` states a pool's device range, the planner chooses the range.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def lower_pools(
 ) -> tuple[tuple[Pool, ...], tuple[tuple[str, ...], ...]]:
     """Return the pools, and the groups of nodes that must share a pool.
 
-    A pool is a group of nodes with a device range or an `apart` statement. The pools are in the order of the text. The
-    other groups are nodes that only `place … together` joins; the planner chooses their pools. `nodes` are all nodes
-    that the algorithm declares.
+    A pool is a group of nodes with a device range or an `apart` statement. The pools are in the order of the text. Each
+    other group has the nodes of a `place … together` without a device range; the planner chooses the group's pool.
+    `nodes` are all nodes that the algorithm declares.
     """
     lowering = _Pools(graph, nodes, cluster, problems)
     # All `place` statements come first, whatever the order of the text: they determine which nodes stay together.
@@ -109,7 +109,10 @@ class _Pools:
         return f"`{min(both)}` is a state of `{worker}`" if worker else "they share the weights of one worker"
 
     def _resolve_members(self, ref: ast.Ref) -> set[str]:
-        """Return the nodes of a worker, or a node and the nodes that share its weights."""
+        """Return the nodes that a name in a `place` or `apart` statement refers to.
+
+        For a worker, these are the worker's nodes. For a node, these are the node and all nodes that share its weights.
+        """
         workers = {worker.name: worker for worker in self.graph.workers}
         if ref.text in workers:
             members = [member for member in self.graph.nodes if member.worker == ref.text]

@@ -2,7 +2,7 @@
 
 Invariant: there is one diagnostic, about the first place where the text is wrong. The diagnostic says in the user's
 words what was found and what is expected. This code runs only after the parser has failed, so it may be slow. A
-separate scanner, which never fails, splits the text again.
+separate scanner, which never fails, splits the text into tokens again.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def _guess_misplaced(here: _Piece, before: list[_Piece], item: str, brackets: li
 
 
 def _begins_statement(before: list[_Piece]) -> bool:
-    """Return whether a statement can begin at the last piece of `before`.
+    """Return whether a statement can begin at the last token of `before`.
 
     A statement begins at the start of a line or after a brace.
     """

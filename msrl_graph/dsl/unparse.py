@@ -1,8 +1,8 @@
 """Conversion of a syntax tree to text.
 
 Invariant: for every tree that `parse` can return, `parse(write(tree))` is the same tree, ignoring spans. There is one
-exception: a name that is a keyword in its position cannot be written. An example is a worker with the name `run` at
-the start of an edge in a deploy.
+exception: if a name is a keyword at its position, the name cannot be written. An example is a worker with the name
+`run` at the start of an edge in a deploy.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A deploy extends a base, which is another deploy.
 
-Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written in full.
-Statements keep their spans, so that mistakes are reported at the original text. If a deploy itself has a statement
-twice, the result has the statement twice, and lowering reports the duplicate.
+Invariant: the result names an algorithm and a cluster, and has no `drop`. The result is the deploy that the user could
+have written in full. Statements keep their spans, so that mistakes are reported at the original text. If a deploy
+itself has a statement twice, the result has the statement twice, and lowering reports the duplicate.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def _merge_statement(old: ast.DeployStatement | None, new: ast.DeployStatement) 
 
 
 def _drop(statements: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy: ast.DeployDecl) -> None:
-    """Remove the statements that `undo` names; raise a Fault if one does not exist."""
+    """Remove the statements that a deploy drops.
+
+    Raises a Fault if the deploy extends no deploy, or if a dropped statement does not exist.
+    """
     if deploy.extends is None:
         raise mistake("unknown-name", f"`{deploy.name.text}` extends no deploy, so there is nothing to drop", undo.span)
     for key in check_dropped(statements, undo, deploy.extends.text):
@@ -151,7 +154,7 @@ def check_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoD
 def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl) -> list[tuple[str, Key, Span]]:
     """Return a title, the key and the span of each statement that a `drop` names.
 
-    `statements` are the statements of the extended deploy.
+    The title is for messages. `statements` are the statements of the extended deploy.
     """
     if undo.edge:
         return [(_ends(edge), ("edge", _ends(edge)), edge.span) for edge in split_edge(undo.edge)]
@@ -164,10 +167,10 @@ def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.Un
 
 
 def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
-    """Return the keys of the statements that a `drop` names, for an unknown base.
+    """Return the keys of the statements that a `drop` removes, if the base is unknown.
 
-    A key is the kind of a statement and what the statement is about, such as a node. Which `place` or `apart`
-    statements a `drop` removes depends on the base, so the result has a single key for all `place` or all `apart`
-    statements.
+    A key is the kind of a statement and the subject of the statement, such as a node. Which `place` or `apart`
+    statements a `drop` removes depends on the base. Therefore the result has a single key for all `place` statements,
+    and a single key for all `apart` statements.
     """
     return [key for _, key, _ in _resolve_dropped({}, undo)]

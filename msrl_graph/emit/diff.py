@@ -1,7 +1,7 @@
 """The differences between two plans.
 
-Invariant: a plan has no difference from itself. Swapping the two plans reverses the sign of each difference. Values
-that are equal in both plans are not listed.
+Invariant: a plan has no difference from itself. If the two plans are swapped, each numeric difference changes its sign.
+Values that are equal in both plans are not listed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Change:
 
     - `part`: the section of the plan, such as Memory.
     - `item` and `what`: the item in that section (a node, an edge, a phase), and the item's property.
-    - `old` and `new`: the property's value in each plan. None: that plan does not have the property.
+    - `old` and `new`: the property's value in each plan, or None for a plan without the property.
     - `difference`: `new` minus `old`, if the values are numbers with a `unit`.
     - `percent`: the difference in percent of the old value. None if the old value is 0.
     - `detail`: whether the change only follows from other changes of the same item.
@@ -45,7 +45,7 @@ class Change:
 def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return all differences between two plans, in the order of a plan's sections.
 
-    If only one of the plans has an item, all its properties together are a single change.
+    If only one of the plans has an item, there is a single change for all properties of the item.
     """
     return tuple(_changes(old, new))
 

@@ -1,7 +1,7 @@
 """Pictures as Graphviz text, for `dot -Tsvg`.
 
-Invariant: every name is written as a quoted string, whatever characters it contains. So no name can end its own string
-or be read as a Graphviz keyword. The same picture gives the same bytes.
+Invariant: every name is written as a quoted string, whatever characters the name contains. So no name can end its
+quoted string or be read as a Graphviz keyword. The same picture gives the same bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The evaluations of a plan as text: data, times, sampling, and kept checkpoints.
 
-Invariant: each generation is shown with the settings with which the evaluation samples. It does not matter where the
-program states these settings.
+Invariant: each generation is shown with the sampling settings that the evaluation uses, wherever the program states
+them.
 """
 
 from __future__ import annotations

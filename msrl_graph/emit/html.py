@@ -1,8 +1,8 @@
 """A graph or plan as one self-contained HTML page: pictures, then tables.
 
-Invariant: the page contains everything that it shows. It loads no script and no other file, and nothing over a network.
-All text that comes from a program is escaped. The length of the page depends on the program and on the number of
-different kinds of host, never on the number of devices.
+Invariant: the page contains everything that it shows. The page loads no script and no other file, and nothing over a
+network. All text that comes from a program is escaped. The length of the page depends on the program and on the number
+of different kinds of host, never on the number of devices.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BusyInterval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The seconds of an iteration, and the intervals in which pools worked."""
+    """The length of an iteration in seconds, and the intervals in which pools worked."""
 
     seconds: float
     stretches: tuple[BusyInterval, ...]
@@ -65,7 +65,7 @@ class Timeline:
 
 @dataclass
 class HtmlSection:
-    """A section of a page: its lines and tables, in the order of their writing."""
+    """A section of a page: lines and tables, in the order in which they were written."""
 
     title: str
     more: str
@@ -74,7 +74,7 @@ class HtmlSection:
 
 @dataclass
 class Sections:
-    """A page as a list of sections that an HTML template renders (see `Sheet`)."""
+    """A page (see `Sheet`) whose sections are kept in a list, for an HTML template."""
 
     parts: list[HtmlSection] = field(default_factory=list)
     end: str = ""
@@ -109,7 +109,10 @@ def graph_html(graph: Graph) -> str:
 
 
 def placed_html(plan: Plan) -> str:
-    """Return an HTML page of a placed graph: nodes, docks, swaps, sends and devices."""
+    """Return an HTML page of a placed graph.
+
+    The page shows nodes, docks, allgather-swaps, sends of weights between pools, and devices.
+    """
     sheet = Sections()
     write_placed(sheet, plan)
     return _render_page(
@@ -225,7 +228,7 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 def _devices(plan: Plan) -> dict[str, Any]:
     """Return the pools and hosts of a plan, in the form that the template draws.
 
-    Consecutive hosts with the same number of devices of each pool are one entry.
+    Consecutive hosts are one entry if the number of devices of each pool is the same on these hosts.
     """
     colour_of = colours(plan)
     per_host = plan.cluster.devices_per_node
@@ -309,7 +312,10 @@ def _memory_bar(memory: PhaseMemory, scale: float) -> dict[str, Any]:
 
 
 def _memory_kind(item: str) -> int:
-    """Return the index in KINDS of the kind to which an item of memory belongs."""
+    """Return the index in KINDS of the kind of memory that an item belongs to.
+
+    `item` is the name of a line in the plan's table of memory.
+    """
     return next(number for number, (_, words) in enumerate(KINDS) if any(word in item for word in words))
 
 
@@ -351,9 +357,9 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 def _join_stretches(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
-    """Return intervals as (begin, end), with intervals joined if the gap is small.
+    """Join time intervals with small gaps between them; return (begin, end) for each.
 
-    `stretches` are in the order of time. Two intervals are joined if the gap between them is at most `least` seconds.
+    Two intervals are joined if the gap between them is at most `least` seconds.
     """
     joined: list[tuple[float, float]] = []
     for stretch in sorted(stretches, key=lambda stretch: (stretch.begin, stretch.end)):

@@ -1,6 +1,6 @@
 """Numbers and layouts as short text for people.
 
-Invariant: this module imports no drawing code, so that a mere check of a program can load it quickly.
+Invariant: this module imports no drawing code, so it loads quickly for commands that only check a program.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def describe_instructions(plan: Plan, stream: InstructionStream) -> str:
 
 
 def staleness(mean: float, bound: int) -> str:
-    """Describe how old the weights of generations are on average, and rows at most.
+    """Describe the average age of generations' weights, and the greatest age of a row.
 
-    Both ages are in versions: `mean` is the average age, `bound` is the greatest age of a row.
+    Both ages are in versions: `mean` is the average age, `bound` is the greatest age.
     """
     return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
 
@@ -68,7 +68,7 @@ def format_layout(layout: Layout) -> str:
 def describe_experts(experts: ExpertSizes, layout: Layout) -> str:
     """Describe a rank's share of a layer's experts, and the mesh of the experts.
 
-    The mesh is the sizes `ep`, `etp` and `edp` (copies of each expert) in a pipeline stage.
+    The mesh has three sizes: `ep`, `etp` and `edp` (the number of copies of each expert in a pipeline stage).
     """
     part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
     number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
@@ -78,9 +78,9 @@ def describe_experts(experts: ExpertSizes, layout: Layout) -> str:
 def compare_rival(record: SearchRecord, rival: Rival) -> str:
     """Compare the chosen plan with the best plan of the other kind, its rival.
 
-    There are two kinds of plans. In the first, pools of generations are ahead of the updates (with staleness). In the
-    second, all pools are in step. The search compares both kinds if the file does not say whether any pool may be
-    ahead.
+    There are two kinds of plans. In a plan of the first kind, pools of generations run ahead of the updates (with
+    staleness). In a plan of the second kind, all pools are in step. The search compares both kinds if the file does not
+    say whether any pool may run ahead.
     """
     kind = "with pools ahead of the updates" if rival.ahead else "with all pools in step"
     if not rival.seconds:

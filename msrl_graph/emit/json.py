@@ -41,8 +41,8 @@ def graph_json(graph: Graph) -> str:
 def placed_json(plan: Plan) -> str:
     """Return a placed graph as JSON: its nodes and edges, and some parts of the plan.
 
-    The nodes are the worker states, the docks, and the allgather-swaps or sends. The parts of the plan are pools,
-    placements, docks and reshards.
+    The nodes are the worker states, the docks, the allgather-swaps, and the sends of weights between pools. The parts
+    of the plan are pools, placements, docks and reshards.
     """
     nodes, edges = build_placed_graph(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}

@@ -135,7 +135,7 @@ def _assign_ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) 
 def _order_layers(layers: list[list[Item]]) -> list[list[Item]]:
     """Reorder the items of each layer so that few arrows cross.
 
-    The result is the order with the fewest crossings among those that the barycenter sweeps try.
+    The barycenter method tries several orders. The result is the order with the fewest crossings.
     """
     best = layers
     least = _count_crossings(layers)
@@ -186,7 +186,7 @@ def _set_positions(layers: Sequence[Sequence[Item]]) -> None:
 
 
 def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item]]) -> None:
-    """Give all passages of an arrow the same x, if their neighbors leave room.
+    """Give all passages of an arrow the same x, if the neighboring items leave room.
 
     A passage is the point at which the arrow passes through a layer.
     """
@@ -213,7 +213,7 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
 
 
 def _separate(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
-    """Set the positions of a layer's items near the wanted ones, without overlap.
+    """Set the positions of a layer's items near wanted positions, without overlap.
 
     `wanted` has a (position, weight) for each item. The sum of the weighted squared distances from the wanted positions
     is minimal (pool adjacent violators).
@@ -242,7 +242,7 @@ def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) 
     """Return the points of an arrow from its first box to its last box.
 
     The arrow starts at the lower edge of the first box, and ends at the upper edge of the last box. Between the two
-    boxes, it passes each layer vertically.
+    boxes, the arrow passes each layer vertically.
     """
     first = path[0]
     last = path[-1]

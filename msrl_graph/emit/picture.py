@@ -1,4 +1,4 @@
-"""The content of a picture of a graph or plan: grouped boxes, and arrows.
+"""The content of a picture of a graph or plan: boxes in groups, and arrows.
 
 Invariant: a picture has no positions or colors. Boxes are in dependency order, so every sample arrow leads from an
 earlier box to a later one. A group is a worker (in a picture of a graph) or a pool (in a picture of a plan). Each group
@@ -48,7 +48,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture; `groups` has the name of each group of boxes, and a remark on it."""
+    """A picture; `groups` has pairs of a group's name and a remark on the group."""
 
     title: str
     groups: tuple[tuple[str, str], ...]
@@ -124,10 +124,10 @@ def plan_picture(plan: Plan) -> Picture:
 
 
 def placed_picture(plan: Plan) -> Picture:
-    """Return a picture of a placed graph, with docks, swaps and sends.
+    """Return a picture of a placed graph: nodes, docks, and transfers of weights.
 
-    Nodes are grouped by pool. A sample edge leads through a dock, and a resharding edge through an allgather-swap or a
-    send.
+    Nodes are grouped by pool. A sample edge leads through a dock. A resharding edge leads through an allgather-swap, or
+    through a send between two pools.
     """
     graph = plan.graph
     vertices, arcs = build_placed_graph(plan)
@@ -171,8 +171,8 @@ def _set_lines(node: Node) -> tuple[str, ...]:
 def _state_arrows(graph: Graph) -> list[Arrow]:
     """Return arrows for the states of the algorithm.
 
-    An arrow leads from each node that sets a state to each node that reads the state, but not from a node to itself.
-    The boxes list the states that nodes set.
+    An arrow leads from each node that sets a state to each other node that reads the state. If only the node itself
+    reads the state, there is no arrow, but the node's box names the state.
     """
     states: dict[tuple[str, str], list[str]] = {}
     for node in graph.nodes:
@@ -195,7 +195,7 @@ def _attribute_lines(edge: Edge) -> tuple[str, ...]:
 def _describe_moves(reshard: Reshard) -> tuple[str, ...]:
     """Describe how a resharding moves weights: routes, bytes and seconds.
 
-    The bytes are those that the busiest device receives.
+    The text shows how many bytes the busiest device receives.
     """
     most = sum(route.bytes for route in reshard.ways)
     seconds = sum(step.seconds.value for step in reshard.steps)

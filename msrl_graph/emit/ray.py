@@ -1,6 +1,6 @@
 """A Python script that runs a plan on Ray: a summary, then the plan as data.
 
-Invariant: the script is one runnable file. It calls the same runtime with the same plan as `msrl-run` does.
+Invariant: the script is one runnable file. The script calls the same runtime with the same plan as `msrl-run` does.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
 
 
 def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
-    """Write the fraction of the iterations in which an edge's weights are fetched.
+    """Write the fraction of the iterations in which a resharding edge fetches weights.
 
-    Only an edge that does not send all versions of the weights has such a line.
+    The line is written only for an edge that does not fetch every version of the weights.
     """
     share = sent.share((reshard.src, reshard.dst))
     multiples = sorted({*sent.multiples[reshard.src, reshard.dst]})
@@ -94,7 +94,8 @@ def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
 def _describe_route(way: ReshardRoute, ways: int) -> str:
     """Describe how ranks exchange the weights of one route.
 
-    `ways` is the number of routes of the resharding edge. If there are several, the text names the kind of weights.
+    `ways` is the number of routes of the resharding edge. If there are several routes, the text begins with the kind of
+    weights that the route moves.
     """
     name = f"{way.of}: " if ways > 1 else ""
     blocks = f" ({plural(way.block, 'neighbour')} of each stage)" if way.across else ""
@@ -104,5 +105,5 @@ def _describe_route(way: ReshardRoute, ways: int) -> str:
 
 
 def _peak_formula(order: str) -> str:
-    """Return the formula of a device's peak memory, for a reshard's `order`."""
+    """Return the formula of a device's peak memory for a value of `reshard { order }`."""
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"

@@ -1,6 +1,6 @@
-"""The page of a running plan: its picture, and elements that change.
+"""The HTML page of a run: a picture of the plan, and data that the page updates.
 
-Invariant: the page contains everything that it shows, except the data of the run. It requests these data from the
+Invariant: the page contains everything that it shows, except the data of the run. The page requests these data from the
 server that served the page, and from no other server. All text that comes from a program is escaped. Messages that
 arrive later are inserted only as text, never as HTML.
 """

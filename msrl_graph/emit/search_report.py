@@ -1,7 +1,7 @@
 """The reasons for a plan: the choice of the search, and why other plans lose.
 
-Invariant: the figures of a runner-up (a plan that the search did not choose) are those that all passes compute for that
-plan. If only a lower bound is known, the text says so.
+Invariant: the figures of a runner-up (a plan that the search did not choose) are computed by the same passes as the
+figures of the chosen plan. If only a lower bound of a runner-up's time is known, the text says so.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _format_seconds(candidate: Candidate) -> str:
 def _describe_loss(candidate: Candidate, best: float) -> str:
     """Describe how much slower a candidate is than the chosen plan.
 
-    `best` is the seconds of the chosen plan. The text has the total difference and the four phases that differ most.
-    For a candidate that cannot be used, the text is the reason.
+    `best` is the seconds of the chosen plan. The text has the total difference and the four phases that differ most. If
+    a candidate cannot be used, the text is the reason why.
     """
     if candidate.wrong:
         return f"does not fit: {candidate.wrong}"

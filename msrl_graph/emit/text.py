@@ -373,9 +373,9 @@ def _write_environment(page: Sheet, plan: Plan) -> None:
 
 
 def describe_saving(iteration: Figure, in_step: Figure) -> str:
-    """Describe the share of an iteration's time that staleness saves.
+    """Describe the fraction of an iteration's time that staleness saves.
 
-    `in_step` is the time of an iteration if no pool may be ahead of the updates.
+    `in_step` is the time of an iteration if no pool may run ahead of the updates.
     """
     share = 1 - iteration.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"

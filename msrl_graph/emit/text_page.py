@@ -38,8 +38,8 @@ class Sheet(Protocol):
     ) -> None:
         """Write a table.
 
-        `right` has the indices of columns with figures, which are aligned right. `keep` has the indices of columns that
-        never wrap.
+        `right` has the indices of the table columns that are aligned right, because they contain figures. `keep` has
+        the indices of the table columns that never wrap.
         """
 
     def closing(self, text: str) -> None:

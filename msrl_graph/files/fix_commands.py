@@ -37,7 +37,8 @@ def tokenizer(folder: Path | str) -> str:
 def tensor_names(folder: Path | str, present: Collection[str], missing: str) -> str:
     """Return how to rename the tensors in a model's folder so that `missing` is found.
 
-    `present` has the names of the tensors in the folder. If the cause is not a wrong prefix of the names, returns "".
+    `missing` is the name of a tensor, and `present` has the names of the tensors in the folder. Returns "" unless the
+    names in the folder have a wrong prefix.
     """
     short_name = missing.removeprefix("model.")
     if f"module.{missing}" in present:

@@ -15,7 +15,7 @@ _HUB = re.compile(r"(?:hf://|https://huggingface\.co/)?(?:datasets/)?([A-Za-z0-9
 
 
 def hub_name(target: str) -> str:
-    """Return the model's name on the Hugging Face Hub if a text can be one, else "".
+    """Return the Hugging Face Hub name of the model that a text may mean, else "".
 
     For example, the function returns `Qwen/Qwen2.5-7B` for `https://huggingface.co/Qwen/Qwen2.5-7B`. A file name such
     as `data/train.jsonl` is not a Hub name.

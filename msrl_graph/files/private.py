@@ -50,7 +50,7 @@ def make_folder(path: Path) -> None:
 def check_folder(path: Path, mode: int = ANY) -> None:
     """Raise NotPrivate unless `path` is a folder of this user.
 
-    The folder's mode must have none of the permission bits in `mode`, by default none for other users.
+    The folder's mode must have none of the permission bits in `mode`. By default, `mode` has all bits of other users.
     """
     os.close(open_folder(path, mode))
 
@@ -75,7 +75,7 @@ def open_folder(path: Path, mode: int = ANY) -> int:
 
 
 def check_link(path: Path) -> None:
-    """Raise NotPrivate if a path is a link that belongs to another user, except root.
+    """Raise NotPrivate if a path is a link that neither this user nor root owns.
 
     Raises OSError if the path does not exist.
     """

@@ -1,4 +1,4 @@
-"""The texts of programs, from files and callers.
+"""The text of a program, which is read from a file or passed by a caller.
 
 Invariant: the result is a text that can be encoded as UTF-8, and each of its lines ends with a line feed, as the parser
 expects.

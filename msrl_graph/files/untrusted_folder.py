@@ -19,8 +19,8 @@ class OutsideError(OSError):
 def roots(folder: Path) -> list[Path]:
     """Return the real folders in which the files of a folder may be.
 
-    The first is the folder itself. For a snapshot in the Hugging Face cache, the second is the folder `blobs` of the
-    repository, because the files of a snapshot are links to files in `blobs`.
+    The first result is the real path of the folder itself. For a snapshot in the Hugging Face cache, the second result
+    is the folder `blobs` of the repository, because the files of a snapshot are links to files in `blobs`.
     """
     real = folder.resolve()
     return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]

@@ -139,9 +139,9 @@ def _explain_error(url: str, error: Exception, span: Span) -> Diagnostic:
 
 
 def list_remote(url: str, folder: bool = False, span: Span = NOWHERE) -> RemoteListing:
-    """List a file, or with `folder` a folder and its subfolders, at a URL.
+    """List the file at a URL, or with `folder` all files in the folder at a URL.
 
-    Only one level of subfolders is listed. Raises Fault.
+    For a folder, files in its subfolders are included, but not files in deeper folders. Raises Fault.
     """
     with report_errors(url, span):
         return _with_timeout(lambda: _list_files(url, folder))
@@ -394,7 +394,7 @@ def _lock_copy(place: Path, span: Span) -> Iterator[None]:
 def _remove_old_copies() -> None:
     """Remove copies that were not used for `KEPT` seconds.
 
-    Old files of processes that were killed while fetching are also removed.
+    Files from processes that were killed while they fetched a copy are removed at the same age.
     """
     for path in copies_folder().iterdir():
         with suppress(OSError):

@@ -1,8 +1,8 @@
 """The weight files of a model's folder, found by the same rule as in transformers.
 
 Invariant: the weights are in `model.safetensors`. If that file does not exist, they are in the files that
-`model.safetensors.index.json` names, and of each file only the tensors that the index assigns to it are read. No other
-file is read for weights.
+`model.safetensors.index.json` names. From each of these files, only the tensors that the index assigns to the file are
+read. No other file is read for weights.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class WeightFiles:
 
 
 def weight_files(folder: Path | str) -> WeightFiles:
-    """Find the weight files of a folder; none if it has no safetensors files.
+    """Find the weight files of a folder.
 
-    Raises OSError, and UnclearError if the files are incomplete or ambiguous.
+    The result has no files if the folder has no safetensors files. Raises OSError, and UnclearError if the files are
+    incomplete or ambiguous.
     """
     present = sorted(Path(folder).glob("*.safetensors"))
     single = Path(folder) / WHOLE

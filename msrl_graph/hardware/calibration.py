@@ -1,7 +1,7 @@
 """Measurements of this machine by `msrl-doctor --calibrate`.
 
-Invariant: a default calibration file that does not exist is ignored. A calibration file that cannot be used, although
-it exists or the user named it, causes one warning, and the assumed figures are used instead. The measuring is in
+Invariant: if the default calibration file does not exist, assumed figures are used without a warning. If a calibration
+file exists or the user named it, but it cannot be used, assumed figures are used with one warning. The measuring is in
 runtime/calibrate/measure.py.
 """
 
@@ -37,7 +37,7 @@ class MachineIdentity:
 class BusyRates:
     """The rates that each process of a machine reaches while all processes are busy.
 
-    The units are those of the figures of `Device`. A collective is (minimum seconds, bytes/s).
+    The units are those of the figures of `Device`. The values of `collectives` are (minimum seconds, bytes/s).
     """
 
     threads: int
@@ -156,7 +156,7 @@ def read(path: Path, span: Span = NOWHERE) -> Calibration | Diagnostic:
 
 
 def _find_invalid(calibration: Calibration) -> str:
-    """Describe an impossible value in a calibration; "" if there is none."""
+    """Describe an impossible value in a calibration; "" if all values are possible."""
     if not calibration.busy:
         return "nothing was measured"
     if any(

@@ -101,7 +101,7 @@ class Device:
     - `f32`, `bf16`: FLOP/s of a matrix product with these types, by its FLOP.
     - `attention`: FLOP/s of attention, by the FLOP of one head of a row.
     - `memory_bandwidth`, `layer`: bytes/s of the memory, by the bytes that an operation moves. The memory is accessed
-      as a stream (`memory_bandwidth`) or in the order of an eager `layer`.
+      as a stream (`memory_bandwidth`), or in the order in which an eager layer accesses it (`layer`).
     """
 
     name: str
@@ -142,13 +142,13 @@ class Device:
         return Figure(rate_at(curve, size), "measured", reached.basis) if curve and size > 0 else reached
 
     def figure(self, name: str) -> Figure | None:
-        """Return the figure with the name of a cluster attribute, such as `flops_bf16`."""
+        """Return the figure that a cluster attribute names, such as `flops_bf16`."""
         figure = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
         assert figure is None or isinstance(figure, Figure)
         return figure
 
     def share(self, name: str) -> float:
-        """Return the fraction of a figure that is reached: 1 if it is not a peak."""
+        """Return the fraction of a figure that is reached: 1 if the figure is not a peak."""
         return SHARES[name].value if name in self.peaks else 1.0
 
     @cached_property

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 class Setting:
     """An environment variable with its value, the reason, and the reason's source.
 
-    `fails` is a regular expression for values that are known to cause an error or, without an error, wrong weights or
-    tokens.
+    `fails` is a regular expression for values that are known to be harmful: they cause an error, or they cause wrong
+    weights or tokens without an error.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class SettingConditions:
-    """The properties of a run that settings depend on.
+    """The properties of a run on which settings depend.
 
     `deadline` is the number of seconds after which the run stops waiting. `deterministic` means that the same seed must
     give the same rows and weights.

@@ -24,7 +24,7 @@ class Stack:
     - `platform`: the platform of the stack's wheels.
     - `pins`: the chosen version of each package.
     - `extras`: the extras of this project that are also installed.
-    - `lowest`: whether dependencies have the lowest allowed versions, or else the newest.
+    - `lowest`: if True, dependencies have the lowest allowed versions; if False, the newest.
     - `elsewhere`: packages that belong to the stack but are not in the package index, each with where to get it.
     - `source`: where the pins come from.
 

@@ -1,8 +1,8 @@
 """Compatible versions of drivers, toolkits, torch and its plug-ins, and engines.
 
 Invariant: everything that msrl_graph knows about such versions is in this module, as pairs, each with its source. The
-caller provides the versions; this module does not look for them. Drivers, CUDA, CANN and Python have the names that are
-defined below. All other packages have their names in `pip list`.
+caller provides the versions; this module does not look for them. Constants of this module are the names of drivers,
+CUDA, CANN and Python. All other packages have the names that `pip list` prints.
 """
 
 from __future__ import annotations

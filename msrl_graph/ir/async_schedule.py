@@ -1,4 +1,4 @@
-"""Asynchronous schedule: pools that run ahead of the updates, and their weights.
+"""Asynchronous schedule: when pools run ahead of the updates, with which weights.
 
 The attributes `staleness` and `every` of resharding edges decide which pools of devices may run ahead of the updates,
 when such a pool begins an iteration, and with which version of the weights it generates. The words of this module:
@@ -6,15 +6,15 @@ when such a pool begins an iteration, and with which version of the weights it g
 - A pool is ahead of the updates if it may begin an iteration before the updates begin that iteration. Every other pool
   is in step with the updates.
 - A pool is pipelined if it is ahead although it has both nodes of a resharding edge with `staleness`. Such a pool
-  generates for the next iteration, and then runs its other nodes for the current iteration. While it generates, the
-  rows that the other nodes read are computed.
-- The opening of an instruction stream is the part that is executed early, before the updates begin the iteration.
+  generates for the next iteration, and then runs its other nodes for the current iteration. While the pool generates,
+  functions and other pools compute the rows that the pool's other nodes read.
+- The opening of an instruction stream is the part that is executed before the updates begin the iteration.
 - The functions' stream has the instructions of the processes that call Python functions.
 
 Invariant: iteration j generates with the weights of iteration j - staleness or newer weights. So a pool begins
 iteration j only when the updates have begun iteration j - staleness. Within an iteration, a pool that is ahead never
 waits for a pool in step, nor for a pool that has not begun the iteration. So a pool that is ahead always ends the
-iteration that it has begun. Work between two iterations, such as an evaluation, may wait for this end.
+iteration that it has begun, and work between two iterations, such as an evaluation, can wait for this end.
 
 A run and its simulation both use `PoolProgress`. The estimate of the iteration time uses the base class `Sends`.
 
@@ -49,9 +49,9 @@ from .sequences import temperature_states
 def lead_of_pools(plan: Plan) -> dict[str, int]:
     """Return by how many iterations each pool may run ahead of the updates.
 
-    Pools in step with the updates are left out. A pipelined pool runs ahead by at most one iteration, since no other
-    pool waits for its weights. With `deterministic`, a pipelined pool runs ahead by its full `staleness`, since rows
-    must then be generated with the oldest weights that are allowed.
+    Pools in step with the updates are left out. A pipelined pool runs ahead by at most one iteration: its update and
+    its generation are in the same pool, so no other pool waits for the weights. With `deterministic`, a pipelined pool
+    runs ahead by its full `staleness`, since rows must then be generated with the oldest weights that are allowed.
     """
     staleness_of = staleness_of_edges(plan)
     if not any(staleness_of.values()):
@@ -89,8 +89,8 @@ def row_age_bound(plan: Plan) -> int:
     """Return the largest age that a row can have when it is trained on, in versions.
 
     The age of a token is the number of versions between the weights that drew the token and the trainer's weights. The
-    age of a row is the age of its oldest token. With partial rollout (`partial`), a row may be cut `cuts` times. Each
-    cut can make the row one version older.
+    age of a row is the age of its oldest token. With partial rollout (`partial`), a row is cut at most `cuts` times.
+    Each cut can make the row one version older.
     """
     lags = staleness_bounds(plan)
     return max(
@@ -104,7 +104,7 @@ def row_age_bound(plan: Plan) -> int:
 
 
 def fetched_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `staleness_bounds` between two pools, with their bounds.
+    """Return the edges of `staleness_bounds` between two different pools, with bounds.
 
     The generation fetches the weights over such an edge, since the update is in another pool.
     """
@@ -127,11 +127,11 @@ def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
 
 
 def late_states(plan: Plan) -> dict[str, int]:
-    """Return the states that decide how rows are drawn, with their largest age.
+    """Return the states that affect how rows are drawn, with an age of their values.
 
-    The sampling weights of the source or the temperature of a generation depends on such a state. The age is that of
-    the state's value, in iterations. It is at most the largest number of iterations by which any pool may run ahead of
-    the updates.
+    The sampling weights of the source or the temperature of a generation depends on such a state. The age is an upper
+    bound of the age of the state's value, in iterations: the largest number of iterations by which any pool may run
+    ahead of the updates.
     """
     most = max(lead_of_pools(plan).values(), default=0)
     graph = plan.graph
@@ -179,7 +179,7 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 
 
 def skipping_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `fetched_edges` that skip versions, with their `every`.
+    """Return the edges of `fetched_edges` that skip versions, each with its `every`.
 
     Weights that a generation fetched over such an edge remain on its devices until the next fetch. So an iteration may
     generate with the same weights as the previous iteration.
@@ -290,9 +290,9 @@ class PoolProgress(Sends, ABC):
     ) -> Iterator[tuple[str, int]]:
         """Yield each pool that may begin an iteration, with the iteration.
 
-        `now` is the iteration that the updates are in. Iterations from `iterations` on, and iterations for which
-        `foreseen` returns False, are not yielded. The caller must begin each yielded iteration before it asks for the
-        next one.
+        `now` is the iteration that the updates are in. Iterations with the number `iterations` or a larger number, and
+        iterations for which `foreseen` returns False, are not yielded. The caller must begin each yielded iteration
+        before it asks for the next one.
         """
         more = True
         while more:
@@ -308,7 +308,7 @@ class PoolProgress(Sends, ABC):
 
         `now` is the iteration that the updates are in. Only with `deterministic` do the updates wait for a pool that
         may begin an iteration with the weights of `now`. If the pool began its iteration later, the iteration would
-        have newer weights. With `partial`, the pool may first have to end its previous iteration.
+        have newer weights. With `partial`, it is possible that the pool must first end its previous iteration.
         """
         following = {pool: self.begun[pool] + 1 for pool in pools}
         return self.run.deterministic and any(
@@ -333,7 +333,7 @@ class PoolProgress(Sends, ABC):
         )
 
     def use_version(self, edge: Edge, version: int) -> bool:
-        """Record which version a generation uses; return whether it must be fetched.
+        """Record which version a generation uses; return whether to fetch this version.
 
         `edge` is the resharding edge to the generation. If the edge skips versions, the version that the generation
         used last is still on the devices and is not fetched again.

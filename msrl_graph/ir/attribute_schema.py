@@ -49,7 +49,7 @@ def attr(
     must: str = "",
     head: bool = False,
 ) -> T:
-    """Declare a field of a dataclass that is an attribute.
+    """Declare an attribute, as a field of a dataclass.
 
     The arguments are the fields of `Attribute`.
     """
@@ -116,7 +116,7 @@ class DeclaredAttributes:
         return cls()
 
     def list_changed(self, names: Iterable[str]) -> list[str]:
-        """Return those attributes among `names` whose values are not the defaults."""
+        """Return the attributes among `names` whose values differ from the defaults."""
         declared = self.declared()
         return [name for name in names if name in declared and getattr(self, name) != declared[name].default]
 

@@ -1,8 +1,8 @@
 """Attributes of nodes, edges and workers, and values that are computed from them.
 
 Invariant: code reads the typed value of an attribute, such as `UpdateAttributes.of(node).mini_batch`. The expression
-that the program states (`node.stated("mini_batch")`) is only for messages about the attribute. `UpdateAttributes.of`
-and the like accept any node. For a node with another verb, they return the defaults.
+that the program states (`node.stated("mini_batch")`) is only for messages about the attribute. The method `of` of
+`UpdateAttributes` and of similar classes accepts any node. For a node with another verb, it returns the defaults.
 
 To add an attribute of `update`, add a field to `UpdateAttributes` and code in a pass or an engine that reads the field.
 An engine that does not support all attributes lists its supported attributes (`supported_attributes` in
@@ -194,16 +194,16 @@ class GenerateAttributes(NodeAttributes):
     )
 
     def under_way(self, prompts: int) -> int:
-        """Return the number of prompts in progress while an iteration takes `prompts`."""
+        """Return how many prompts are in progress if an iteration takes `prompts` prompts."""
         return prompts + (max(1, round(self.partial * prompts)) if self.partial else 0)
 
     @property
     def waits(self) -> bool:
-        """Whether an iteration waits for responses to prompts that were cut `cuts` times."""
+        """Whether an iteration waits for responses that were already cut `cuts` times."""
         return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
-        """Return how many tokens a response grows between checks for complete prompts."""
+        """Return the number of tokens per response between checks for complete prompts."""
         return max(1, math.ceil(longest / LOOKS))
 
     @property
@@ -215,7 +215,7 @@ class GenerateAttributes(NodeAttributes):
         return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
-        """Return the maximum tokens of a response whose column can hold `bound` tokens."""
+        """Return the maximum length of a response whose column can hold `bound` tokens."""
         return bound if self.max_tokens is None else min(bound, self.max_tokens)
 
 
@@ -278,7 +278,7 @@ class UpdateAttributes(NodeAttributes):
         return iteration >= self.after and (iteration - self.after) % self.every == 0
 
     def steps_in_run(self, rows: int, iterations: int) -> int:
-        """Return an upper bound of a run's optimizer steps; filters may leave fewer rows."""
+        """Return how many optimizer steps a run takes if no filter drops rows."""
         return self.steps(rows) * max(0, -(-(iterations - self.after) // self.every))
 
     @property
@@ -410,8 +410,8 @@ CALLED = {
 def place_of_call(node: Node) -> str:
     """Return the line and file of a node's call as text, for use in a sentence.
 
-    For a node without a call, it is the line of the node. If a node extends another node, the call may be in the other
-    node, often in another file.
+    For a node without a call, the text names the line of the node. A node that extends another node may take the call
+    from that node, which is often in another file.
     """
     calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
     return next((span.place for span in calls if span.line), node.span.place)

@@ -22,7 +22,7 @@ def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> i
 
     - A comparison or a function of msrl_graph itself: 1. The function host makes this call in its own process, since
       the call is faster than a message to a worker process.
-    - A function that gets the whole batch (`per = batch`): 1, since it is called only once.
+    - A function that gets the whole batch (`per = batch`): 1, since the function is called only once.
     - An `async` function: MAX_ASYNC_CALLS.
     - Any other function: one call per worker process, or 1 if the function is marked `parallel=False`.
     """

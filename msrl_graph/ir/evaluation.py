@@ -33,18 +33,18 @@ class Evaluation:
     """An evaluation of the weights on all rows of a data file.
 
     The evaluation runs the nodes that compute its columns. It runs before and after training, and after each `every`-th
-    iteration (0: only before and after).
+    iteration (0: only before and after training).
 
     - `data`: the name of the data. `report`: the columns whose means are reported.
     - `samples`, `temperature`: settings of the generations that read prompts. 0 and None mean the same as in training.
     - `draws`: settings of single generations, which replace `samples` and `temperature`.
     - `name`: "" means that the evaluation has the name of the data.
-    - `at`: the k of pass@k and best@k, and of maj@k if `vote` is set.
+    - `at`: the values of k for pass@k and best@k, and for maj@k if `vote` is set.
     - `passing`: a response passes if its value in the reported column is at least this number.
     - `vote`: the column with the answer of each response.
     - `by`: the column that splits the rows: figures are also reported for each value of this column.
     - `best`: the figure that decides which checkpoint is kept as the best; "" means that no best checkpoint is kept.
-    - `patience`: training ends after this number of evaluations in a row without a better figure; 0 means never.
+    - `patience`: training ends after this number of successive evaluations without a better figure; 0 means never.
     """
 
     data: str
@@ -78,7 +78,7 @@ class Evaluation:
     def needs_rows(self) -> bool:
         """Whether the figures are computed from the rows of all processes together.
 
-        If not, one sum per process is sufficient.
+        If False, the figures are computed from one sum per process.
         """
         return bool(self.at or self.by)
 

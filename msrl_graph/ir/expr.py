@@ -19,8 +19,8 @@ class Expr:
 
     - `kind`: `number`, `string`, `bool`, `quantity`, `word` (an option's word), `column`, `state`, `call`, `list`,
       `neg` (a negated number) or an operator sign.
-    - `value`: the literal, or the name of the column, state or function. The value of a quantity is in bytes, bytes/s,
-      FLOP/s or seconds; `unit` says in which of them.
+    - `value`: the literal, or the name of the column, state or function.
+    - `unit`: the unit of a quantity's value: bytes, bytes/s, FLOP/s or seconds.
     - `args`: the operands of an operator, the items of a list, or the arguments of a call.
     - `keys`: the argument names of a call; "" for a positional argument.
     """

@@ -39,7 +39,7 @@ class Flow:
         return src == dst or dst in self.after(src)
 
     def digraph(self) -> nx.DiGraph[str]:
-        """Return a networkx graph with the nodes' names as nodes and the sample edges."""
+        """Return a networkx graph of the nodes' names and the sample edges."""
         import networkx as nx
 
         digraph: nx.DiGraph[str] = nx.DiGraph()
@@ -62,10 +62,11 @@ class Flow:
 
     @cached_property
     def _writers_above(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The bit of each writer, and for each node the bits of all writers before it.
+        """A bit for each writer, and for each node the bits of all writers upstream.
 
-        The first dict has a bit for a writer if some node reads its column without a direct edge from the writer. The
-        second dict has, for each node, the bits of the writers from which a path leads to the node.
+        The first dict maps each writer to a number with one bit set. It has the writers of the columns that some node
+        reads without a direct edge from the writer. The second dict maps each node to a number with the bits of several
+        writers: all writers from which a path leads to the node.
         """
         graph = self.graph
         joined = self._edge_pairs
@@ -105,9 +106,9 @@ class Flow:
     def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """The columns that each sample edge carries, by (src, dst).
 
-        Each column that a node reads is carried to the node by exactly one edge: the direct edge from the writer of the
-        column. If there is no direct edge, several edges into the node may end a path from the writer. The first of
-        these edges carries the column.
+        Each column that a node reads is carried to the node by exactly one edge. If a direct edge leads from the writer
+        of the column to the node, the direct edge carries the column. If not, the first edge that ends a path from the
+        writer to the node carries the column.
         """
         graph = self.graph
         columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}
@@ -145,10 +146,10 @@ def knots(flow: nx.DiGraph[str]) -> list[list[str]]:
 
 
 def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
-    """Return the nodes so that each node comes after the nodes that it reads from.
+    """Return the nodes in an order in which each node comes after its inputs.
 
-    The source is first, and nodes that may be in any order are ordered by name. Nodes of a cycle, and nodes after a
-    cycle, are last.
+    The inputs of a node are the nodes from which sample edges lead to it. The source is first. If several nodes could
+    be next, the first by name is next. Nodes of a cycle, and nodes after a cycle, are last.
     """
     waits: dict[str, set[str]] = {name: set() for name in nodes}
     for edge in edges:

@@ -44,7 +44,7 @@ class Column:
     """A field of the rows of a level.
 
     Level 0 has the rows of the source (prompts). Each generation adds a level below the level of its prompts. `per` is
-    the column after the word `per` in the type. With the type `f32 per prompt`, this column has one value for each
+    the name after the word `per` in the type. For example, a column of the type `f32 per prompt` has one value for each
     prompt.
     """
 
@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def following_description(self) -> str:
-        """The worker whose weights this worker follows, and how, as text; "" if none."""
+        """A text about which worker this worker follows, and how; "" if it follows none."""
         if not self.follows:
             return ""
         how = f" every {self.every} iterations" if self.every > 1 else ""
@@ -106,7 +106,7 @@ class WithAttributes:
     span: Span
 
     def stated(self, key: str) -> Expr | None:
-        """Return the stated expression of an attribute; None if it is not stated."""
+        """Return the stated expression of an attribute; None if no expression is stated."""
         return self.attributes.get(key)
 
     def span_of(self, key: str) -> Span:
@@ -125,7 +125,7 @@ class Node(WithAttributes):
 
     - `per`: the rows that one call gets. `row` means one row, `batch` all rows, and the name of a column, such as
       `prompt`, all rows below one row of that column.
-    - `states`: the states that the node reads, with the values that the previous iteration left.
+    - `states`: the states whose values from the previous iteration the node reads.
     - `gives`: if the node sets states, all columns and states that it writes, in the order of the program.
     - `whole` (of an update): whether a term of its loss needs all rows of the mini-batch at once.
     - `scores` (of an update): the token columns for which a term of its loss uses one score per row.
@@ -240,7 +240,7 @@ class Graph(GraphViews):
 
     @cached_property
     def writers(self) -> dict[str, list[Node]]:
-        """The writers of each column, in program order; checks ensure exactly one."""
+        """The writers of each column, in program order: one writer in a checked graph."""
         writers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for column in node.writes:
@@ -341,7 +341,7 @@ class Graph(GraphViews):
         return 0 if level == 0 else 1 + self.depth(self.under[level])
 
     def row_column(self, level: int) -> str:
-        """Return the column that names the rows of a level.
+        """Return the column whose name is used as a name for the rows of a level.
 
         It is the first column of tokens that is written at this level. If no column of tokens is written, it is the
         first column that is written at this level.
@@ -357,7 +357,7 @@ class Graph(GraphViews):
         )
 
     def common(self, one: int, other: int) -> int:
-        """Return the deepest level of which both levels are descendants, or equal to it."""
+        """Return the deepest level that is equal to, or above, each of two levels."""
         while one != other:
             one, other = (self.under[one], other) if self.depth(one) >= self.depth(other) else (one, self.under[other])
         return one
@@ -374,12 +374,12 @@ class Graph(GraphViews):
         return max([self.level(node), *(self.column(column).level for column in node.writes)], key=self.depth)
 
     def unit_level(self, node: Node) -> int:
-        """Return the level of a node's units: of its `per` column, or else of its rows."""
+        """Return the level of a node's units: that of its `per` column or of its rows."""
         return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
 
     @cached_property
     def optional(self) -> frozenset[str]:
-        """The columns that may lack values: single numbers that no node reads.
+        """The columns in which values may be missing: single numbers that no node reads.
 
         A run uses such a column only to report the column's mean.
         """

@@ -120,7 +120,7 @@ class Walk:
         return stream[index] if index < len(stream) else None
 
     def advance(self, pool: str, walker: Walker) -> bool:
-        """Execute the next instruction of a pool, if possible; return whether it was."""
+        """Execute a pool's next instruction if possible; return whether it was executed."""
         stream = self.streams[pool]
         index = self._position[pool]
         if index == len(stream):
@@ -157,7 +157,7 @@ class Walk:
         return True
 
     def finish(self, walker: Walker) -> bool:
-        """Execute instructions of all pools until none is possible.
+        """Execute instructions of all pools until no instruction can be executed.
 
         Return whether all streams ended.
         """
@@ -169,8 +169,8 @@ class Walk:
 def find_round_start(stream: Sequence[Instruction], index: int) -> int:
     """Return the index at which another round starts, after an AGAIN at `index`.
 
-    A round starts with the RUN of its first node. If the weights of this node were released after that RUN, the round
-    starts with the RESHARD that moves the weights to the node.
+    A round starts with the RUN of its first node. If the weights of this node are released between the RUN and the
+    AGAIN, the round starts with the RESHARD that moves the weights to the node.
     """
     other = stream[index].other
     begin = [

@@ -1,8 +1,8 @@
 """Kinds of attribute values: numbers, words, strings, quantities, special forms.
 
 Invariant: `str(kind)` describes the values that a kind accepts. `kind.value(expr)` returns the Python value of an
-expression that was read as this kind. For an expression of another kind it returns None; only a plan that was edited by
-hand has such an expression. dsl/attributes.py reads the text of a program as a kind.
+expression that was read as this kind. For an expression of another kind, the result is None; only a plan that was
+edited by hand has such an expression. dsl/attributes.py reads the text of a program as a kind.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WordsKind:
 class StringKind:
     """A string; with `several`, also a list of strings.
 
-    `known` are strings that users may write without quotes by mistake.
+    `known` are strings that users are likely to write without quotes by mistake.
     """
 
     several: bool = False
@@ -99,7 +99,7 @@ class StringKind:
 
 @dataclass(frozen=True)
 class NameKind:
-    """A name without quotes that a statement refers to.
+    """The name of something that the program declares, written without quotes.
 
     With `several`, a list of names is also accepted.
     """
@@ -150,7 +150,7 @@ class DrawsKind:
         return tuple(self._draw(call) for call in expr.args if call.args)
 
     def expr(self, draws: tuple[Draw, ...]) -> Expr:
-        """Return the expression for which `value` returns `draws`."""
+        """Return the expression of `draws`; the inverse of the method `value`."""
         calls = []
         for draw in draws:
             stated = {"samples": draw.samples or None, "temperature": draw.temperature}

@@ -1,7 +1,7 @@
 """Guesses of the intended writer of a column that has no writer or two writers.
 
-Invariant: a function returns a single node only if nothing suggests that another node was meant. If something does, the
-function returns no node, or all possible nodes.
+Invariant: a function returns a single node only if nothing suggests that another node was meant. If several nodes are
+possible, the function returns none of these nodes or all of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a column seems to be named after a node.
 
     The column is named after the node if a word of one name begins with a word of the other name. Words of one or two
-    letters do not count. For a frozen worker, the words of the node also include `reference`, which begins with the
-    `ref` of `ref_…`. For a trained worker, they include `old`.
+    letters do not count. The words of a node of a frozen worker include `reference`, so that a column `ref_logp`
+    matches. The words of a node of another worker with weights include `old`.
     """
     words = _words(node)
     worker = next((candidate for candidate in graph.workers if candidate.name == node.worker), None)
@@ -51,8 +51,9 @@ def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str
 def find_idle_writer(graph: Graph, column: str) -> Node | None:
     """Return the function node that was probably meant to write a column, or None.
 
-    Such a node calls a function and writes nothing. It is named after the column, or an edge leads from the node to a
-    reader of the column. The result is None if there is not exactly one such node.
+    The candidates are the nodes that call a function, write nothing and do not read the column. If candidates have a
+    word of the column's name in their names, these candidates remain. If no candidate has such a word, the candidates
+    with an edge to a reader of the column remain. The result is None if not exactly one candidate remains.
     """
     idle = [
         node

@@ -1,7 +1,7 @@
 """Names of the built-in metrics.
 
 Invariant: every run reports these metrics, as keys of a line of metrics.jsonl. So a column that a program reports must
-have a name that is not in this list.
+not have the name of a built-in metric.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class OptimizerSpec:
     - `rule`: the rule of all tensors. If `matrices` is set, it is the rule of all tensors except the matrices of the
       layers.
     - `matrices`: the rule of the matrices of the layers.
-    - `runs`: whether an engine can run the optimizer. If False, it is only for planning, and `why` is the reason.
+    - `runs`: whether an engine can run the optimizer. If False, the optimizer is only for planning, and `why` is the
+      reason that it cannot run.
     """
 
     rule: Rule

@@ -1,6 +1,7 @@
 """Options of clusters and of the statements of a deploy, with their defaults.
 
-Invariant: code reads typed values (attributes.py). A plan stores a `DockOptions`, a `ReshardOptions` and a `Run`.
+Invariant: code reads the typed values of options, not their expressions (attributes.py). A plan stores a `DockOptions`,
+a `ReshardOptions` and a `Run`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class ModelOptions(DeclaredAttributes):
 class LayoutOptions(DeclaredAttributes):
     """Options of `layout NODES { … }`.
 
-    If `dp` is 0, the placement chooses it. If `etp` is 0, the engine chooses it.
+    If `dp` is 0, the placement chooses dp. If `etp` is 0, the engine chooses etp.
     """
 
     tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: shards matrices and attention heads.")
@@ -134,7 +135,7 @@ class LayoutOptions(DeclaredAttributes):
 
 @dataclass(frozen=True)
 class EngineOptions(DeclaredAttributes):
-    """Options of `engine NODES = NAME { … }`; each engine supports some options."""
+    """Options of `engine NODES = NAME { … }`; an engine may support only some of them."""
 
     dtype: str | None = attr(DTYPE, None, "The type in which the engine computes.", "of the model")
     memory: float = attr(SHARE, 0.9, "The share of a device's memory that a generation may use, weights included.")

@@ -1,8 +1,8 @@
 """The plan: everything that a run needs, and everything computed about it.
 
-Invariant: a plan is plain data. `from_json` restores the plan that `to_json` wrote; only the form of paths may differ.
-Compiling a program twice gives the same bytes. Passes fill the plan from top to bottom: placements, docks, reshards,
-schedule, then traffic, memory and estimate.
+Invariant: a plan is plain data. `from_json` restores the plan that `to_json` wrote, except that `to_json` makes paths
+of existing files absolute. Compiling a program twice gives the same bytes. Passes fill the plan from top to bottom:
+placements, docks, reshards, schedule, then traffic, memory and estimate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_reported(graph: Graph, column: str) -> bool:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data file and the field of the file that each column is read from.
+    """A data file, and for each column the field of the file that the column reads.
 
     `stated` has the span of each field that the program names.
     """
@@ -115,7 +115,7 @@ class Deployment:
 
     @property
     def saves(self) -> tuple[int, ...]:
-        """The intervals, in iterations, at which checkpoints are or may be written."""
+        """The intervals, in iterations, after which a checkpoint can be written."""
         return (
             *filter(None, (self.run.save,)),
             *(evaluation.every for evaluation in self.evaluations if evaluation.best),
@@ -185,10 +185,11 @@ class Step:
 class ReshardRoute:
     """How one kind of weights is moved to the ranks that generate with them.
 
-    - `of`: the kind of weights: weights, embeddings or experts. `how`: in place, all-gather, all-to-all or send.
+    - `of`: the kind of weights: experts, embeddings, or weights (all others). `how`: in place, all-gather, all-to-all
+      or send.
     - `block`: the number of consecutive ranks that exchange weights. If it is 2, ranks 0 and 1 exchange weights, and
       ranks 2 and 3, and so on.
-    - `across`: whether layers change their pipeline stage. If so, the same block of every stage takes part.
+    - `across`: whether layers are moved to other pipeline stages. If so, the same block of every stage takes part.
     - `ranks`: the number of ranks that take part, in all stages. `bytes`: the bytes that the busiest device receives.
     """
 
@@ -288,7 +289,7 @@ class StalenessEstimate:
 
     - `mean`: the average age of the weights that generate, in versions.
     - `bound`: the largest age of a row, in versions (`async_schedule.row_age_bound`).
-    - `in_step_seconds`: the seconds of an iteration with the same pools in step.
+    - `in_step_seconds`: the seconds that an iteration would take if the same pools were in step with the updates.
     """
 
     mean: Figure
@@ -324,7 +325,7 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True)
 class PlanNote:
-    """A choice of the compiler or a remark, with its reason."""
+    """A remark, or a choice that the compiler made; with its reason."""
 
     about: str
     text: str

@@ -29,7 +29,7 @@ def make_absolute(plan: Plan) -> Plan:
 
 
 def pin_urls(plan: Plan) -> Plan:
-    """Append to each URL of a model or data file the current version of its content.
+    """Append the current version of the content to each URL of a model or data file.
 
     So all processes read the same version of a file. Raises Fault.
     """

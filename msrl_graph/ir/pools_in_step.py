@@ -5,8 +5,9 @@ pools may run ahead of the updates (async_schedule.py). A pipelined pool has bot
 `staleness`, and runs some of its nodes for the next iteration before it ends the current iteration. These nodes are the
 opening of the pool.
 
-Invariant: a pool is in step if one of its nodes is in step. A node is in step if it is an update, generates with the
-newest weights, or waits for rows of a node in step. Of a pipelined pool, only the nodes of its opening count.
+Invariant: a pool is in step if one of its nodes is in step. A node is in step if it is an update, or a generation with
+the newest weights, or if it waits for rows of a node in step. For a pipelined pool, only the nodes of its opening
+decide whether the pool is in step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ T = TypeVar("T")
 def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
     """Cache the results of a function of a plan by the placement of the nodes.
 
-    If plans of a graph have the same nodes in each pool and the same `deterministic`, the function is called only for
-    the first of them, since a planner asks about thousands of plans. Callers must not change the results.
+    A planner asks about thousands of plans. If several plans of a graph have the same nodes in each pool and the same
+    `deterministic`, the function is called only for the first of these plans. Callers must not change the results.
     """
 
     @wraps(function)

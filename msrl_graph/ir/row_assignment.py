@@ -1,7 +1,7 @@
 """Assignment of rows to data-parallel groups, by the controller of a node.
 
-The controller assigns units: single rows, or with `per` all rows below one row. It assigns all units of one round of
-prompts together.
+The controller assigns units. A unit is a single row or, with `per`, all rows below one row of the `per` column. The
+controller assigns all units of one round of prompts together.
 
 Invariant: the result depends only on the arguments, and each unit is assigned to exactly one group. A unit is assigned
 to the host that has most of its data, and to the same group as the other units of its prompt. Units of a prompt are
@@ -27,8 +27,8 @@ class Units:
     """The units to assign; each field has one value per unit.
 
     - `prompts`: the prompt of each unit.
-    - `homes`: the host that has most of each unit's data; -1 if this host has no group.
-    - `weights`: the load of each unit; None means that all units are equal.
+    - `homes`: the host that has most of each unit's data; -1 if no data-parallel group is on this host.
+    - `weights`: the load of each unit; None means that all units have the same load.
     - `sizes`: the amount of data that is moved if the unit is assigned to another host.
     """
 
@@ -81,7 +81,7 @@ def assign_units(
 
 
 def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
-    """Return the units of each host.
+    """Assign each unit to a host; return the list of units of each host.
 
     `room` is the load that each host may get. If possible, no host gets more than this load.
     """
@@ -102,10 +102,10 @@ def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
 
 
 def _assign_to_groups(units: Units, own: list[int], groups: int, most: float) -> list[list[int]]:
-    """Partition the units `own` of one host among its `groups` groups.
+    """Partition the units of one host (`own`) among the data-parallel groups on it.
 
-    Units of equal weight are split into even ranges. Units of different weights are partitioned by the method of
-    Karmarkar and Karp; `most` is the load that a group may get.
+    `groups` is the number of these groups. Units of equal weight are split into even ranges. Units of different weights
+    are partitioned by the method of Karmarkar and Karp; `most` is the load that a group may get.
     """
     if units.weights is None:
         return split(sorted(own, key=lambda unit: (units.prompts[unit], unit)), groups)
@@ -126,8 +126,8 @@ def _balance(units: Units, bins: list[list[int]], room: Sequence[float]) -> list
     """Move units out of bins whose load exceeds their `room`; return the new bins.
 
     A bin is the units of one host or one group, and `room` is the load that each bin may get. First, all units of a
-    prompt in a bin move together. If this is not enough, single units move. Each move takes the heaviest of them that
-    fits. No unit moves twice.
+    prompt in a bin move together. If this is not enough, single units move. Of the prompts or units that fit into the
+    new bin, the heaviest moves. No unit moves twice.
     """
     excess = [units.load(own) - most for own, most in zip(bins, room, strict=True)]
     moved: list[list[int]] = [[] for _ in bins]
@@ -168,8 +168,8 @@ class _Item:
 def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
     """Partition items by the largest differencing method (Karmarkar and Karp 1982).
 
-    Return the indices of the items in each of `parts` parts, ascending. The loads of the parts differ by no more than
-    the heaviest item.
+    `weights` has the weight of each item. Return the indices of the items in each of `parts` parts, ascending. The
+    loads of the parts differ by no more than the weight of the heaviest item.
 
     A partial solution is a list of parts, and its difference is the load of its heaviest part minus the load of its
     lightest part. Each step merges the two partial solutions with the largest differences: the heaviest part of one
@@ -193,9 +193,9 @@ def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _leaves(items: Any) -> Iterator[int]:
-    """Yield the items in nested pairs.
+    """Yield the integers in nested pairs; None is left out.
 
-    The depth of the nesting can be the number of items, so the function does not recurse.
+    The nesting can be as deep as the number of integers, so the function does not recurse.
     """
     todo = [items]
     while todo:

@@ -1,12 +1,12 @@
-"""Row sets that nodes work on: their parents, row numbers and passed filters.
+"""Row sets: the rows that each node works on, their numbers and their filters.
 
 A row set is a set of rows of one level that were made together. A level has a second row set after a `select`, which
 may repeat rows.
 
 Invariant: the row sets of a graph are a tree. A generation makes a row set below the set from which it generates. A
-`select` makes a row set below the set from which it selects. The number of a row gives the rows above it without
-communication. With N responses per prompt, response r belongs to prompt r // N. The k-th repeat of row r is row r + k *
-(the largest possible number of rows). Rows that a filter drops leave gaps in the numbers.
+`select` makes a row set below the set from which it selects. The numbers of the rows above a row follow from the row's
+number, so no communication is needed. With N responses per prompt, response r belongs to prompt r // N. The k-th repeat
+of row r is row r + k * (the largest possible number of rows). Rows that a filter drops leave gaps in the numbers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Rowset:
 class Sieve:
     """A node where rows leave the iteration.
 
-    - `rows`: the set of the rows that enter this node. `remaining`: the set of the rows that remain, which is the same
-      set unless rows may repeat.
+    - `rows`: the set of the rows that enter this node. `remaining`: the set of the rows that remain. It is the same
+      set, or a new set if the node may repeat rows.
     - `refill`: the maximum number of extra rounds of prompts that the filter may request.
     - `failures`: whether the node is not a filter but a generation or function, whose failed rows leave. Failed rows
       leave in evaluations, too.
@@ -68,7 +68,7 @@ class Sieve:
 
     @property
     def column(self) -> str:
-        """The name of the dock's column with the number of times that each row continues."""
+        """The dock's column that says how many times each row continues after this node."""
         return f"{self.node}.times"
 
 
@@ -80,8 +80,8 @@ class Rowsets:
     - `units`: the set of the units that each node gets. With `per = prompt`, it is the set of prompts.
     - `sieves`: the nodes where rows leave the iteration, by name. A check makes sure that at most one is `refilling`.
     - `passed`: the sieves that the rows of each node have passed before the node, in the order of the graph.
-    - `disjoint`: the two sets, for each node that would need rows of two sets on different branches of the tree. A
-      check rejects these nodes.
+    - `disjoint`: for each node that would need two sets on different branches of the tree, these two sets. A check
+      rejects such nodes.
     """
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
@@ -97,9 +97,9 @@ class Rowsets:
         return next((sieve for sieve in self.sieves.values() if sieve.refill), None)
 
     def up(self, rows: int, level: int) -> int:
-        """Return the deepest set of a level among the set `rows` and the sets above it.
+        """Return the nearest set of a level, starting at the set `rows` and moving up.
 
-        The result is 0, the set of the source, if there is no such set.
+        The result is 0, the set of the source, if no set on this path has the level.
         """
         return next((index for index in chain(self.sets, rows) if self.sets[index].level == level), 0)
 
@@ -176,8 +176,8 @@ def nodes_upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
     """Return the nodes that are needed to compute columns.
 
     These nodes are the writers of the columns and, recursively, the writers of the columns that these nodes read. The
-    source is always included, since it also writes the values of states with which a row is drawn. A column without a
-    writer, which a check rejects, needs no node.
+    source is always included, since it also writes, for each row, the values of states with which the row was drawn. A
+    column without a writer, which a check rejects, needs no node.
     """
     needed = {source.name for source in graph.verb("source")}
     todo = [*columns]

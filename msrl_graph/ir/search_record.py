@@ -34,7 +34,7 @@ class Rival:
 
     There are two kinds of candidates: asynchronous candidates, with pools that may run ahead of the updates, and
     synchronous candidates, with all pools in step with the updates. A record has a rival if the program allows
-    staleness and the file leaves pools open.
+    staleness and does not state all pools.
 
     - `ahead`: whether the rival is asynchronous.
     - `seconds`: the time of an iteration of the rival; 0 if no candidate of its kind fits.
@@ -56,7 +56,7 @@ class SearchRecord:
     - `candidates`: the number of combinations of pools and layouts that the devices and engines allow.
     - `evaluated`: the number of candidates that went through all passes of the compiler.
     - `seconds`: the time of an iteration with the best candidate; 0 if no candidate fits.
-    - `bound`: a lower bound of the time of an iteration with any candidate.
+    - `bound`: a number of seconds. No candidate has a shorter iteration.
     - `optimal`: whether no candidate is faster than the best one, according to the plan's own cost model.
     """
 
@@ -82,5 +82,5 @@ class SearchRecord:
 
     @property
     def percent(self) -> str:
-        """The result of `gap` as a text in percent, with two digits."""
+        """The result of `gap` in percent, as a text with two significant digits."""
         return f"{max(0.01, 100 * self.gap):.2g} %"

@@ -42,10 +42,10 @@ def sequences(graph: Graph, node: Node) -> Sequences:
     The columns that a node scores depend on its verb:
 
     - A generation scores the columns of tokens that it writes.
-    - An infer scores the columns of tokens whose length its outputs have: with an output of type `f32[response]`, it
-      scores `response`.
+    - An infer scores a column of tokens if it writes a column of the same length. For example, it scores `response` if
+      it writes a column of the type `f32[response]`.
     - An update scores `response` if it reads a column of a type such as `f32[response]`, or if a loss term uses the
-      score of `response`. If it scores no column in this way, it scores the generated columns that it reads. If it
+      score of `response`. If these rules give no column, an update scores the generated columns that it reads. If it
       reads no generated column, it scores the last column of tokens that it reads.
     """
     tokens = [column for column in node.reads if _is_read(graph, node, column)]
@@ -63,7 +63,7 @@ def sequences(graph: Graph, node: Node) -> Sequences:
 
 
 def scores_texts(graph: Graph, node: Node) -> bool:
-    """Return whether a node's number for a token is the score of the text up to it.
+    """Return whether a node's number for a token scores the text that ends there.
 
     The result is True for a reward model; the score at the last token is the score of the row. For other workers, the
     number of a token is computed from the hidden state before the token: the prediction of a policy, or the value of a
@@ -82,9 +82,9 @@ def length_columns(graph: Graph, node: Node) -> dict[str, int]:
     """Return the columns whose lengths add up to the length of a node's row.
 
     Each column is mapped to the number of times that its length counts. For a node with weights, the columns are the
-    tokens that the node computes on; the context counts once per scored column. The responses that a generation writes
-    are left out, since they do not exist before the generation. For a function, the columns are the token columns that
-    it reads, or all columns that it reads if it reads no tokens.
+    token columns that the node computes on; a context column counts once for each scored column. The responses that a
+    generation writes are left out, since they do not exist before the generation. For a function, the columns are the
+    token columns that the function reads, or all columns that the function reads if none has tokens.
     """
     if graph.worker(node.worker).kind != "function":
         read = sequences(graph, node)
@@ -143,9 +143,10 @@ def drawn_name(state: str) -> str:
 
 
 def temperature_name(stated: Expr) -> str:
-    """Return the name of the values of a temperature.
+    """Return the name of the batch's column that holds the values of a temperature.
 
-    The name is that of the column, or `drawn_name` of the state.
+    If `stated` is a column, the name is that of this column. If `stated` is a state, the name is `drawn_name` of the
+    state.
     """
     return drawn_name(str(stated.value)) if stated.kind == "state" else str(stated.value)
 
@@ -159,8 +160,8 @@ def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the states that a node reads with the value from the previous iteration.
 
     The result is empty for the source, generations and infers. The source reads states only for its weights, and
-    generations and infers read states only as temperatures. Such states are used for drawing rows, which may happen
-    ahead of the updates, with an older value.
+    generations and infers read states only as temperatures. Such states are used for drawing rows. Rows can be drawn
+    ahead of the updates, and the states then have an older value.
     """
     return () if node.verb in ("source", "generate", "infer") else node.states
 
@@ -200,7 +201,7 @@ def conversations(graph: Graph, column: str) -> int:
 
 
 def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
-    """Return, for each scored column with several conversations, its begins column.
+    """Return the begins column of each scored column that has several conversations.
 
     The begins column marks the tokens at which conversations begin. Only the dock has this column; the program does not
     declare it.
@@ -214,8 +215,8 @@ def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
 def source_worker(graph: Graph) -> Worker | None:
     """Return the worker whose tokenizer makes the tokens of the source.
 
-    The worker is a policy if there is one, or else another worker with weights. Of several such workers, it is the
-    first trained worker, or else the first worker. The result is None if no worker has weights.
+    The worker is a policy if the graph has one, or else another worker with weights. Of several such workers, the first
+    trained worker is returned, or the first worker if none is trained. The result is None if no worker has weights.
     """
     trained = {node.worker for node in graph.verb("update")}
     candidates = [worker for worker in graph.workers if worker.kind != "function"]
@@ -292,9 +293,10 @@ def bound(graph: Graph, column: str) -> int:
 
 
 def reads_tempered(graph: Graph, node: Node) -> Node:
-    """Return a node that also reads the columns and states of its temperatures.
+    """Return a copy of a node that also reads the node's temperatures.
 
-    The results of the node depend on its temperatures, which `temperature_exprs` returns.
+    The copy reads the columns and states that `temperature_exprs` returns, since the results of the node depend on
+    them.
     """
     if node.verb == "source":
         return node

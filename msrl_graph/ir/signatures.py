@@ -139,7 +139,7 @@ class Signature:
 
     @property
     def seeded(self) -> bool:
-        """Whether the function has gymnasium's options of `reset`: `seed` and `options`."""
+        """Whether the function has the options of gymnasium's `reset`: `seed`, `options`."""
         return {"seed", "options"} <= {option.name for option in self.options}
 
     def unfit(self, kind: str) -> list[str]:
@@ -208,7 +208,7 @@ def describe_binding(source: str, name: str) -> str:
 def read_agents(source: str) -> dict[str, Signature]:
     """Read all top-level functions of a Python source as agents; return signatures.
 
-    The result is by name; `async` functions are included.
+    The result maps the name of each function to its signature. It includes `async` functions.
     """
     functions = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
     return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in functions}

@@ -157,7 +157,7 @@ def placements(plan: Plan) -> Iterator[str]:
 
     Every node must have one placement: a function on the hosts, a node with weights on the devices of its pool. No two
     pools may share a device. Only generations may have their data-parallel replicas on neighboring ranks (`inner` > 1).
-    All other nodes have the default order of ranks, in which process groups and FSDP2 number ranks.
+    All other nodes must have the default order of ranks, since process groups and FSDP2 number ranks in this order.
     """
     if not _every_node_once(plan, [placement.node for placement in plan.placements]):
         yield _describe_incomplete("place")

@@ -2,7 +2,7 @@
 
 Invariant: a view shows the same content as the command line. `ir` does not import packages that import `ir`, such as
 `emit`. The root package sets `emitter`, which loads a module of `emit` on first use. A process that runs or sends a
-plan loads no such module.
+plan loads no module of `emit`.
 """
 
 from __future__ import annotations

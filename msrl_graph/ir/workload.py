@@ -1,6 +1,7 @@
 """The workload of a node: all that an engine needs to count the node's memory.
 
-Invariant: a workload is plain numbers of one rank, for columns of maximum length. cost/holdings.py computes it.
+Invariant: a workload consists of plain numbers for one rank and for columns of maximum length. cost/holdings.py
+computes workloads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Workload:
     - `after`: whether the last token of a row is an input of the model. The hidden state of this token is needed only
       for a score; a policy needs no prediction after the last token.
     - `batches`: the number of micro-batches per optimizer step.
-    - `divided`: whether weights at rest are sharded over dp. `trained`: whether the weights have an optimizer.
+    - `divided`: whether weights are sharded over dp while no node computes.
+    - `trained`: whether the weights have an optimizer.
     - `activations_away`: whether activations are in host memory between the forward and the backward pass.
     - `optimizer_away`: the bytes of optimizer state that are in host memory between steps.
     - `on_host`: whether the devices are cores of a host.
@@ -70,7 +72,10 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
 
 
 def kv_elements(model: Model, layout: Layout) -> int:
-    """Return the number of KV-cache elements per token on one rank, for its layers."""
+    """Return the number of KV-cache elements per token on one rank.
+
+    The layers on the rank are counted; with pipeline stages, these are the layers of the largest stage.
+    """
     per_layer = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
     return layout.most_layers(model.layers) * per_layer
 
@@ -80,8 +85,8 @@ def in_flight(work: Workload, stage: int) -> float:
 
     The activations of a micro-batch are those of all layers of the pipeline stage. With the schedule of one forward,
     one backward (arXiv:2104.04473), the number is pp - stage. With interleaved stages, the stage stores activations of
-    2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, and each chunk is 1 / vpp of the stage's layers. The number is never
-    larger than that of all micro-batches of an optimizer step.
+    2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, and each chunk is 1 / vpp of the stage's layers. The result is at most
+    the number of micro-batches of an optimizer step.
     """
     pp = work.layout.pp
     vpp = work.layout.vpp

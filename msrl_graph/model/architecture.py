@@ -16,11 +16,11 @@ CORRECTION = "e_score_correction_bias"
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether each tp rank has a copy of a tensor and a gradient of its own.
+    """Return whether each tp rank has a copy of a tensor, with its own gradient.
 
-    With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from its part of the
-    tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from all
-    tokens.
+    With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from the rank's part
+    of the tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from
+    all tokens.
     """
     return tensor.tp_dim < 0 and tensor.name != HEAD
 
@@ -49,9 +49,9 @@ class ExpertSizes:
 class Latent:
     """The sizes of multi-head latent attention (arXiv:2405.04434).
 
-    `q_rank` and `kv_rank` are the sizes of the latent vectors: of queries, and of keys and values. With `q_rank` 0,
-    queries have no latent vector. The other fields are sizes per head. `nope` is the size of a key's part without
-    rotary position, `rope` the size of its part with rotary position, and `value` the size of a value.
+    `q_rank` is the size of the latent vector of queries; with `q_rank` 0, queries have no latent vector. `kv_rank` is
+    the size of the latent vector of keys and values. The other fields are sizes per head. `nope` is the size of a key's
+    part without rotary position, `rope` the size of its part with rotary position, and `value` the size of a value.
     """
 
     q_rank: int

@@ -1,6 +1,6 @@
 """Checks of the fields of a model's config.json that an engine reads.
 
-Invariant: if a config passes the checks, each engine builds from it the model for which the plan was made. Engines get
+Invariant: from a config that passes the checks, each engine builds the model for which the plan was made. Engines get
 the config's fields from `fields`, and never read the file themselves.
 """
 
@@ -177,7 +177,7 @@ POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
 
 
 def find_config_error(config: Config, family: str) -> ConfigError | None:
-    """Return the first error in a model's config.json, or None; `family`: the model's."""
+    """Return the first error in the config.json of a model of this family, or None."""
     for name, kind in FIELDS.items():
         if (value := config.get(name)) is not None and not kind.holds(value):
             return ConfigError(name, f"has {_format_value(value)} for `{name}`, which must be {kind.words}")

@@ -1,11 +1,11 @@
-"""Models as tensors by name and shape, from a preset or a Hugging Face folder.
+"""Models: their tensors by name and shape, from a preset or a Hugging Face folder.
 
 The presets are in presets.py.
 
 Invariant: tensors are derived from an architecture, never read from weights. Their names are those in the safetensors
-files. Their order is the order in the model: embedding, layers, norm, head. Families differ in three ways: the biases
-and norms of the attention, latent attention (arXiv:2405.04434), and experts. The experts of a layer form one tensor per
-projection. Heads for multi-token prediction are left out.
+files. Their order is the order in the model: embedding, layers, norm, head. Model families differ in three ways: the
+biases and norms of the attention, latent attention (arXiv:2405.04434), and experts. The experts of a layer form one
+tensor per projection. Heads for multi-token prediction are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL b
 def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
     """Return the text of each token id, from the tokenizer.json of a model's folder.
 
-    `special` includes special tokens. Returns None if there is no readable tokenizer.json.
+    `special` says whether special tokens are included. Returns None if there is no readable tokenizer.json.
     """
     try:
         content = json.loads((Path(path) / "tokenizer.json").read_bytes())
@@ -65,15 +65,15 @@ def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
     """Load the model that `target` names.
 
-    `target` is one of four:
+    `target` has one of four forms:
 
     - A name without a slash: a preset.
     - A folder, relative to `folder`.
     - A model's name on the Hugging Face Hub, if a preset has this name and no such folder exists.
     - The URL of a folder.
 
-    `dtype` (f32 or bf16) overrides the dtype of the model's config. Raises Fault: unknown-model, not-yet (an
-    unsupported architecture or feature), bad-value.
+    `dtype` (f32 or bf16) overrides the dtype of the model's config. Raises Fault with one of these codes:
+    unknown-model, not-yet (an unsupported architecture or feature), bad-value.
     """
     if urls.is_url(target) and not hub_name(target):
         return _load_url(target, dtype, span)
@@ -90,7 +90,7 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
 def _load_url(url: str, dtype: str | None, span: Span) -> Model:
     """Load the model of a folder at a URL.
 
-    The model's `path` is the URL, with the version of the folder's content that was read.
+    The model's `path` is the URL, pinned to the version of the content that was read.
     """
     path = urls.pin_version(url, True, span)
     folder = urls.copy(path, True, SHAPE, span)
@@ -134,9 +134,10 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
 
 
 def read_config(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
-    """Read the config.json of a model's folder; messages call the folder `name`.
+    """Read the config.json of a model's folder.
 
-    Raises Fault (unknown-model) if the file cannot be read or is not a JSON object.
+    `name` is the name of the folder in messages. Raises Fault (unknown-model) if the file cannot be read or is not a
+    JSON object.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -304,7 +305,8 @@ def _list_projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, in
 def _iterate_attention(shape: Shape, make: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
     """Yield the tensors of attention with grouped key-value heads.
 
-    A head is never split between ranks. If there are more ranks than key-value heads, several ranks have the same head.
+    A head is never split between ranks. If there are more ranks than key-value heads, several ranks have a copy of the
+    same head.
     """
     unit = shape.head_dim
     q = shape.heads * shape.head_dim

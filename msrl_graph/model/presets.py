@@ -105,7 +105,10 @@ TOKENIZERS = {
 
 
 def find_preset(target: str) -> str:
-    """Return the preset that matches a name or a name on the Hub; "" if none does."""
+    """Return the preset that matches a model's name; "" if there is none.
+
+    The name may be the name of a preset or a name on the Hub.
+    """
     name = _normalize_name(target)
     for candidate in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
         if (preset := _SIZES.get(candidate, candidate)) in PRESETS:
@@ -125,16 +128,16 @@ def _normalize_name(target: str) -> str:
 
 
 def find_tokenizer_name(name: str) -> str | None:
-    """Return the name of the tokenizer that a preset uses; None if it has none."""
+    """Return the name of the tokenizer that a preset uses; None if it uses none."""
     preset = find_preset(name)
     prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
     return TOKENIZERS.get(prefix)
 
 
 def find_similar_preset(hub: str) -> str:
-    """Return the longest preset name with which a name on the Hub begins, or "".
+    """Return the preset whose name is the longest prefix of a Hub name; "" if none is.
 
-    The named model may have the same shape as that preset.
+    The model on the Hub may have the same shape as that preset.
     """
     return max(
         (preset for preset in PRESETS if re.match(rf"{re.escape(preset)}(?:-|$)", _normalize_name(hub))),
@@ -173,7 +176,7 @@ def _find_numbers(name: str) -> list[str]:
 
 
 def _format_series() -> Iterator[str]:
-    """Yield the presets, one text per series: `qwen2.5-` 0.5b 1.5b 3b."""
+    """Yield one text per series of presets, such as "`qwen2.5-` 0.5b 1.5b 3b"."""
     sizes_by_series: dict[str, list[str]] = {}
     for name in PRESETS:
         series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*b))?", name).groups()  # type: ignore[union-attr]

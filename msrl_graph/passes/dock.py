@@ -1,8 +1,8 @@
 """The pass that plans docks: a controller per node, and a warehouse on every host.
 
 Source: arXiv:2507.19017, figure 4. Invariant: a controller is informed only of the columns that its node reads. Each
-controller is placed on the host with the fewest busy devices. Ties are decided in favor of the host whose controllers
-serve the fewest data-parallel groups, and then of a host with ranks of the node.
+controller is placed on the host with the fewest busy devices. Among equal hosts, the host whose controllers serve the
+fewest data-parallel groups is chosen. If hosts are still equal, a host with ranks of the node is chosen.
 """
 
 from __future__ import annotations

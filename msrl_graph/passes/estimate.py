@@ -173,8 +173,8 @@ class EstimateTime(Pass):
     def _sample_rows(self, node: Costs, rows: Rows, count: float) -> Rows:
         """Return the token counts of `count` rows of an iteration.
 
-        In an update, the rows of a mini-batch are first sampled from all prompts. The mini-batch is then split in the
-        order of its rows.
+        In an update, the rows of a mini-batch are first sampled from all prompts. The `count` rows are then consecutive
+        rows of the mini-batch.
         """
         samples = max(
             (holdings.samples(node.plan, generation.name) for generation in node.plan.graph.verb("generate")), default=1
@@ -246,8 +246,8 @@ def describe_filters(graph: Graph) -> str:
 def _throughput(plan: Plan, iteration: Figure) -> Figure:
     """Return the throughput in tokens per second and device (eq. 5).
 
-    The tokens are those of the first generation's rows, each of the greatest length. If there is no generation, they
-    are those of the rows that the first update reads.
+    The tokens are those of the first generation's rows, each of the greatest length. If there is no generation, the
+    tokens of the rows that the first update reads are counted.
     """
     nodes = [graph_node.name for graph_node in plan.graph.verb("generate")] or [
         graph_node.name for graph_node in plan.graph.verb("update")

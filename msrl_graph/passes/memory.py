@@ -256,7 +256,7 @@ class CountMemory(Pass):
 
 
 def _rounds_by_column(graph: Graph) -> dict[str, int]:
-    """Return how many rounds of each column's rows the dock may hold.
+    """Return, for each column, how many rounds of rows the dock may hold.
 
     A refilling filter may request further rounds of prompts in an iteration. The dock holds the rows of all these
     rounds for the columns that are written before the filter. It holds one round of all other columns, which are not in

@@ -2,8 +2,9 @@
 
 On the same devices, weights are moved by an allgather-swap; between two pools, they are sent. The pass plans the steps
 of each edge, with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes are those of the busiest device
-(rank 0). The mode decides which weights leave the update's devices. In the mode `swap`, all of the update's weights are
-moved to host memory, for any two layouts. In the mode `naive`, and between two pools, no weights leave.
+(rank 0). Between two nodes on the same devices, the mode decides whether the update's weights remain on the devices. In
+the mode `swap`, all of the update's weights are moved to host memory, for any two layouts. In the mode `naive`, the
+update's weights remain. They also remain if weights are sent to another pool.
 """
 
 from __future__ import annotations
@@ -213,14 +214,15 @@ def list_routes(
 ) -> list[tuple[ReshardRoute, Movement]]:
     """Return the routes of weights between two layouts on the same devices.
 
-    Each route is returned with the number of elements that it moves. `item` is the number of bytes of an element.
+    A route says how one family of weights, such as the experts, is moved. Each route is returned with the number of
+    elements that it moves. `item` is the number of bytes of an element.
     """
     families = _group_families(kinds, source, target)
     return [_choose_route(name, family, source, target, per_host, item) for name, family in families.items()]
 
 
 def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
-    """Group weights into families, each with its own blocks of ranks that gather it.
+    """Group weights into families; each family is gathered in its own blocks of ranks.
 
     Experts are a separate family, because they are sharded over a mesh of their own. An embedding that two engines pad
     to different sizes may be a separate family, because padding changes the rows at which it is cut.
@@ -240,8 +242,8 @@ def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
     """Return lower bounds for the seconds of a reshard, by instruction and node.
 
-    The weights that are missing on the first and the last host must arrive over the network. Weights that are swapped
-    are copied to host memory and back.
+    The weights that the first or the last host lacks must arrive over the network. If weights are swapped, the seconds
+    to copy them to host memory and back, and to copy the generation's weights on the device, are added.
     """
     cluster = plan.cluster
     model = plan.model(edge.src)
@@ -259,7 +261,7 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
 def _choose_route(
     name: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> tuple[ReshardRoute, Movement]:
-    """Choose the route of a family of weights, and count what it moves.
+    """Choose the route of a family of weights, and count the elements that it moves.
 
     The default is an all-gather within blocks of ranks that are as small as possible. An all-to-all sends each rank
     exactly what the rank needs. It is chosen if it moves at most half of what the all-gather moves.

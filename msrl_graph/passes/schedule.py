@@ -74,9 +74,9 @@ def _add_again(
     """Add an AGAIN to each stream, after the instructions that each round repeats.
 
     A round draws prompts and runs the nodes up to the refilling filter `filter`. If a round ends with a generation, the
-    generation's weights remain for the next round. Otherwise the weights are resharded in each round, perhaps from
-    another pool, which then repeats its RESHARD. A stream repeats all instructions from the first to the last that a
-    round needs.
+    generation's weights remain on the devices for the next round. Otherwise the weights are resharded in each round. If
+    the weights come from another pool, this pool also repeats its RESHARD. A stream repeats all instructions from the
+    first to the last that a round needs.
     """
     resharded = set[str]()  # generations
     known = -1
@@ -154,7 +154,10 @@ def _device_instructions(plan: Plan, order: Sequence[Node], pool: str) -> tuple[
 
 
 def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
-    """Return the pools at both ends of the resharding edge into a generation."""
+    """Return the pools at both ends of the resharding edge to the generation `node`.
+
+    `source` has, for each generation, the update whose weights it uses.
+    """
     return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 

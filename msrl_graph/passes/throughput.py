@@ -4,10 +4,10 @@ The instructions of all pools are followed in order. The pools run in parallel, 
 Invariant: this module only adds up seconds, and the result never decreases if an instruction takes longer.
 
 Without staleness, an iteration takes the length of its critical path. With staleness, the pools of generations may be
-ahead: they may begin an iteration before the updates have finished earlier iterations. An iteration then takes the mean
-of a long run. Over a long run, all pools complete the same number of iterations, so the slowest cycle of dependencies
-decides: its seconds, divided by the number of iterations that it spans (a maximum cycle mean; Baccelli et al.,
-Synchronization and Linearity, 1992).
+ahead: they may begin an iteration before the updates have finished earlier iterations. The result is then the mean time
+of an iteration in a long run. In a long run, all pools complete the same number of iterations. Therefore the mean time
+is that of the slowest cycle of dependencies: the seconds of the cycle, divided by the number of iterations that the
+cycle spans (a maximum cycle mean; Baccelli et al., Synchronization and Linearity, 1992).
 
 If a resharding edge sends only every n-th version of the weights, iterations differ by their position between two sent
 versions. The graph of dependencies then has one vertex for each pool and position. The first iterations, which fill the
@@ -218,7 +218,7 @@ def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_
 def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
     """Return the instructions of each pool's training stream.
 
-    In contrast to `_parts`, the result has one stream for each pool.
+    Unlike in the result of `_parts`, the stream of a pool is not split.
     """
     return {
         stream.pool: stream.instructions
@@ -245,7 +245,7 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 def _functions_after_opening(plan: Plan) -> list[str]:
     """Return the functions that a pipelined plan runs after its opening, in order.
 
-    They wait until the same functions of the previous iteration are done.
+    Each of these functions waits until the same function of the previous iteration is done.
     """
     stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
     first = count_opening(plan, stream)
@@ -280,7 +280,7 @@ class _Clock(Walker):
         - Streams that are not in `begins` start as soon as their first rows arrive.
         - `fetches` are the resharding edges whose weights the update copies and the generation fetches later. `copies`
           are the times at which these copies exist. At other resharding edges, the two pools wait for each other.
-        - `opened` is the time at which the source of prompts has its rows.
+        - `opened` is the time at which the prompts of the iteration are available.
         - `returns` are the times at which swapped-out weights are back on the device.
         """
         self.plan = plan

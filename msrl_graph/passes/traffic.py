@@ -2,8 +2,8 @@
 
 Seconds are given for transfers through the dock and, for comparison, through a central buffer. Invariant: traffic is
 counted on the graph, with rows of the greatest length. A column is counted once for each node that reads it. An update
-reads its rows once per epoch. A column of responses has one value for each response, a column of prompts one for each
-prompt. tests/sharding/test_equations.py compares the traffic with the paper's equations.
+reads its rows once per epoch. A column of responses has one value for each response. A column of prompts has one value
+for each prompt. tests/sharding/test_equations.py compares the traffic with the paper's equations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .spec import Pass
 class CountTraffic(Pass):
     """The pass that counts the traffic of sample edges.
 
-    Rows are stored on the host that writes them. A reader finds at least 1 / hosts of its rows on its own host.
+    Rows are stored on the host that writes them. At least the fraction 1 / hosts of the rows that a host reads is
+    stored on the same host.
     """
 
     name = "traffic"
@@ -93,7 +94,7 @@ class _Edges:
 
     @cached_property
     def _bases(self) -> tuple[str, str]:
-        """The formulas of the seconds as text: through a central buffer, through the dock."""
+        """The formulas of the seconds, as text: for a central buffer, and for the dock."""
         hosts = self.plan.cluster.nodes
         network = self.plan.cluster.network
         parts = f"bytes x {hosts - 1}/{hosts}"

@@ -27,7 +27,7 @@ WORTH = 0.1
 
 @dataclass(frozen=True)
 class Advice:
-    """The functions that find advice on a plan.
+    """The methods that search for advice on a plan.
 
     `passes` are all passes of the compiler. `engines` are the engine specs by name. `misplaced` is a function that
     returns whether a placed plan has wrong layouts.
@@ -41,7 +41,7 @@ class Advice:
         """Return advice on a small change that makes a plan fit.
 
         The change is to the nodes of `worst`, the phase that exceeds its memory most. If a search proves that no layout
-        fits, the advice says so. If no layout that fits was found but there may be one, the result is "".
+        fits, the advice says so. Returns "" if no layout that fits was found and there is no such proof.
         """
         verb = "generate" if worst.phase == "generate" else "update"
         first = [node for node in plan.graph.verb(verb) if plan.placement(node.name).pool == worst.pool]
@@ -75,7 +75,7 @@ class Advice:
         The layouts are not changed. There is a note only if all of the following hold:
         - The file states no staleness.
         - Generations have other devices than the update.
-        - An iteration would be shorter by at least the share WORTH.
+        - An iteration would be shorter by at least the fraction `WORTH`.
         """
         graph = plan.graph
         edges = [edge for edge in graph.reshards() if plan.placement(edge.src).pool != plan.placement(edge.dst).pool]
@@ -145,9 +145,10 @@ class Advice:
         return ""
 
     def _nearby_layouts(self, plan: Plan, node: str, worst: PhaseMemory) -> list[Layout]:
-        """Return other layouts for all devices of a node's pool, the most similar first.
+        """Return layouts that are similar to a node's layout, the most similar first.
 
-        The layouts differ from the node's current layout in tp, in the mesh of experts or in the ZeRO stage.
+        The layouts use all devices of the node's pool. They differ from the node's current layout in tp, in the mesh of
+        experts or in the ZeRO stage.
         """
         placement = plan.placement(node)
         model = plan.model(node)
@@ -251,7 +252,7 @@ class Advice:
         return f"this fits: {' and '.join(statements)}"
 
     def _plan_if_fitting(self, deploy: Deployment, plan: Plan, pool: str = "") -> Plan | None:
-        """Return the plan with another deploy if it fits, else None.
+        """Return the plan with the deploy `deploy`, or None if that plan does not fit.
 
         The memory of the hosts and of the pool `pool` must suffice. If `pool` is "", the memory of all pools must
         suffice.

@@ -1,10 +1,10 @@
 """The possible layouts and engines of an owner in its pool.
 
 An owner is a set of nodes that share a layout and an engine. A choice is one layout and one engine for an owner.
-Invariant: the layout of a choice divides the model and the devices evenly. A choice fits into memory if the owner's
-nodes are alone on their devices, with the smallest micro-batch and full recomputation. The seconds of a choice are
-lower bounds: they use the best micro-batch that this memory allows, and exclude the time of offloading. Combining the
-choice with choices of other owners can only make its nodes slower.
+Invariant: the layout of a choice divides the model and the devices evenly. Every choice fits into memory, unless no
+choice of its owner does. For this test, the owner's nodes are alone on their devices, with the smallest micro-batch and
+full recomputation. The seconds of a choice are lower bounds: they use the best micro-batch that this memory allows, and
+exclude the time of offloading. Combining the choice with choices of other owners can only make its nodes slower.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Choice:
 class Choices:
     """The generator of all choices of an owner.
 
-    `place` is the pass that completes each placement. If `wide` is True, layouts that span hosts are also generated
-    when other layouts fit.
+    `place` is the pass that completes each placement. If `wide` is True, layouts that span hosts are generated even if
+    other layouts fit.
     """
 
     place: PlaceNodes

@@ -1,8 +1,9 @@
 """Owners: the nodes that share a layout and an engine, and the engines for them.
 
-Invariant: only the function `engines` chooses an engine, for the placement, the search and messages. An engine that the
-file states is used. If the file states no engine, the candidates are the engines that may be chosen automatically and
-support the verbs of all nodes. Four conditions then narrow the candidates:
+Invariant: only the function `engines` decides which engines a set of nodes may use. The placement, the search and
+messages call this function. An engine that the file states is used. If the file states no engine, the candidates are
+the engines that may be chosen automatically and support the verbs of all nodes. Four conditions then narrow the
+candidates:
 - The engine supports the model's family.
 - The engine supports the stated layout.
 - The engine is meant for the cluster's devices.
@@ -30,7 +31,8 @@ from .pools import Division, nodes_of
 class Owner:
     """A set of nodes that have the same layout.
 
-    `node` is the node that represents the set. If the file states the layout of the set, it does so for this node.
+    `node` is the node that represents the set. If the file states a layout for `node`, all nodes of the set have this
+    layout.
     """
 
     node: str
@@ -46,12 +48,12 @@ def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
-    """Return the owner's node for a node: the node whose layout it also uses.
+    """Return the name of the node whose layout a given node uses: the owner's node.
 
     A generation uses its own layout. Any other node uses the layout of a node with the same weights. The exception is a
     frozen node for which the file states neither a layout nor an engine. Such a frozen node uses the layout of an
-    update of the same model in its pool, if there is such an update. Micro-batches of both nodes then go to the same
-    ranks.
+    update of the same model, if there is such an update in the frozen node's pool. Micro-batches of both nodes then go
+    to the same ranks.
     """
     if node.verb == "generate":
         return node.name

@@ -59,7 +59,7 @@ class PlacementPass(Pass):
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes by a given decision; `engines` are specs by name."""
+    """The pass that places nodes by a decision; `engines` are engine specs by name."""
 
     engines: Mapping[str, EngineSpec]
 
@@ -235,9 +235,10 @@ class PlaceNodes(PlacementPass):
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """Fill in weight bytes, and micro-batch and recomputation if not stated.
+        """Complete a placement: its weight bytes, micro-batch size and recomputation.
 
-        After this step, all options of the node that the run needs are decided.
+        A micro-batch size or a recomputation that the file states is not changed. After this step, all options of the
+        node that the run needs are decided.
         """
         if placement.pool == FUNCTIONS:
             return placement
@@ -318,7 +319,10 @@ class PlaceNodes(PlacementPass):
         return replace(with_recompute, reason=f"{placement.reason}; {why}")
 
     def _free_bytes(self, plan: Plan, placement: Placement) -> int:
-        """Return the bytes that an infer or update node may use beyond the resident items."""
+        """Return the bytes of a device that an infer or update node can compute with.
+
+        Resident items (weights, optimizer states, and what generations keep) are subtracted.
+        """
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
@@ -333,10 +337,10 @@ class PlaceNodes(PlacementPass):
         )
 
     def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
-        """Return the peak bytes of a node with this micro-batch, without resident items.
+        """Return the bytes that a node needs at its peak to compute a micro-batch.
 
-        The result depends neither on the placements of other nodes nor on which devices the node has. It is cached,
-        because many plans of a search need the same value.
+        Resident items, such as weights, are not included. The result depends neither on the placements of other nodes
+        nor on which devices the node has. It is cached, because many plans of a search need the same value.
         """
         engine = placement.engine
         inputs = (plan.cluster, plan.deploy, self.engines)

@@ -126,10 +126,11 @@ def _division_key(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]
 def _possible_groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
     """Return the ways to put nodes into separate pools, if the deploy states no pools.
 
-    Nodes are first joined into blocks that are never split: one block has all generations, one has all nodes whose
-    weights are never updated, and each updated worker has one with its infer and update nodes. Each result splits the
-    blocks into two groups. One more result has three groups: generations, frozen nodes and all other nodes. Results
-    that separate nodes which the deploy puts together are left out. If the deploy states layouts, there are no results.
+    Nodes are first joined into blocks that are never split. One block has all generations. One block has all nodes
+    whose weights are never updated. For each updated worker, one block has its infer and update nodes. Each result
+    splits the blocks into two groups. One more result has three groups: generations, frozen nodes and all other nodes.
+    Results that separate nodes which the deploy puts together are left out. If the deploy states layouts, there are no
+    results.
     """
     nodes = nodes_of(plan)
     if plan.deploy.layouts:
@@ -196,7 +197,7 @@ def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]
 
 
 def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
-    """Set the sizes of pools that state it or have a node with a stated layout.
+    """Set the size of each pool that has a stated size or a node with a stated layout.
 
     The layout of an update has precedence over other layouts. The size of every other pool remains 0. If the size comes
     from a layout, the pool's `first` is set to -1, because the pool's position is open.
@@ -215,7 +216,7 @@ def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
 
 
 def _share_devices(pools: list[Pool], devices: int, shares: tuple[int, ...]) -> list[Pool]:
-    """Give the unused devices to the pools without a size: by `shares`, or evenly."""
+    """Give unused devices to the pools without a size, by `shares` or evenly."""
     open_ = sum(not pool.devices for pool in pools)
     unshared = devices - sum(pool.devices for pool in pools)
     done = 0

@@ -1,13 +1,13 @@
 """The search for open layouts, engines and pools with the fastest iteration.
 
 A candidate is one combination of all open choices. Only candidates that fit into memory are considered. Invariant: the
-compiler's passes evaluate a candidate on the plan with the candidate's choices. A candidate is skipped only if a lower
-bound of its seconds shows that it is not faster than the best plan. The passes never estimate fewer seconds than this
-bound. The bound adds up, along the critical path, each node's seconds at the best micro-batch that the node's own
-memory allows. For resharding, the bound counts only the bytes that must enter a host or be swapped.
+compiler's passes evaluate each candidate on a whole plan. A candidate is skipped only if a lower bound of its seconds
+shows that it is not faster than the best plan. The passes never estimate fewer seconds than this bound. The bound adds
+up, along the critical path, each node's seconds at the best micro-batch that the node's own memory allows. For
+resharding, the bound counts only the bytes that must enter a host or be swapped.
 
-The best plan is therefore optimal in the plan's own model, or the search reports the gap to the lowest remaining bound.
-The result does not depend on the clock, unless a budget of seconds is given.
+Therefore no plan is faster than the best plan according to the cost formulas, or the search reports by how much another
+plan could be faster. The result does not depend on the clock, unless a budget of seconds is given.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Search(PlacementPass):
         """Add a rival plan to the search record of a program that allows staleness.
 
         If `plan` uses staleness (some pools may be ahead of the updates), the rival is the best plan without staleness.
-        If `plan` does not, the rival is the best plan with staleness. A program that states no staleness has no rival.
+        Otherwise, the rival is the best plan with staleness. A program that states no staleness has no rival.
         """
         record = plan.search
         is_ahead = bool(lead_of_pools(plan))
@@ -107,7 +107,7 @@ class Search(PlacementPass):
         return replace(plan, search=record, notes=(*plan.notes, PlanNote("staleness", note)))
 
     def _has_choice(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
-        """Return whether a division leaves a choice: of layouts, or of engines.
+        """Return whether a division leaves more than one layout or engine to choose from.
 
         A choice of engines counts only if the checks accept at least one combination of engines.
         """
@@ -230,9 +230,10 @@ class _Run:
         return "the search's limit" if self.spent >= self.effort else ""
 
     def _evaluate_more(self, heap: list[_Item], ended: str) -> None:
-        """Evaluate more combinations after the search has ended, then runners-up.
+        """Evaluate further combinations after the main search.
 
-        The first part is for a search that the limit of work units ended: a few combinations may still be the best.
+        If the limit of work units ended the main search, a few combinations that may be the best are evaluated first.
+        Then combinations are evaluated to find runners-up.
         """
         if ended and self.search.budget is None:
             for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
@@ -370,8 +371,8 @@ class _Run:
     def _list_runners_up(self, heap: list[_Item]) -> tuple[Candidate, ...]:
         """Return the combinations to report next to the best combination.
 
-        They are, in this order: the next best of the fully evaluated combinations, combinations of which only a bound
-        is known, and the fastest combinations that do not fit.
+        The order of the result is: fully evaluated combinations, combinations of which only a bound is known, and the
+        fastest combinations that do not fit.
         """
         runners = self.results[1 : RUNNERS + 1]
         bounded = heapq.nsmallest(RUNNERS - len(runners), [item for item in heap if item.stage < 2])

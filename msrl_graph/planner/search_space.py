@@ -51,10 +51,10 @@ class Space:
         )
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
-        """Return a lower bound of an iteration's seconds for given seconds of its nodes.
+        """Return a lower bound of an iteration's seconds, from the seconds of its nodes.
 
-        The keys of `seconds` are (instruction, node). Seconds of functions, and to start and end the iteration, are
-        added; they are the same for every layout.
+        The keys of `seconds` are (instruction, node). Two kinds of seconds are added that are the same for every
+        layout: the seconds of functions, and the seconds to start and end the iteration.
         """
         # The cost of the dock's processes also depends on the layouts: only an iteration's start and end are certain.
         turn = self.skeleton.cluster.device.overheads.turn.value
@@ -83,7 +83,7 @@ class Space:
         """Return the position of a fast combination that may fit; () if there is none.
 
         Owners choose one after another. An owner takes its fastest choice that fits together with the choices of
-        earlier owners and the smallest choices of later owners.
+        earlier owners and, for each later owner, the choice with the least resident memory.
         """
         position = [min(range(len(own)), key=lambda index, own=own: own[index].resident) for own in self.lists]  # type: ignore[misc]
         if self.describe_overflow(position):

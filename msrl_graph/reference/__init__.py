@@ -103,7 +103,7 @@ def names() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of a page; `text` has no heading, and its code blocks are unfilled."""
+    """A section of a page, without its heading; its code blocks are not yet filled in."""
 
     page: str
     title: str

@@ -41,7 +41,8 @@ class AttributeRow:
     """The texts that describe an attribute of a statement.
 
     - `takes`: the kind of value that the attribute accepts.
-    - `note`: for a figure of `cluster` that may be a peak, a sentence on which presets state a peak; otherwise "".
+    - `note`: some attributes of `cluster` are figures that can be peak values. For these attributes, `note` is a
+      sentence that says with which device presets the figure is a peak. For all other attributes, `note` is "".
     """
 
     name: str
@@ -51,7 +52,7 @@ class AttributeRow:
     note: str = ""
 
     def text(self, statement: str) -> str:
-        """Return the text that describes the attribute as an attribute of `statement`."""
+        """Return the reference text of the attribute, for the statement `statement`."""
         default = f", by default {self.default}" if self.default else ""
         return f"An attribute of `{statement}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
@@ -101,10 +102,10 @@ def _note(statement: str, name: str) -> str:
 
 
 def _peak_note(name: str, share: Figure) -> str:
-    """Return a sentence that says with which presets a figure is a peak value.
+    """Return a sentence that says which device presets state a peak for a figure.
 
-    With the other presets, the figure is what programs reach in practice. `name` is the figure, an attribute of
-    `cluster`. `share` is the fraction of a peak that programs reach.
+    Other presets state what programs reach in practice. `name` is the figure, an attribute of `cluster`. `share` is the
+    fraction of a peak that programs reach.
     """
     peak = [device.name for device in DEVICES.values() if name in device.peaks]
     other = [device.name for device in DEVICES.values() if name not in device.peaks]
@@ -124,7 +125,7 @@ def _peak_note(name: str, share: Figure) -> str:
 
 @functools.cache
 def _functions() -> dict[str, ast.FunctionDef]:
-    """Return the parsed definitions of the functions that msrl_graph has, by name."""
+    """Return the parsed definitions of the functions of msrl_graph, by name."""
     functions = {}
     for module in {module for _, module in algorithms.library().values()}:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
@@ -243,7 +244,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def figures(device: Device) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of a preset's figures that are also attributes of `cluster`.
+    """Yield the name and value of the preset's figures that `cluster` can also set.
 
     The value is "" if the preset does not set the figure.
     """
@@ -385,9 +386,9 @@ _KINDS: dict[CallKind, tuple[str, str]] = {
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
-    """Yield (list, name, text) of each entry that describes no attribute.
+    """Yield (list, name, text) of each reference entry that is not about an attribute.
 
-    The list is a key of `LISTS`: functions, loss terms, algorithms, devices, models, engines …
+    `list` is the key in `LISTS` of the entry's list: functions, loss terms, algorithms, devices, models, engines …
     """
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
         list_name, kind_text = _KINDS[kind]

@@ -1,1 +1,1 @@
-"""Sharding: which part of each tensor a rank holds, and moves between layouts."""
+"""Which part of each tensor a rank holds, and how weights move between layouts."""

@@ -1,8 +1,8 @@
 """Device ranges: the devices on which the ranks of a pool run.
 
-Devices are numbered from 0 over all hosts, with `per_host` devices on each host. A range has one of two forms. If its
-`each` is 0, it consists of consecutive devices. If not, it consists of `each` devices on each of several consecutive
-hosts, at the same positions of each host. Invariant: the ranks of a range follow the order of its devices.
+Devices are numbered from 0 over all hosts, with `per_host` devices on each host. A range whose `each` is 0 consists of
+consecutive devices. Any other range consists of `each` devices on each of several consecutive hosts, at the same
+positions on each host. Invariant: the ranks of a range follow the order of its devices.
 """
 
 from __future__ import annotations

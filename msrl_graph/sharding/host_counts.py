@@ -45,7 +45,7 @@ def box_on_stage(tensor: Tensor, side: Side, rank: int) -> Box:
 
 
 def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
-    """Return the rank's coordinates on which its boxes depend, the stage first."""
+    """Return the coordinates of a rank that determine its boxes, `pp` first."""
     place = side.layout.coordinates(rank)
     own = (place.etp, place.ep, place.edp) if experts else (place.tp, 0, place.dp)
     return (place.pp, *(own if side.divided else own[:2]))
@@ -84,9 +84,10 @@ class HostCounter:
         return tuple(parts)
 
     def _block_start(self, rank: int) -> int:
-        """Return the first rank of a rank's block, counted from the stage's first rank.
+        """Return the first rank of the block of `rank`, as an offset in the stage.
 
-        If several blocks of a stage have the same boxes, the first rank of the first of these blocks is returned.
+        If several blocks of a pipeline stage have the same boxes, the first rank of the first of these blocks is
+        returned.
         """
         start = rank % self.source.layout.stage_devices // self.block * self.block
         return start % math.lcm(period(self.source, self.experts), self.block)
@@ -94,9 +95,9 @@ class HostCounter:
     def count(self, by_stages: Mapping[Tensor, Mapping[StagePair, int]], host: int) -> tuple[dict[int, int], list[int]]:
         """Count the elements that a host's devices receive.
 
-        Returns two counts: the elements received by each device, and the elements received from other hosts by the
-        pipeline stage that sends them. `by_stages` has the tensors to count: for each tensor (without its name), and
-        for each pair of stages before and after the resharding, the number of such tensors.
+        Returns two results: the number of elements that each device receives, and for each pipeline stage, the number
+        of elements that the stage sends to this host from other hosts. `by_stages` has the number of tensors to count,
+        for each tensor (without its name) and for each pair of its stages before and after the resharding.
         """
         first = host * self.per_host
         givers, takers = (

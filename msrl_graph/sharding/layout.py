@@ -41,11 +41,12 @@ class Coordinates(NamedTuple):
 class Layout:
     """Sizes of the mesh axes; `zero` is the ZeRO stage (arXiv:1910.02054) over dp.
 
-    Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. `stages` has the number of
-    layers of each of the pp x vpp chunks, if stated; chunk c is on stage c % pp. `inner` is the number of data-parallel
-    replicas with adjacent ranks: the dp index varies faster than the tp index within `inner` replicas. The ranks that
-    hold the parts of one generation shard in the update's layout are then neighbors, and gather in groups of `inner`
-    (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` only numbers ranks and changes no result.
+    Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. Layers are cut into pp x vpp
+    chunks; chunk c is on stage c % pp. `stages` has the number of layers of each chunk, if stated. `inner` is the
+    number of data-parallel replicas with adjacent ranks: the dp index varies faster than the tp index within `inner`
+    replicas. The ranks that hold the parts of one generation shard in the update's layout are then neighbors, and
+    gather in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` only numbers ranks and
+    changes no result.
     """
 
     tp: int = 1
@@ -72,7 +73,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """The number of copies of each expert, if ep x etp divides the stage."""
+        """The number of copies of each expert; assumes that ep x etp divides the ranks."""
         return max(1, self.stage_devices // (self.ep * self.etp))
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -102,7 +103,7 @@ class Layout:
         return self.stages or _split_layers(self.pp * self.vpp, layers)
 
     def stage_layers(self, stage: int, layers: int) -> tuple[tuple[int, int], ...]:
-        """Return the [start, stop) of the layers in each chunk of a pipeline stage."""
+        """Return the layers of each chunk of a pipeline stage, as ranges [start, stop)."""
         return _layers_by_stage(self.chunks(layers), self.pp)[stage]
 
     def most_layers(self, layers: int) -> int:
@@ -133,7 +134,7 @@ def _split_layers(number: int, layers: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def _layers_by_stage(chunks: tuple[int, ...], pp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the ranges of layers on each pipeline stage."""
+    """Return the ranges of layers on each pipeline stage, one range per chunk."""
     by_stage: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
     start = 0
     for i, number in enumerate(chunks):
@@ -155,7 +156,7 @@ class Tensor:
     - `tp_dim`: the dim that tensor parallelism shards (for experts: expert tensor parallelism). If it is -1, each rank
       has a copy.
     - `unit`: the number of rows of that dim that must not be separated (a head).
-    - `shared`: units are copied if there are more ranks than units (key-value heads).
+    - `shared`: if there are more ranks than units, several ranks have a copy of one unit (key-value heads).
     - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
     - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert, whose name
       is `name` with the number of the expert in place of `*`.
@@ -179,7 +180,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """Yield the files' tensors that a box spans: name, index in the box, and box."""
+        """Yield (name, index in `box`, box in the file) for each file tensor in a box."""
         if not self.experts:
             yield self.name, (), box
             return
@@ -226,7 +227,7 @@ class TensorKind(NamedTuple):
         return self.each * self.layers_on(side.layout)[stage]
 
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
-        """Return how many layers of this kind each stage holds; embedding, head: 0 or 1."""
+        """Return the kind's number of layers per stage; 0 or 1 for embedding and head."""
         return _count_layers_by_stage(
             self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
         )
@@ -245,7 +246,7 @@ def _count_layers_by_stage(
 
 
 def strip_name(tensor: Tensor) -> Tensor:
-    """Return a tensor without name and layer; equal for all tensors of a kind."""
+    """Return the tensor without name and layer; all tensors of a kind give the same."""
     return replace(tensor, name="", layer=0)
 
 
@@ -261,10 +262,7 @@ class TensorKinds(tuple[TensorKind, ...]):
 
 
 def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
-    """Return the kinds of a model's tensors.
-
-    Tensors of one kind differ only in name, layer and pipeline stage.
-    """
+    """Return the kinds of a model's tensors."""
     groups: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
     for tensor in tensors:
         _, counts = groups.setdefault(strip_name(tensor), (tensor, {}))
@@ -273,9 +271,10 @@ def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
 
 
 def _iterate_kinds(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
-    """Yield a kind for each range of layers with the same number of such tensors.
+    """Yield one TensorKind per range of layers with equal numbers of tensors.
 
-    The embedding and the head are separate kinds, because their pipeline stages are different.
+    `counts` has, for each layer, the number of tensors that differ from `tensor` only in name and layer. The embedding
+    and the head are separate kinds, because their pipeline stages are different.
     """
     stretch: list[int] = []
     for layer in [*sorted(counts), None]:
@@ -317,8 +316,8 @@ def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
 def shard(tensor: Tensor, side: Side, rank: int) -> Box:
     """Return the box of `tensor` that `rank` holds.
 
-    The box is the tensor-parallel slice of the rank. For experts, the box is such a slice of the rank's own experts. If
-    weights are sharded over dp, the box is a range of dim 0 of the slice.
+    The box is the tensor-parallel slice of the rank. For experts, the box is the rank's slice over etp of the rank's
+    own experts. If weights are sharded over dp, the box is a range of dim 0 of the slice.
     """
     layout = side.layout
     place = layout.coordinates(rank)
@@ -374,7 +373,7 @@ def elements(box: Box) -> int:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the common part of two boxes, or None."""
+    """Return the common part of two boxes, or None if they have none."""
     box = tuple((max(one[0], other[0]), min(one[1], other[1])) for one, other in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
@@ -399,7 +398,7 @@ def stage_elements(tensor_kinds: Iterable[TensorKind], side: Side, stage: int) -
 
 @lru_cache(maxsize=1 << 14)
 def stage_parts(tensor_kinds: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, int], ...]:
-    """Return (dense, expert) elements of the busiest rank of each pipeline stage."""
+    """Return the busiest rank's (dense, expert) elements, for each pipeline stage."""
     sizes: dict[tuple[tuple[int, ...], bool], int] = {}  # by how many a stage holds
     for kind in tensor_kinds:
         key = kind.layers_on(side.layout), kind.tensor.experts
@@ -416,5 +415,5 @@ def _as_tuple(tensor_kinds: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
 
 
 def count_busiest_elements(tensor_kinds: Iterable[TensorKind], side: Side) -> int:
-    """Return the number of elements on the rank that holds most elements."""
+    """Return the number of elements on the rank that holds the most elements."""
     return max(map(sum, stage_parts(_as_tuple(tensor_kinds), side)))

@@ -42,10 +42,10 @@ def crosses(source: Side, target: Side, layers: int) -> bool:
 def gather_block(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> int:
     """Return the smallest number g of ranks that must gather together to reshard.
 
-    The number g divides the number of ranks of a source stage, which are cut into blocks of g consecutive ranks. In
-    each block, the boxes of `source` together cover the `target` box of every rank. If layers change their pipeline
-    stage, a block includes the ranks at the same positions of all stages. Both shardings must have the same devices. A
-    block of a whole stage always suffices.
+    The ranks of each source stage are cut into blocks of g consecutive ranks, so g divides their number. In each block,
+    the boxes of `source` together cover the `target` box of every rank. If layers change their pipeline stage, a block
+    includes the ranks at the same positions of all stages. Both shardings must have the same devices. A block of a
+    whole stage always suffices.
     """
     width = source.layout.stage_devices
     across = any(crosses(source, target, tensor_kind.tensor.layers) for tensor_kind in kinds)
@@ -99,9 +99,9 @@ def find_served_stages(
 ) -> frozenset[tuple[frozenset[int], ...]]:
     """Return the pipeline stages of the target whose weights a rank may receive.
 
-    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. The result has one entry for each kind
-    of rank. The entry has, for each route, the target stages of all ranks in the gather group of such a rank. Weights
-    of other stages never reach the rank.
+    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. The result has an entry for each rank,
+    and equal entries only once. The entry of a rank has, for each route, the target stages of all ranks that gather
+    together with the rank. Weights of other stages never reach the rank.
     """
     width = source.layout.stage_devices
     width_there = target.layout.stage_devices
@@ -249,7 +249,7 @@ def _hosts(side: Side, per_host: int) -> range:
 
 @lru_cache(maxsize=1 << 10)
 def _classify_hosts(source: Side, target: Side, per_host: int, block: int, experts: bool) -> tuple[list[int], ...]:
-    """Return the target's hosts in classes that hold the same boxes of every tensor."""
+    """Group the target's hosts into classes: hosts of one class hold the same boxes."""
     counter = HostCounter(source, target, per_host, block, experts)
     classes = dict[tuple[object, ...], list[int]]()
     for host in _hosts(target, per_host):
@@ -261,8 +261,8 @@ def _classify_hosts(source: Side, target: Side, per_host: int, block: int, exper
 def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
     """Return the elements that the first or the last target host still needs.
 
-    They are the elements that the host must have after the resharding, but does not have before. The result is the
-    larger of the two hosts' numbers. It is at most the `inward` of `count_movement`, and is faster to compute.
+    The host must have these elements after the resharding, but does not have them before. The result is the larger of
+    the two hosts' numbers. It is at most the `inward` of `count_movement`, and is faster to compute.
     """
     hosts = {target.first // per_host, target.device(target.devices - 1, per_host) // per_host}
     missing = dict.fromkeys(hosts, 0)
@@ -275,10 +275,7 @@ def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per
 
 
 def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) -> dict[Tensor, dict[StagePair, int]]:
-    """Count the tensors of each kind by their stages in `source` and in `target`.
-
-    A stage is a pipeline stage.
-    """
+    """Count tensors of each kind, by their pipeline stages in `source` and `target`."""
     by_stages: dict[Tensor, dict[StagePair, int]] = {}
     for tensor, number in pairs(kinds, source, target):
         pair = stages(tensor, source.layout), stages(tensor, target.layout)
@@ -288,12 +285,12 @@ def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) ->
 
 
 def count_left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
-    """Count the elements that naive resharding leaves on all devices as useless.
+    """Count the useless elements that naive resharding leaves on all devices.
 
-    They are elements beyond the weights that the generation needs (arXiv:2507.19017, figure 3 and eq. 3). If the box
-    that a rank needs is within the box that the rank has, the rank generates from the existing buffer. The rest of the
-    existing buffer is useless: 75 of 100 elements, if 25 are needed. If the needed box is not within the existing box,
-    a new buffer is allocated, and the whole old buffer is useless.
+    Useless elements are elements beyond the weights that the generation needs (arXiv:2507.19017, figure 3 and eq. 3).
+    If the box that a rank needs is within the box that the rank has, the rank generates from the existing buffer. The
+    rest of the existing buffer is useless: 75 of 100 elements, if 25 are needed. If the needed box is not within the
+    existing box, a new buffer is allocated, and the whole old buffer is useless.
     """
     total = 0
     for experts in (False, True):

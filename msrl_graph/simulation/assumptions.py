@@ -53,7 +53,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Lengths from a file; after its last length, the file is read from its start.
+    """Lengths from a file, which starts again from its first length after its last.
 
     There is one length per row, in the order of the rows' numbers. With `by_iteration`, there is only one length per
     iteration, and all rows of the iteration have this length.
@@ -75,7 +75,7 @@ Source = Distribution | RecordedLengths
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The share of devices that compute slower, and the factor of slowness.
+    """The share of devices that are slow, and how many times slower they compute.
 
     The same devices are slow in all iterations. A larger share adds slow devices: every device that is slow with the
     smaller share is still slow.
@@ -109,7 +109,10 @@ class Specs:
 def read_specs(
     plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int
 ) -> Specs:
-    """Parse the assumptions that the flags of a simulation state. Raises Fault."""
+    """Parse the assumptions of a simulation. Raises Fault.
+
+    The arguments have the formats that `simulate` documents.
+    """
     sources: dict[str, Source] = {}
     for text in lengths:
         sources |= _parse_lengths(plan, text)
@@ -129,8 +132,8 @@ def generated_columns(graph: Graph) -> list[str]:
 def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
     """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE` to lengths by column.
 
-    If the text names no column, the lengths are those of all columns that generations write. If the file has a pair
-    [prompt, response] per line, the lengths of prompts are also returned.
+    If the text names no column, all columns that generations write get the lengths. If the file has a pair [prompt,
+    response] per line, the lengths of prompts are also returned.
     """
     known = token_columns(plan.graph)
     responses = generated_columns(plan.graph)
@@ -153,10 +156,10 @@ def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
 
 
 def _prompt_lengths(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
-    """Return one length per prompt; `prompts` has one length per response.
+    """Return one length per prompt.
 
-    The pairs [prompt, response] in a file repeat the prompt's length for each response to the prompt. The first of
-    these lengths is used.
+    `prompts` has the prompt's length once per response: a file of pairs [prompt, response] repeats the prompt's length
+    for each response to the prompt. The first of these repeated lengths is used.
     """
     first = next(iter(plan.graph.verb("generate")), None)
     return prompts if by_iteration or first is None else prompts[:: plan.graph.fan(plan.graph.row_level(first))]
@@ -184,11 +187,14 @@ def distribution(text: str, flag: str) -> Distribution:
 
 
 def _read_lengths(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """Read a file of lengths: return prompts, responses, and whether they are means.
+    """Read a file of lengths.
 
     The file has JSON lines. Each line is the length of a response, a pair [prompt, response], or a line of a run's
-    metrics. Lengths from metrics are means over an iteration. The prompts are empty if some line has no length of a
-    prompt.
+    metrics. Returns:
+
+    - the lengths of prompts; empty if some line has no length of a prompt,
+    - the lengths of responses,
+    - whether the file has metrics. Lengths from metrics are means over an iteration.
     """
     path = Path(name)
     path = path / "metrics.jsonl" if is_folder(path) else path
@@ -212,10 +218,10 @@ def _read_lengths(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool
 
 
 def _parse_pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | None]:
-    """Yield (prompt, response) for each line of a file of lengths.
+    """Yield (prompt length, response length) for each line of a file of lengths.
 
-    The prompt is None if the line has only a response. The pair is None if the line has no lengths. Metrics of
-    evaluations are skipped.
+    The prompt length is None if the line has only a response length. The pair is None if the line has no lengths.
+    Metrics of evaluations are skipped.
     """
 
     def is_count(value: object) -> bool:

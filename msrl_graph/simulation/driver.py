@@ -1,12 +1,13 @@
 """The order of iterations in a simulation.
 
-A pool is in step if it begins an iteration only when the previous iteration has ended completely. A pool may be ahead
-if staleness allows it to begin an iteration before the updates have ended the previous one; it begins when the driver
-of a run would let it. Before an evaluation or a checkpoint, the pools that are ahead finish their iterations.
-Evaluations and checkpoints themselves take no time.
+A pool is in step if it begins an iteration only when the previous iteration has ended completely. If staleness allows
+it, a pool can be ahead: it begins an iteration before the updates have ended the previous iteration. Before an
+evaluation or a checkpoint, the pools that are ahead finish their iterations. Evaluations and checkpoints themselves
+take no time.
 
-Invariant: `PoolProgress` decides when each pool begins an iteration and with which version of the weights, in a
-simulation and in a run. This module only computes the times at which iterations end.
+Invariant: `PoolProgress` (ir/async_schedule.py) decides when each pool begins an iteration and with which version of
+the weights. A run and a simulation use the same `PoolProgress`. This module only computes the times at which iterations
+end.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class SimulatedPublication:
 
     The pool of the update copies a version, and the pool of the generation fetches it.
 
-    - `evaluations`: the intervals, in iterations, of the evaluations that use the weights of the edge. Such an
-      evaluation copies and fetches the weights before an iteration begins.
+    - `evaluations`: for each evaluation that uses the weights of the edge, its interval in iterations. Before an
+      iteration begins, such an evaluation copies and fetches the weights.
     - `copy_times`: the time at which the copy of each version was complete.
     - `fetch_times`: the time at which each fetch ended.
     - `ordered_fetches`: the number of fetches that the driver has ordered generations to make.
@@ -63,7 +64,7 @@ class SimulatedPublication:
 
 @dataclass
 class _Job:
-    """Instructions that some pools run in an iteration, and when the pools may begin."""
+    """Some pools' instructions in an iteration, and the time at which the pools begin."""
 
     turn: Turn
     walk: Walk
@@ -133,7 +134,7 @@ class SimulatedDriver(PoolProgress):
         """Simulate iteration `number` until its updates have ended.
 
         Returns the iteration's record (`Turn`) and the time of its end. The updates begin at the time `begin`. While
-        they run, pools that may be ahead may begin later iterations.
+        the updates run, other pools can begin later iterations if staleness allows it.
         """
         self.time = begin
         turn = self._get_turn(number)
@@ -206,8 +207,8 @@ class SimulatedDriver(PoolProgress):
     def _prompts_known(self, number: int, now: int) -> bool:
         """Return whether it is known which prompt iteration `number` draws first.
 
-        `now` is the iteration that the updates run. In a program with a refill, an iteration draws an unknown number of
-        prompts, so the iteration before `number` must have ended.
+        `now` is the iteration that the updates run. In a program with a refill, the number of prompts that an iteration
+        draws is known only when the iteration has ended. So the iteration before `number` must have ended.
         """
         ended = (self.begun[pool] - self.busy(pool) for pool in self.refilling_pools)
         return not self.refills or number <= now or any(last >= number - 1 for last in ended)
@@ -215,7 +216,7 @@ class SimulatedDriver(PoolProgress):
     def _advance_queue(self, queue: deque[_Job]) -> bool:
         """Run the first job of a queue as far as possible.
 
-        Returns whether any of its instructions ran, or the job ended.
+        Returns whether any instruction of the job ran, or the job ended.
         """
         job = queue[0]
         moved = False

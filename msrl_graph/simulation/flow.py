@@ -28,7 +28,7 @@ Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteratio
 class RowTimes:
     """The time at which a node wrote each row of a level.
 
-    `last` is the time at which the last row was written.
+    A level is all rows of one depth of the tree of rows. `last` is the time at which the last row was written.
     """
 
     level: int
@@ -42,9 +42,11 @@ class RowTimes:
 
 @dataclass(frozen=True)
 class UnitBatch:
-    """Units that a node gets together; `parts` has those of each data-parallel group.
+    """Units that a node gets together.
 
-    `ready` is the time at which the batch is available. `by` is the node whose rows arrived last.
+    - `ready`: the time at which the batch is available.
+    - `by`: the node whose rows arrived last.
+    - `parts`: for each data-parallel group, the units of the batch that the group gets.
     """
 
     ready: float
@@ -54,7 +56,7 @@ class UnitBatch:
 
 @dataclass(frozen=True)
 class SimulatedDocks:
-    """The functions of a plan's docks that a simulation needs: which rows go where."""
+    """The docks of a plan, as a simulation needs them: when each node gets which rows."""
 
     plan: Plan
     draws: RowSampler
@@ -66,7 +68,10 @@ class SimulatedDocks:
         return 1 if node.per == "batch" else self.rows(self.plan.graph.unit_level(node))
 
     def rows_of(self, node: Node, units: list[int], level: int) -> list[int]:
-        """Return the rows of a level that belong to the given units of a node, ascending."""
+        """Return the rows of a level that belong to the given units of a node.
+
+        The rows are in ascending order.
+        """
         if node.per == "batch":
             return list(range(self.rows(level))) if units else []
         graph = self.plan.graph
@@ -80,7 +85,11 @@ class SimulatedDocks:
         )
 
     def tokens(self, node: Node, lengths: Lengths) -> list[float]:
-        """Return the tokens of each unit of a node, as the node's controller counts them."""
+        """Return the number of tokens of each unit of a node.
+
+        The tokens are counted as the node's controller counts them. `lengths` has the number of tokens of each row, by
+        column.
+        """
         graph = self.plan.graph
         units = self.units(node)
         level = graph.level(node)
@@ -97,8 +106,8 @@ class SimulatedDocks:
     def batches(self, node: Node, iteration: int, done: Mapping[str, RowTimes], lengths: Lengths) -> list[UnitBatch]:
         """Return the batches of units that a node gets in an iteration, in order.
 
-        `done` has the times at which rows were written, by the node that wrote the rows. `lengths` has the tokens of
-        each row, by column.
+        `done` has, by node, the times at which the node wrote its rows. `lengths` has the number of tokens of each row,
+        by column.
         """
         controller = self.plan.controller(node.name)
         balanced = any(SampleEdgeAttributes.of(edge).balance for edge in self.plan.graph.into(node.name))

@@ -17,7 +17,7 @@ from .nodes import NodeTiming
 class Turn:
     """An iteration in progress.
 
-    - `lengths`: the tokens of each row, by column.
+    - `lengths`: the number of tokens of each row, by column.
     - `base`: the time at which the driver opened the iteration. Functions may run from this time on.
     - `hosts`: the processes that run the iteration's functions, as `Lanes`.
     - `timings`: the times of each node that has finished.

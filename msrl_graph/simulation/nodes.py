@@ -1,8 +1,8 @@
 """The simulation of nodes with weights: the time that a node takes for its rows.
 
-Invariant: all seconds come from cost/time.py, for the actual lengths of the rows. Data-parallel groups with a common
-collective proceed in lockstep. For an update, that is each optimizer step. For an engine that shards weights over dp,
-it is each micro-batch.
+Invariant: all seconds come from cost/time.py, for the actual lengths of the rows. If data-parallel groups have a common
+collective, they wait for each other at the collective. The collectives of an update are at each optimizer step. The
+collectives of an engine that shards weights over dp are at each micro-batch.
 """
 
 from __future__ import annotations
@@ -205,9 +205,10 @@ class ModelNode:
     ) -> NodeTiming:
         """Simulate the generation of sequences, by round and data-parallel group.
 
-        A round is (ready, by, parts): `parts` has the sequences of each data-parallel group. The time at which each row
-        becomes available is written into `times`. In a continuous engine, that is the end of the row, otherwise the end
-        of all rows of its group.
+        A round is a tuple (ready, by, parts): the time at which the round's prompts are available, the node that wrote
+        the prompts, and the sequences of each data-parallel group. The time at which each row becomes available is
+        written into `times`. In a continuous engine, this time is the end of the row. In other engines, it is the end
+        of all rows of the data-parallel group.
         """
         at_once, _ = holdings.waves(self.plan, self.node.name)
         slots = at_once * holdings.samples(self.plan, self.node.name)

@@ -25,12 +25,12 @@ class Iteration:
     """An iteration of a simulation.
 
     - `begin`: the end of the previous iteration.
-    - `prompt_tokens`, `response_tokens`: the tokens of all responses and of their prompts. A prompt counts once per
-      response.
+    - `prompt_tokens`: the number of tokens of all prompts. A prompt counts once per response.
+    - `response_tokens`: the number of tokens of all responses.
     - `tail`: the share of the generation's time in which fewer than half of the peak number of sequences are live.
     - `staleness`: the number of versions by which the generation's weights were behind the update's weights; the mean
       over the prompts. `most_stale` is the maximum over the prompts.
-    - `path`: the critical path, a chain of nodes each of which waited for the previous one.
+    - `path`: the critical path, a chain of nodes in which each node waited for the previous node.
     """
 
     number: int
@@ -70,7 +70,7 @@ class NodeWork:
 class Simulation:
     """The result of a simulation of a plan.
 
-    `lengths` has one entry per iteration: the tokens of each row, by column.
+    `lengths` has one entry per iteration: the number of tokens of each row, by column.
     """
 
     plan: Plan
@@ -85,7 +85,10 @@ class Simulation:
         return self.iterations[-1].end / len(self.iterations)
 
     def quantile(self, share: float) -> float:
-        """Return the seconds that the fraction `share` of the iterations does not exceed."""
+        """Return a quantile of the seconds that an iteration takes.
+
+        The fraction `share` of the iterations takes no longer than the returned seconds.
+        """
         ordered = sorted(iteration.seconds for iteration in self.iterations)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -102,7 +105,7 @@ class Simulation:
 
     @property
     def tail(self) -> float:
-        """The mean over the iterations of `Iteration.tail`."""
+        """The mean of `Iteration.tail` over the iterations."""
         tails = [iteration.tail for iteration in self.iterations]
         return sum(tails) / len(tails)
 
@@ -147,7 +150,7 @@ class Simulation:
         }
 
     def idle(self, pool: str) -> float:
-        """Return the fraction of a pool's device time without computing or resharding."""
+        """Return the share of a pool's device time without computing or resharding."""
         return max(0.0, 1 - sum(work.share for work in self.work if work.pool == pool))
 
     def to_json(self) -> str:
@@ -170,9 +173,10 @@ class Simulation:
         return json.dumps(figures, indent=2) + "\n"
 
     def trace(self) -> str:
-        """Return a trace in Chrome's format: a process per pool, and a thread per group.
+        """Return a trace in Chrome's format.
 
-        A group is a data-parallel group of a node. The number of its thread is the number of its first device.
+        Each pool is a process of the trace. Each data-parallel group of a node is a thread, whose number is the number
+        of the group's first device.
         """
         pools = list(self.sizes)
         events: list[dict[str, object]] = [

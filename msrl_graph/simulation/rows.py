@@ -64,7 +64,10 @@ def name_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class RowSampler:
-    """The random numbers of a simulation: lengths, slowness, seconds and mini-batches."""
+    """The random numbers of a simulation.
+
+    They are the lengths of rows, the slowness of devices, the seconds of functions, and the units of mini-batches.
+    """
 
     plan: Plan
     specs: Specs
@@ -112,7 +115,10 @@ class RowSampler:
         ]
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
-        """Return the units of each mini-batch of an update, in ascending order."""
+        """Return the units of each mini-batch of an update.
+
+        The units of a mini-batch are in ascending order. `size` is the number of units per mini-batch.
+        """
         drawn = keys((stream_key(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
         order = [unit for _, unit in sorted(zip(drawn, range(units), strict=True))]
         return [sorted(order[begin : begin + size]) for begin in range(0, units, size)]

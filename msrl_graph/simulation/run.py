@@ -1,7 +1,7 @@
 """The simulation of a plan's iterations.
 
-All pools run their instruction streams, rows pass through the docks, and devices take the seconds of cost/time.py.
-driver.py defines the order of iterations.
+All pools run their instruction streams, and rows pass through the docks. The seconds that devices need come from
+cost/time.py. driver.py defines the order of iterations.
 
 Invariant: the same plan, assumptions and seed give the same numbers, to the last bit. The result does not depend on the
 order in which the simulator handles pools.
@@ -51,8 +51,8 @@ class _Steps(Walker):
     def weights_ready(self, pool: str, src: str, dst: str) -> bool:
         """Return whether a pool can begin its part of the transfer over a resharding edge.
 
-        A generation can fetch a version when the update's copy of this version exists. An update can replace its copy
-        when all generations that were ordered to fetch the copy have fetched it.
+        A generation can fetch a version when the update has copied this version. An update can overwrite its copy when
+        all generations that were ordered to fetch the copy have fetched it.
         """
         turn = self.turn
         publication = self.simulator.driver.published.get((src, dst))
@@ -69,8 +69,8 @@ class _Steps(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         """Simulate a resharding.
 
-        If both pools are in step, all devices of both pools take part. They begin at the time at which the last of them
-        is free. If one of the pools may be ahead, there are two separate operations: the devices of the update make a
+        If both pools are in step, all devices of both pools take part. The resharding begins when all these devices are
+        free. If one of the pools may be ahead, there are two separate operations: the devices of the update make a
         copy, and later the devices of the generation fetch the copy.
         """
         simulator = self.simulator
@@ -166,7 +166,10 @@ class Simulator:
         return Simulation(self.plan, self.specs, tuple(results), tuple(self.spans), tuple(lengths))
 
     def _open_turn(self, number: int, base: float) -> Turn:
-        """Open an iteration at the time `base`; delete lengths that are no longer needed."""
+        """Open an iteration at the time `base`.
+
+        The sampled lengths of rows that no later iteration uses are deleted.
+        """
         lengths = {column: self._sample_tokens(column, number) for column in token_columns(self.plan.graph)}
         firsts = [group.prompt for rollout in self.rollouts.values() for group in rollout.cut_groups] + [
             rollout.next for rollout in self.rollouts.values()
@@ -200,10 +203,11 @@ class Simulator:
         )
 
     def _count_tokens(self, lengths: Lengths) -> tuple[int, int]:
-        """Return an iteration's tokens of prompts and of responses, for its throughput.
+        """Return an iteration's numbers of prompt tokens and of response tokens.
 
-        They are the tokens that the first generation reads and writes. A prompt counts once per response. If there is
-        no generation, they are the tokens that the first update reads. The throughput is eq. 5 of arXiv:2507.19017.
+        The counted tokens are the tokens that the first generation reads and writes. A prompt counts once per response.
+        If there is no generation, the counted tokens are the tokens that the first update reads. The throughput
+        (arXiv:2507.19017, eq. 5) is computed from these numbers.
         """
         graph = self.plan.graph
         node = next(iter((*graph.verb("generate"), *graph.verb("update"))), None)
@@ -220,7 +224,7 @@ class Simulator:
     def _critical_path(self, turn: Turn) -> tuple[str, ...]:
         """Return the chain of nodes that ends with the node that ends last.
 
-        Each node in the chain waited for the previous one.
+        Each node in the chain waited for the previous node in the chain.
         """
         name = max(turn.timings, key=lambda node: (turn.timings[node].done.last, node), default="")
         chain: list[str] = []
@@ -326,9 +330,9 @@ class Simulator:
 
 
 def _parallel_seconds(seconds: Sequence[float], calls: int) -> float:
-    """Return the seconds until calls that take `seconds` each have all ended.
+    """Return the seconds until all calls of a function have ended.
 
-    The calls start in order, and at most `calls` of them run at the same time.
+    `seconds` has the seconds of each call. The calls start in order, and at most `calls` of them run at the same time.
     """
     ends = [0.0] * max(1, min(calls, len(seconds)))
     for call_seconds in seconds:

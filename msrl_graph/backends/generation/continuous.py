@@ -51,9 +51,10 @@ class SequenceBatch:
     """The responses to some prompts, generated with continuous batching.
 
     - `keys`: one noise key for each response. Each prompt has the same number of responses.
-    - `begun`: for each response, how many tokens of the response are already at the end of its prompt.
-    - `slots`: the largest number of responses that are generated at once. If one prompt has more responses than that,
-      the number of responses per prompt is used instead.
+    - `begun`: for each response, the number of its tokens that an earlier call has generated. These tokens are the last
+      tokens of the response's prompt.
+    - `slots`: the largest number of responses that are generated at once. If one prompt has more than `slots`
+      responses, the limit is the number of responses per prompt.
     - `stops`: the search for strings that end a response; None if no string ends a response.
     """
 
@@ -91,9 +92,10 @@ class SequenceBatch:
         self.cache: Any = None
 
     def step(self) -> list[Response]:
-        """Draw a token for each running response; return the responses that end with it.
+        """Draw a token for each running response; return the responses that ended.
 
-        Before the draw, responses to waiting prompts are started if enough slots are free.
+        A response ends with an end token, with a stop string, or at its largest number of tokens. Before the draw,
+        responses to waiting prompts are started if enough slots are free.
         """
         self._admit_prompts()
         return self._take_responses(self._draw_tokens(), True)
@@ -218,10 +220,10 @@ class SequenceBatch:
         return ended
 
     def _join_text(self, row: int) -> NDArray[np.int32]:
-        """Return the tokens of a response in whose text stop strings are searched for.
+        """Return the tokens in whose text the stop strings of a response are searched for.
 
-        These are the last tokens of the prompt, whose number is `Sampling.joined`, and all tokens drawn for the
-        response `row`.
+        The result has the last `Sampling.joined` tokens of the prompt, followed by all tokens drawn for the response
+        `row`.
         """
         return join_response(
             self.prompts[row // self.samples_per_prompt], self.joined[row], self.tokens[row, : self.lengths[row]]
@@ -239,8 +241,8 @@ class SequenceBatch:
     def _select_places(self, places: NDArray[np.int64]) -> None:
         """Keep only the sequences at `places` in the KV cache and the mask.
 
-        A place is an index in the batch dimension. The sequences get the order of `places`. A sequence whose place
-        occurs more than once is copied.
+        A place is an index in the batch dimension. Afterwards the sequences are in the order of `places`. A sequence
+        whose place occurs more than once in `places` is copied.
         """
         assert self.mask is not None
         chosen = self._to_device(places)

@@ -1,7 +1,7 @@
 """The draw of a token, shared by all engines that accept custom sampling.
 
-A draw inverts the cumulative distribution, in float64, at a random number. The random number depends only on the noise
-key and on the step, which is the number of the token in its response.
+A draw applies the inverse of the tokens' cumulative distribution function to a random number, in float64. The random
+number depends only on the noise key and on the step, which is the number of the token in its response.
 
 Invariant: a row's token is a function of the row's logits, noise key, step and sampling parameters. The batch, the
 engine and the layout do not matter. Two engines draw different tokens only if they round the logits differently.

@@ -38,7 +38,8 @@ def generate_in_segments(
     This function implements `Generator.generate` (spec.py) for calls with a `stretch`.
 
     - `draw`: the engine's function that generates whole responses.
-    - `begun`: for each response, how many tokens of the response are already at the end of its prompt.
+    - `begun`: for each response, the number of its tokens that an earlier call has generated. These tokens are the last
+      tokens of the response's prompt.
     - `stops`: the search for strings that end a response; None if no string ends a response.
 
     Each part is a new request, so the engine gets the prompt and all earlier parts of the response as input again.

@@ -30,9 +30,10 @@ def join_response(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32
 
 @lru_cache(maxsize=64)
 def load_stops(folder: str, strings: tuple[str, ...]) -> Stops:
-    """Return the search for `strings` by the tokenizer in `folder`.
+    """Return a search for `strings` in the text of tokens.
 
-    The search is cached, so that repeated calls do not read the tokenizer again.
+    The tokenizer in `folder` decodes the tokens. The search is cached, so that repeated calls do not read the tokenizer
+    again.
     """
     return Stops(folder, strings)
 
@@ -54,7 +55,8 @@ class Stops:
     def __call__(self, rows: Sequence[NDArray[np.int32]]) -> NDArray[np.bool_]:
         """Return, for each row of tokens, whether its text contains one of the strings.
 
-        The caller must already have searched each row without its last token, and have found none of the strings.
+        Only the end of each row is searched. So the caller must call this function after each new token of a row, until
+        a string is found.
         """
         import numpy as np
 

@@ -4,11 +4,14 @@ Invariant: a table's functions return the values and gradients of the plain form
 Each table is one file of this folder; hardware/device_kinds.py says which file belongs to a device kind. No other part
 of an engine depends on the device kind. Importing this package does not import torch.
 
-Where a table has None, the model keeps its own operator. On host cores and on CUDA, RMSNorm, SwiGLU and RoPE are None.
-The reason for RMSNorm: transformers and vLLM round to the model's dtype before they multiply by the weight, but
-torch.nn.functional.rms_norm rounds elsewhere. With the torch function, the trained policy would differ from the policy
-that generated the tokens. `summed` is also None on host cores and on CUDA, because there DTensor's RowwiseParallel sums
-the sharded products over ranks.
+If a table has None for an operator, the model keeps its own operator. The tables of host cores and of CUDA have None
+for these operators:
+
+- RMSNorm, SwiGLU and RoPE. The reason for RMSNorm: transformers and vLLM round to the model's dtype before they
+  multiply by the weight, but torch.nn.functional.rms_norm rounds elsewhere. With the torch function, the trained policy
+  would differ from the policy that generated the tokens.
+- `summed`, the row-parallel product of tensor parallelism. DTensor's RowwiseParallel already sums the sharded products
+  over ranks.
 """
 
 from __future__ import annotations

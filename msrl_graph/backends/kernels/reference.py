@@ -1,6 +1,6 @@
 """Plain formulas in basic torch operators, to test each device's kernels.
 
-Invariant: no formula is optimized for speed or memory, and no engine calls one.
+Invariant: no formula is optimized for speed or memory, and no engine calls these formulas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels of torch itself, for any device that supports them.
 
-Invariant: these kernels do only work that a transformers model without them would also do. Predictions of memory and
-time (peaks.py, the engines' `calls`) count the operators of these kernels.
+Invariant: these kernels do no more work than transformers' own operators. Predictions of memory and time (peaks.py, the
+engines' `calls`) count the operators of these kernels.
 """
 
 from __future__ import annotations

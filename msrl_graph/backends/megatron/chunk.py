@@ -2,11 +2,11 @@
 
 A pipeline stage has one chunk, or several chunks if stages interleave.
 
-Invariant: queries, keys and values are concatenated in one parameter of a layer, and so are gate and up. In such a
-parameter, each box that msrl_graph transfers (one index range per dimension of a weight) is one range of rows. Megatron
-itself would order the rows by groups of query heads that share a key-value head, and so cut a box into one range per
-group. A micro-batch is passed as the nodes of a prefix tree (prefix_tree.py), [nodes, 1, hidden], so that no padding is
-computed.
+Invariant: one parameter of a layer contains the projections to queries, keys and values. Another parameter contains the
+projections to gate and up. In such a parameter, each box that msrl_graph transfers (one index range per dimension of a
+weight) is one range of rows. Megatron itself would order the rows by groups of query heads that share a key-value head.
+A box would then be cut into one range of rows per group. A micro-batch is passed as the nodes of a prefix tree
+(prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def build_stage(
 def release_buffers(chunks: Sequence[Any]) -> None:
     """Release the inputs that stages last received, and Megatron's gather buffer.
 
-    Other computations use this memory until the next pass of the engine.
+    Until the engine's next pass, other computations can use this memory.
     """
     from megatron.core.parallel_state import get_global_memory_buffer
 
@@ -229,7 +229,7 @@ def make_shards(
     """Yield this rank's shard of each weight, as a view of the chunks' parameters.
 
     The shards have the order of the model's weights. The parameters of the embedding and the head are created by this
-    function. A weight that is on none of this rank's chunks has an empty shard.
+    function. A weight that belongs to none of this rank's chunks gets an empty shard.
     """
     import torch
 

@@ -85,7 +85,8 @@ def patch_torch_cuda() -> Iterator[None]:
 def _convert_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Convert the numbers of tokens per expert to numpy, if `as_numpy` is set.
 
-    This function replaces a function of Megatron that moves the numbers to the host: they are already on the host.
+    This function replaces a function of Megatron that moves these numbers to the host. On host cores, the numbers are
+    already on the host.
     """
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 

@@ -383,10 +383,10 @@ def _get_model_type() -> Any:
 
 
 def _locate_pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[list[Any], slice]]:
-    """Return, for each shard, the parameters of the chunks and the rows that hold it.
+    """Return, for each shard, the parameters and the rows in which it is stored.
 
-    A shard of a dense weight has one parameter. A shard of experts has one parameter per expert. The rows are the same
-    slice in each of these parameters. A shard that is in no chunk has no parameters.
+    A shard of a dense weight is stored in one parameter. A shard of experts is stored in one parameter per expert. The
+    rows are the same slice in each of these parameters. A shard that is in no chunk has no parameters.
     """
     parameters_by_storage: dict[int, list[Any]] = {}
     for parameter in (candidate for module in chunks for candidate in module.parameters() if candidate.numel()):

@@ -4,8 +4,8 @@ The changed modules implement latent attention (arXiv:2405.04434) over the nodes
 routers with corrected scores (arXiv:2412.19437).
 
 Invariant: each tp rank has whole copies of the projections down to the latents, and applies them to its own part of the
-tokens. The projections up from the latents are sharded by heads over tp. Megatron's own modules would shard both kinds
-of projections. They would also choose rotary angles by a token's position in the input, not by a node's depth.
+tokens. The projections up from the latents are sharded by heads over tp. Without the changes, Megatron would shard both
+kinds of projections. It would also choose rotary angles by a token's position in the input, not by a node's depth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = {
 
 
 def make_size_options(latent: Latent) -> dict[str, Any]:
-    """Return the sizes of latent attention as options of Megatron's config.
+    """Convert the sizes of latent attention to options of Megatron's config.
 
     Rotary angles are not options of the config, because attention gets them with the micro-batch (`Nodes` in chunk.py).
     """
@@ -47,8 +47,8 @@ def make_size_options(latent: Latent) -> dict[str, Any]:
 def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
     """Return options that make Megatron's router compute as transformers' router does.
 
-    The options are for Megatron's config, and the router of transformers is a sigmoid router. Raises ValueError if
-    Megatron has no such router.
+    The options are for Megatron's config. The router of transformers applies a sigmoid to the router's logits. Raises
+    ValueError if Megatron cannot compute this router.
     """
     if not hf_config.norm_topk_prob or experts.active == 1:
         raise ValueError(
@@ -142,7 +142,10 @@ def specify(
             up, _none = self.linear_kv_up_proj(self.kv_layernorm(down))
 
             def heads(states: torch.Tensor, size: int) -> torch.Tensor:
-                """Reshape to [1, heads, nodes, size], which transformers' rotary functions expect."""
+                """Reshape `states` to the shape that transformers' rotary functions expect.
+
+                The shape is [1, heads, nodes, size].
+                """
                 return states.reshape(1, states.shape[0], -1, size).transpose(1, 2)
 
             query = heads(query_states, nope + rope)

@@ -1,11 +1,11 @@
 """Megatron's bytes of memory at each moment of an `infer` or `update` node.
 
 A moment is one instant of a pass, such as "in attention". For each moment, this file counts the bytes of all tensors
-except weights and optimizer states. It assumes what engine.py runs: eager layers without Transformer Engine, sequence
-parallelism if tp > 1, and the 1F1B schedule.
+except weights and optimizer states. The counts assume the setup of engine.py: eager layers without Transformer Engine,
+sequence parallelism if tp > 1, and the 1F1B schedule.
 
 Invariant: all tensors of a moment exist at the same time, on the busiest rank of one pipeline stage. The file counts
-tensor storages: the storages that autograd, or a variable of a running layer, keeps. bench/memory.py with the option
+the tensor storages that are kept by autograd or by a variable of a running layer. bench/memory.py with the option
 --engines "megatron vllm" compares these bytes with measurements.
 """
 
@@ -48,7 +48,7 @@ def moments(verb: str, work: Workload) -> Moments:
 
 
 def _sum(s: _Stage) -> Moments:
-    """Return the bytes while gradients of replicated weights are summed over tp.
+    """Return the bytes during the sum of replicated weights' gradients over tp.
 
     The sum is computed bucket by bucket.
     """
@@ -95,7 +95,7 @@ class _Stage(Sizes):
 
     @cached_property
     def layers(self) -> tuple[int, int]:
-        """The stage's number of layers without experts, and with experts."""
+        """The number of the stage's dense layers, and of its layers with experts."""
         model = self.work.model
         stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
         begin = model.experts.first if model.experts else model.layers
@@ -108,7 +108,7 @@ class _Stage(Sizes):
 
     @cached_property
     def part(self) -> int:
-        """Bytes of one hidden state for each token of this rank's share of the tokens.
+        """Bytes of the hidden states of this rank's share of the tokens, at one layer.
 
         With tensor parallelism, each tp rank has a share of the tokens (sequence parallelism).
         """
@@ -116,7 +116,7 @@ class _Stage(Sizes):
 
     @cached_property
     def whole_part(self) -> int:
-        """Bytes of one hidden state for each token, gathered from all tp ranks.
+        """Bytes of the hidden states of all tokens, gathered from all tp ranks.
 
         The result is 0 without tp. A pass has one buffer of this size. The backward pass has a second buffer of this
         size while the gradient of a row-parallel product is gathered.
@@ -139,7 +139,7 @@ class _Stage(Sizes):
 
     @cached_property
     def heads(self) -> int:
-        """Bytes of the tensors that the norms of query and key heads keep.
+        """Bytes of the tensors that the norms of query heads and of key heads keep.
 
         The tensors are the norms' inputs and the normed values. In float32 the inputs are views of the queries, keys
         and values (`qkv`), so all of `qkv` is kept. In bf16 the inputs are float32 copies.
@@ -156,11 +156,11 @@ class _Stage(Sizes):
     def feed(self, routes: bool) -> int:
         """Return the bytes of the tensors that a layer's feed-forward half keeps.
 
-        - Without `routes`, the half is dense. It keeps gate and up as one matrix product, silu(gate), up + 0 (Megatron
+        - Without `routes`, the half is dense. It keeps the concatenation of gate and up, silu(gate), up + 0 (Megatron
           adds an offset), and silu(gate) * (up + 0).
-        - With `routes`, the half has experts. It keeps the same tensors for each token that the rank's experts receive,
-          the product scaled by the router's weight, the tokens sorted by expert, and the index of each token. It also
-          keeps the router's weights and map, and the transposes of both.
+        - With `routes`, the half has experts. It keeps the tensors of a dense half for the tokens that the rank's
+          experts receive. It also keeps the product scaled by the router's weight, the tokens sorted by expert, the
+          index of each token, the router's weights and map, and the transposes of both.
         """
         experts = self.work.model.experts
         if experts is None or not routes:
@@ -181,7 +181,7 @@ class _Stage(Sizes):
 
     @cached_property
     def kept(self) -> int:
-        """Bytes that the stage's layers keep on the device for one micro-batch."""
+        """Bytes of `stored` that are on the device; 0 if activations are offloaded."""
         return 0 if self.work.activations_away else self.stored
 
     @cached_property
@@ -205,7 +205,7 @@ class _Stage(Sizes):
 
     @cached_property
     def schedule_state(self) -> int:
-        """Bytes that micro-batches in flight hold beyond what their layers save.
+        """Bytes that micro-batches in flight hold in addition to saved activations.
 
         The bytes are for the rotary angles, the gather buffer (`whole_part`), and the output of each chunk except the
         model's last chunk. The schedule holds an output until the output's gradient arrives. The autograd graph of a
@@ -231,7 +231,7 @@ class _Stage(Sizes):
 
     @cached_property
     def logits(self) -> int:
-        """Bytes of the float32 logits on this rank, for all tokens that need outputs.
+        """Bytes of the float32 logits on this rank, for all tokens that have outputs.
 
         The rank has the logits of its part of the vocabulary. A scoring model has one float32 value per token instead.
         """
@@ -240,7 +240,7 @@ class _Stage(Sizes):
 
     @cached_property
     def head(self) -> int:
-        """The number of elements of the head, or of the embedding, on this rank."""
+        """The number of elements of the head on this rank; the embedding has as many."""
         kind = next(candidate for candidate in self.work.model.kinds if candidate.tensor.padded)
         return elements(box_at(kind.tensor, self.side, (0, 0, 0)))
 
@@ -377,18 +377,18 @@ def _sum_saved(s: _Stage, index: int, count: int) -> int:
 
 
 def _backward(s: _Stage, routes: bool, separate: bool, summed: bool) -> Named:
-    """Yield the bytes that each part of a layer's backward pass adds.
+    """Yield the change in bytes during each part of a layer's backward pass.
 
-    The bytes are added to all tensors that the layer has saved, and to the gradient of the layer's output. Saved
-    tensors that are already freed are subtracted, so a figure may be negative.
+    The change is relative to the start of the layer's backward pass, when all tensors that the layer saved and the
+    gradient of its output exist. A change is negative if more saved bytes are freed than bytes are allocated.
     """
 
     def gradients(before: int, now: int) -> int:
         """Return the bytes of the gradients of some of a layer's weight matrices.
 
         `before` is the number of matrices whose gradients are complete. `now` is the number of matrices whose gradients
-        are being computed. The latter gradients may also exist in the weights' dtype, before they are added to their
-        float32 sums.
+        are being computed. If the weights are not float32, the gradients that are being computed also
+        exist in the weights' dtype, before they are added to their float32 sums.
         """
         return s.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
 

@@ -69,9 +69,9 @@ class Matrices(OptimizerSlice):
     def _collect_momentum(
         self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Update the momentum of a shard; return a tensor of the shard's shape with it.
+        """Update the momentum of a shard; return the momentum in the shard's shape.
 
-        The tensor is zero at the elements that another rank updates.
+        The returned tensor is zero at the elements that another rank updates.
         """
         import torch
 
@@ -83,7 +83,8 @@ class Matrices(OptimizerSlice):
     def _update_momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
         """Update and return the momentum of the elements `where` of a master.
 
-        A master is the float32 weight. With the option `nesterov`, the returned value is the momentum one step ahead.
+        A master is the float32 weight. With the option `nesterov`, the returned value is Nesterov's: the updated
+        momentum, combined with the gradient once more.
         """
         import torch
 
@@ -99,8 +100,8 @@ class Matrices(OptimizerSlice):
         """Return a whole matrix, assembled from the parts of all ranks.
 
         For a weight of experts, the result has the whole matrices of this rank's experts. Each rank contributes a
-        tensor that is zero outside the rank's own part. So the sum over ranks changes no bit of any part, for any
-        boxes.
+        tensor that is zero outside the rank's own part. So the sum over ranks has the same bits as the parts,
+        regardless of how the matrix is sharded.
         """
         import torch
         from torch import distributed as dist
@@ -125,7 +126,8 @@ class Matrices(OptimizerSlice):
 def _locate_shard(tensor: Tensor, shard: Shard) -> Box:
     """Return the box of a shard in the matrix that `_assemble_matrix` returns.
 
-    That matrix is the whole weight. For a weight of experts, it has only the experts of this rank.
+    For a dense weight, that matrix is the whole weight. For a weight of experts, that matrix has only the experts of
+    this rank.
     """
     first, *rest = shard.box
     return ((0, first[1] - first[0]), *rest) if tensor.experts else shard.box
@@ -159,7 +161,7 @@ def orthogonalize(matrix: torch.Tensor) -> None:
 
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
-    """Return the factor by which a matrix's shape scales the matrix's update.
+    """Return the factor for a matrix's update, which depends on the matrix's shape.
 
     Source: arXiv:2502.16982, eq. 4.
     """

@@ -1,8 +1,8 @@
 """Optimizer slices: the tensors that a rank updates by one rule, and their states.
 
 Invariant: elements are updated in float32 and independently of each other, so that no layout changes the result. With
-ZeRO 1 all tensors of a slice are concatenated. Each rank of the replica group (the ranks that hold copies of these
-tensors) updates one stretch: a range of elements of the concatenation.
+ZeRO 1 all tensors of a slice are concatenated. The replica group is the ranks that hold copies of these tensors. Each
+rank of the replica group updates one stretch: a range of elements of the concatenation.
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ class OptimizerSlice:
         return state
 
     def _iterate_overlaps(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the parts of tensors between elements `start` and `stop` of all tensors.
+        """Yield the tensors that overlap with a range of elements, and the overlaps.
 
-        The elements are counted in the concatenation of the slice's tensors. Each part is a tuple: the tensor's index,
-        the part's slice in the range from `start` to `stop`, and the part's slice in the flattened tensor.
+        The range from `start` to `stop` counts elements in the concatenation of the slice's tensors. Each yielded value
+        is a tuple: the tensor's index, the overlap as a slice of the range, and the overlap as a slice of the flattened
+        tensor.
         """
         offset = 0
         for i, size in enumerate(self.sizes):
@@ -131,17 +132,18 @@ class OptimizerSlice:
             offset += size
 
     def _iterate_own_slices(self) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the parts of tensors that are in this rank's stretch.
+        """Yield the tensors that overlap with this rank's stretch, and the overlaps.
 
-        The stretch is a range of elements of the concatenated tensors. A part is a tuple as in `_iterate_overlaps`.
+        The stretch is a range of elements of the concatenated tensors. The yielded tuples are as in
+        `_iterate_overlaps`.
         """
         return self._iterate_overlaps(self.stretch * self.copies.index, self.stretch * (self.copies.index + 1))
 
     def _copy_stretch(self, tensors: list[torch.Tensor], own: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy this rank's stretch of some tensors to float32, padded with zeros.
+        """Return a float32 copy of this rank's stretch of some tensors.
 
-        The stretch is a range of elements of the concatenated `tensors`. If `own` is given, the copy is written to
-        `own`.
+        The stretch is a range of elements of the concatenated `tensors`. The copy is padded with zeros. If `own` is
+        given, the copy is written to `own`.
         """
         import torch
 
@@ -222,7 +224,10 @@ class OptimizerSlice:
         self.optimizer.step()
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer states of the slice's tensors, by kind of optimizer state."""
+        """Return the optimizer states of the slice's tensors.
+
+        The keys of the result are the kinds of optimizer states, such as a first or second moment.
+        """
         import torch
         from torch import distributed as dist
 

@@ -126,9 +126,10 @@ class Steps:
     def _partition_tensors(self, rule: Rule, indices: Sequence[int], max_bytes: float) -> Iterator[list[ShardRows]]:
         """Yield lists of rows of tensors; each list becomes one optimizer slice.
 
-        Each list has at most `max_bytes` of optimizer states. `indices` are the indices of the tensors that have the
-        update rule `rule`. Tensors are cut between rows. If the rule needs whole matrices, no tensor is cut, and all
-        ranks make the same lists. If `max_bytes` is 0 there is one list.
+        The optimizer states of one list have at most `max_bytes` bytes, unless a single row or an uncut tensor needs
+        more. If `max_bytes` is 0 there is one list. `indices` are the indices of the tensors that have the update rule
+        `rule`. Tensors are cut between rows. If the rule needs whole matrices, no tensor is cut, and all ranks make the
+        same lists.
         """
         bytes_per_element = rule.state_bytes(self.has_masters)
         if not max_bytes or not bytes_per_element:
@@ -156,9 +157,9 @@ class Steps:
     def _is_strided(self, rule: Rule, i: int) -> bool:
         """Return whether each row of the i-th shard must be updated separately.
 
-        This is so if the shard is a float32 weight that is a non-contiguous view of another tensor, because torch's
-        fused steps assume contiguous elements. The gate and up projections of Megatron's experts are such views. A
-        shard whose rule needs whole matrices is never updated by rows.
+        Rows are updated separately if the shard is a float32 weight that is a non-contiguous view of another tensor,
+        because torch's fused steps assume contiguous elements. The gate and up projections of Megatron's experts are
+        such views. A shard whose rule needs whole matrices is never updated by rows.
         """
         import torch
 
@@ -219,7 +220,7 @@ class Steps:
             part.step(own.pop(0), scale, {**stated[part.rule].options, "lr": lr})
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer states by kind of optimizer state.
+        """Return the optimizer states; the keys of the result are the kinds of states.
 
         This method implements `Trainer.moments` (spec.py). If weights are not float32, the result includes the masters
         (float32 copies of the weights).
@@ -261,8 +262,8 @@ class Steps:
     def _compute_norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
         """Return the 2-norm of the whole gradient, or NaN if `sound` is false on any rank.
 
-        The squares of all parts are summed; a gradient that several ranks hold counts once. All ranks join all sums. So
-        all ranks get the same bits, and agree on whether the norm is finite.
+        The squares of all elements are summed; an element that several ranks hold counts once. All ranks take part in
+        all sums. So all ranks get the same bits, and agree on whether the norm is finite.
         """
         import torch
         from torch import distributed as dist

@@ -83,7 +83,7 @@ class SampledBatch:
         self.rows_by_request: dict[int, NDArray[np.int64]] = {}
 
     def expand_requests(self, numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows that share the requests `numbers`, request by request.
+        """Return the rows of the requests `numbers`, in the order of the requests.
 
         Also return, for each of these rows, the index of its request in `numbers`.
         """
@@ -93,10 +93,10 @@ class SampledBatch:
         return np.concatenate(rows), np.repeat(np.arange(len(rows)), [len(request_rows) for request_rows in rows])
 
     def find_continuing(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return which of `rows` continue after their last tokens, which are `tokens`.
+        """Return, for each of `rows`, whether it continues after its last token.
 
-        A row ends after an end token, or at its largest number of tokens. `lengths` are the rows' lengths, including
-        `tokens`.
+        `tokens` has the last token of each row. A row ends after an end token, or at its largest number of tokens.
+        `lengths` are the rows' lengths, including the last tokens.
         """
         import numpy as np
 
@@ -118,9 +118,9 @@ class TokenSampler:
     def draw(self, logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
         """Draw a token for each row of the requests `numbers`; return the new logits.
 
-        `logits` has one row for each request. If some rows of a request continue after their token, the request
-        continues with the token of one of these rows. vLLM also requests logits when it has computed only a part of a
-        prompt. So a drawn token counts only after the engine has increased `lengths`.
+        A row is one response. `logits` is [requests, vocabulary]. If some rows of a request do not end with their drawn
+        token, the request continues with the token of one of these rows. vLLM also calls this method when it has
+        computed only a part of a prompt. So a drawn token counts only after the engine has increased `lengths`.
         """
         import numpy as np
         import torch
@@ -184,8 +184,8 @@ class Replica:
     """The process groups of one vLLM engine.
 
     vLLM has one set of process groups per process, in global variables. During a call of this engine, the variables
-    hold this engine's set. The variables never hold the set of a world that has ended, or the set of another engine,
-    which may lack expert groups.
+    hold this engine's set. So a call never uses the groups of a world that has ended. It also never uses the groups of
+    another engine, some of which (such as expert groups) can be missing.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -315,8 +315,8 @@ def apply_model_settings(module: Any, on_host: bool) -> None:
     """Make vLLM compute latent attention as transformers does.
 
     - Norms of latents get the fixed epsilon of transformers, whatever the config's epsilon is.
-    - On host cores, torch applies the rotary positions of latent attention, not vLLM's kernel. That kernel supports
-      only default rotary positions in [tokens, heads x size], but gets [tokens, heads, size].
+    - On host cores, torch applies the rotary positions of latent attention. vLLM's kernel cannot: it supports only
+      default rotary positions and the shape [tokens, heads x size], but the tensors are [tokens, heads, size].
     """
     for name, part in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
@@ -328,8 +328,8 @@ def apply_model_settings(module: Any, on_host: bool) -> None:
 def repack_weights(module: Any, dtype: Any, turned: bool) -> None:
     """Convert new weights in place to the formats that vLLM's kernels read.
 
-    Two kinds of weights are converted: experts, and the tensors that latent attention derives from its projections. If
-    experts are `turned` (transposed), they are not converted here, because `make_shards` handles them.
+    Two kinds of weights are converted: experts, and the tensors that latent attention derives from its projections.
+    Experts that are `turned` (transposed) are not converted here, because `make_shards` handles them.
     """
     import torch
 

@@ -194,11 +194,11 @@ class VllmEngine:
         self.core.add_request(*self.core.preprocess_add_request(request))
 
     def _step(self) -> NDArray[np.int64]:
-        """Compute one more token of the requests that the scheduler chooses.
+        """Compute one more token for each request that the scheduler chooses.
 
         Return the rows that end with this token. A request continues with one of the tokens that its rows have drawn. A
-        row that has drawn another token moves to a new request. The new request's cache starts with the whole cache
-        blocks that the two requests share. A request without rows ends.
+        row that has drawn another token moves to a new request. The new request reuses the full cache blocks of the
+        tokens that it shares with the old request. A request without rows ends.
         """
         import numpy as np
 

@@ -85,9 +85,9 @@ class ResizedMemory:
 
 
 class SleepingMemory:
-    """The memory of an engine on GPUs or NPUs, which vLLM's sleep mode releases.
+    """The memory of an engine on GPUs or NPUs.
 
-    `worker` is vLLM's worker, or the worker of a vLLM plug-in.
+    vLLM's sleep mode releases this memory. `worker` is vLLM's worker, or the worker of a vLLM plug-in.
     """
 
     def __init__(self, worker: Any) -> None:

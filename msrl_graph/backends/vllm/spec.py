@@ -136,9 +136,10 @@ BEGUN = 13
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return how many operators Python calls for `act`, including the draw of a token.
+    """Return how many operators Python calls in one call of the engine.
 
-    `act` is one call of the engine. Torch's profiler counted the operators on Qwen2 models of 2 and 6 layers.
+    `act` is the kind of the call, which includes the draw of a token. Torch's profiler counted the operators on Qwen2
+    models of 2 and 6 layers.
     """
     return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 

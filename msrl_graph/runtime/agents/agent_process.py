@@ -63,7 +63,7 @@ class AgentProcess:
         """Pass drawn tokens to the agents, and return the agents' next requests.
 
         `drawn` has the replies to earlier requests. The list of requests is empty if no agent has sent a request for a
-        while. Returns AgentsFinished when all agents have finished, or when one agent has failed and ends the run.
+        while. Returns AgentsFinished when all agents have finished, or when the failure of an agent ends the run.
         """
         answer: list[SampleRequest] | AgentsFinished = self._ask(SampleReplies(drawn))
         return answer

@@ -140,7 +140,7 @@ class Agents:
         """Pass replies to the waiting agents, and return the next requests of the agents.
 
         The list of requests is empty if no agent sends a request for HEARTBEAT seconds. Returns AgentsFinished when all
-        agents have finished, or when one agent has failed and ends the run.
+        agents have finished, or when the failure of an agent ends the run.
         """
         clock = asyncio.get_running_loop().time
         self.took = clock() - self.began if replies.drawn else self.took
@@ -356,7 +356,7 @@ class Agents:
 def _exit_as_error(error: BaseException) -> Exception:
     """Convert an exit in an agent's code to an error that fails only the agent's row.
 
-    The exit itself would end the event loop and thereby all rows.
+    The exit itself would end the event loop, and with it the agents of all rows.
     """
     return RuntimeError(repr(error)).with_traceback(error.__traceback__)
 

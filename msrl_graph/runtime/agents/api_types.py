@@ -1,4 +1,4 @@
-"""Requests to the agents' endpoint, and its answers, in OpenAI's formats.
+"""Requests to the agents' endpoint and the endpoint's answers, in OpenAI's format.
 
 Invariant: a request that cannot be served is refused with an OpenAI error that names the reason. The run, not the
 agent, decides how tokens are drawn. Parameters of a request that say how to draw tokens are ignored and reported.
@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestRefused(Exception):
-    """The error that a request cannot be served; the message says why."""
+    """The error for a request that cannot be served; the message says why."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -69,12 +69,12 @@ class CompletionRequest:
     - `messages`: the messages of a chat request; empty for a completion.
     - `prompt`: the prompt of a completion, as text or tokens.
     - `tools`: the tools that the policy may call.
-    - `more`: additional arguments of the chat template.
-    - `most`: the maximum number of tokens of the answer; None if the request states none.
+    - `more`: arguments of the chat template in addition to messages and tools.
+    - `most`: the maximum number of tokens of the answer; None if the request states no maximum.
     - `stop`: texts that end the answer.
-    - `logprobs`, `ids`: whether the answer has log-probabilities and token ids.
+    - `logprobs`, `ids`: whether the answer has log-probabilities, and whether it has token ids.
     - `stream`, `usage`: whether the answer is a stream, and whether the stream ends with the numbers of tokens.
-    - `left_out`: ignored parameters of the request, which say how to draw tokens.
+    - `left_out`: the parameters of the request that say how to draw tokens, which are ignored.
     """
 
     messages: Messages = field(default_factory=list)
@@ -91,7 +91,7 @@ class CompletionRequest:
 
 
 def parse_request(body: Any, chat: bool, model: str) -> CompletionRequest:
-    """Parse a request for a chat answer (`chat`) or a completion.
+    """Parse a request for a chat answer if `chat` is true, or else for a completion.
 
     `body` is the parsed JSON of the request. Raises RequestRefused if the request cannot be served or asks for another
     model than `model`.

@@ -4,14 +4,14 @@ Invariant: an answer in a conversation has exactly the tokens that the policy dr
 exactly the tokens that the policy read when it drew the answer.
 
 The requests of a row form a tree. If the messages (or the text) of a request begin with an earlier exchange that ends
-with an answer of the policy, the request continues this answer. If they begin with several such exchanges, the request
-continues the latest answer. If there is no such answer, the request begins a new conversation. If an agent repeats a
-request because the answer did not reach the agent, the repeated request gets the same answer.
+with an answer of the policy, the request continues this answer. If the messages begin with several such exchanges, the
+request continues the latest answer. If there is no such answer, the request begins a new conversation. If an agent
+repeats a request because the answer did not reach the agent, the repeated request gets the same answer.
 
 A path from the root of the tree to the last answer that the agent received is a conversation. A row is trained on
 conversations that begin with the row's own prompt. Only the latest of these conversations are used, and the program
-states the maximum number of them. An answer that several conversations share counts only in the latest of these
-conversations.
+states the maximum number of them. If several conversations share an answer, the answer is trained only in the latest of
+these conversations.
 
 The noise of a draw has one of these keys:
 - The first conversation of a row has the key of the row.
@@ -39,7 +39,7 @@ NOTHING: Array = np.zeros(0, np.int32)
 
 
 class ContextOverflow(Exception):
-    """The error that the policy cannot answer a request; the message says why.
+    """The error for a request that the policy cannot answer; the message says why.
 
     Either the response has no room for more tokens, or the row already has the maximum number of answers.
     """
@@ -129,9 +129,9 @@ class Conversations:
     def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> DrawnAnswer:
         """Return a new DrawnAnswer for a chat request; the policy must draw its tokens.
 
-        The request has `messages`. `most` is the maximum number of tokens of the answer that the request states, or
-        None. `more` are arguments of the chat template. If the agent repeats a request whose answer it did not receive,
-        the result is the earlier answer. Raises ContextOverflow and BadMessages.
+        `messages` are the messages of the request. `most` is the request's own limit on the tokens of the answer, or
+        None. `more` are arguments of the chat template. If the agent repeats a request whose answer the agent did not
+        receive, the result is the earlier answer. Raises ContextOverflow and BadMessages.
         """
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         keys = message_keys(messages, more)
@@ -147,9 +147,9 @@ class Conversations:
     def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
         """Return a new DrawnAnswer for a completion; the policy must draw its tokens.
 
-        `prompt` is the text or the tokens after which the policy answers. `most` is the maximum number of tokens of the
-        answer that the request states, or None. If the agent repeats a request whose answer it did not receive, the
-        result is the earlier answer. Raises ContextOverflow.
+        `prompt` is the text or the tokens after which the policy answers. `most` is the request's own limit on the
+        tokens of the answer, or None. If the agent repeats a request whose answer the agent did not receive, the result
+        is the earlier answer. Raises ContextOverflow.
         """
         if isinstance(prompt, str):
             known_text = max((text for text in self._by_text if prompt.startswith(text)), key=len, default=None)
@@ -259,10 +259,10 @@ class Conversations:
     def _conversation(self, end: DrawnAnswer, kept: dict[int, DrawnAnswer]) -> tuple[Array, Array, Array, Array]:
         """Return the tokens, log-probabilities, mask and `begins` of a conversation.
 
-        The four arrays have the fields of AgentResponse, for the conversation's tokens after the row's prompt. `end` is
-        the last answer of the conversation. Answers in `kept` already count in another conversation, so the tokens of
-        these answers count as not drawn in this conversation. The other answers of this conversation are added to
-        `kept`.
+        The fields of AgentResponse explain the four arrays. The arrays have the conversation's tokens after the row's
+        prompt. `end` is the last answer of the conversation. `kept` has the answers that already count in another
+        conversation. In this conversation, the tokens of these answers count as not drawn. The method adds the other
+        answers of this conversation to `kept`.
         """
         tokens = end.all_tokens
         logps = np.full(len(tokens), np.nan, np.float32)

@@ -36,12 +36,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The message that agents must start for the rows of a batch.
+    """A message that asks the process to start an agent for each row of a batch.
 
     - `task`, `iteration`: the name of the task, and its iteration.
     - `batch`: the rows that the agents read, such as prompts.
-    - `rows`: the numbers of the rows that the agents write, such as responses. Each row of `batch` has the same number
-      of these rows.
+    - `rows`: the numbers of the rows that the agents write, such as responses. Each row in `batch` has the same number
+      of responses in `rows`.
     - `contexts`: for each of `rows`, the tokens before its response.
     - `bound`: the maximum number of tokens of a response.
     """
@@ -78,7 +78,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampleReply:
-    """The tokens that were drawn for the request with this number."""
+    """The tokens that were drawn for the SampleRequest with the same `number`."""
 
     number: int
     tokens: Array
@@ -98,15 +98,16 @@ class SampleReplies:
 
 @dataclass(frozen=True)
 class AgentsFinished:
-    """The message that the agents of a batch have ended.
+    """The last message of a batch: its agents have ended.
 
-    Either all agents have finished, or one agent has failed and ends the run.
+    Either all agents have finished, or the failure of an agent ends the run.
 
     - `response`: the responses of all rows as four columns: tokens, log-probabilities, mask, and beginnings of
       conversations. The response of a failed row is empty.
-    - `last`: for each row, the index of the token at which its last answer begins.
+    - `last`: for each row, the index of the token at which the row's last answer begins.
     - `values`: the other columns that the node writes, with one value for each row.
-    - `failed`: for each failed row, by its index in the batch, the failure and the agent's arguments.
+    - `failed`: the failure of each failed row, with the arguments of the row's agent. The keys are the indices of the
+      rows in the batch.
     - `answers`: the number of answers that the policy gave in all rows.
     - `figures`: other metrics, as sums over all rows.
     - `remarks`: texts for the user.
@@ -123,6 +124,6 @@ class AgentsFinished:
 
 @dataclass(frozen=True)
 class AgentsBroken:
-    """The message that the process cannot run the agents, with the reason."""
+    """A message that says why the process cannot run the agents."""
 
     message: str

@@ -1,8 +1,9 @@
 """The endpoint: an HTTP server for OpenAI's requests, which the policy answers.
 
-Invariant: a request belongs to the row whose API key it has, and to no other row. A client that sends no API key of a
-row whose agent is running is refused, and its connection is closed after some seconds (process/connection_gate.py). All
-requests are handled in one event loop, so two requests never change the conversations of a row at the same time.
+Invariant: a request belongs to the row whose API key it has, and to no other row. A request is refused unless its API
+key is the key of a row whose agent is running. A connection without such a request is closed after some seconds
+(process/connection_gate.py). All requests are handled in one event loop, so two requests never change the conversations
+of a row at the same time.
 """
 
 from __future__ import annotations

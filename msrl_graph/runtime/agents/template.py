@@ -1,8 +1,8 @@
 """A model's chat template, applied to conversations with the policy.
 
 Invariant: text that the policy drew is never tokenized again. When a request continues a conversation, its tokens are
-exactly the drawn tokens, followed by the tokens of the text that the template writes after the drawn text. The template
-may write an earlier message differently after new messages are added. The request then begins a new conversation.
+exactly the drawn tokens, followed by the tokens of the text that the template writes after the drawn text. Some
+templates write an earlier message differently when newer messages follow. The request then begins a new conversation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChatTemplate:
 
     @cached_property
     def calls(self) -> Calls | None:
-        """The parser of tool calls, or None if the policy's format is unknown.
+        """The parser of tool calls, or None if the policy's tool-call format is unknown.
 
         Raises BadMessages.
         """
@@ -64,7 +64,7 @@ class ChatTemplate:
         """Return the tokens between a drawn answer and the next answer of the policy.
 
         `messages` is the whole conversation. The message with index `last` was made from the tokens `drawn`. Returns
-        None if the template writes the messages up to this one differently because of the messages after it. Raises
+        None if the template writes `messages[:last + 1]` differently when the newer messages follow. Raises
         BadMessages.
         """
         asked = self.tokens.render(messages[:last], True, **more)

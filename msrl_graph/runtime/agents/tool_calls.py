@@ -24,9 +24,9 @@ class Format:
     """A format in which a policy writes tool calls.
 
     - `mark`: a text that occurs in each chat template with this format.
-    - `pattern`: the regular expression of a tool call in a text. Each match contains the JSON of one call or of a list
-      of calls.
-    - `arguments`: the JSON key of the arguments of a call.
+    - `pattern`: the regular expression that matches a tool call in a text. Each match contains the JSON of one call or
+      of a list of calls.
+    - `arguments`: the key of a call's arguments in this JSON.
     """
 
     mark: str

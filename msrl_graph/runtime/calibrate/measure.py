@@ -62,9 +62,9 @@ TASKS = 25  # iterations of the dock that are measured
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
     """Measure this machine and write the figures to `path`.
 
-    `plan` is a small plan, of which the measurement runs the dock and one Python function. `rounds` says how often all
-    probes run. `most` is the largest number of ranks that run at the same time (0: twice the number of cores). Raises
-    CalibrationError.
+    `plan` is a small plan. The measurement runs this plan's dock and one of its Python functions. `rounds` says how
+    often all probes run. `most` is the largest number of ranks that run at the same time (0: twice the number of
+    cores). Raises CalibrationError.
     """
     with closing(Temporary()) as temporary:
         folder = temporary.folder
@@ -189,7 +189,10 @@ def worlds(most: int = 0) -> list[int]:
 
 
 def start_probers(world: int) -> Callable[[], list[BusyRates]]:
-    """Start `world` rank processes; return a function that runs all their probes once."""
+    """Start `world` rank processes; return a function that runs their probes.
+
+    Each call of the returned function runs each probe of each rank once.
+    """
     threads = max(1, (os.cpu_count() or 1) // world)
     ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
     port = ray.get(ranks[0].address.remote())
@@ -202,8 +205,8 @@ class DockTimings:
     """Seconds that the operations of the dock take.
 
     - `handover`: the time from one node's write of rows until the next node has the rows.
-    - `share`: the processor time of the dock's own processes for one share of rows. The processor time of the writer
-      and of the reader does not count, because both wait for the dock.
+    - `share`: the processor time that the dock's own processes take for one share of rows. The processor time of the
+      processes that write and read the rows is not counted.
     - `turn`: the time to start and end an iteration, including the driver's bookkeeping.
     """
 
@@ -262,7 +265,7 @@ def measure_dock(plan: Plan, folder: Path) -> DockTimings:
 
 
 def _processor_seconds() -> float:
-    """Return the processor seconds of all child processes, except the probing ranks."""
+    """Return the processor seconds of all child processes except the probing ranks."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -285,9 +288,9 @@ def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
 
 
 def measure_function(plan: Plan) -> float:
-    """Return the seconds per row of a Python function that gets a prompt's responses.
+    """Return the seconds per row of a Python function that reads responses.
 
-    The function gets all responses to a prompt together.
+    One call of the function gets all responses to one prompt.
     """
     node = next(candidate for candidate in plan.graph.nodes if candidate.per == "prompt")
     reader = next(candidate_reader for candidate_reader in list_node_reads(plan) if candidate_reader.node == node.name)

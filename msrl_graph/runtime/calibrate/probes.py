@@ -38,8 +38,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5) -> float:
     """Return the seconds that one call of `action` takes.
 
-    The result is the median over `stretches` series of calls. All series have the same number of calls, and together
-    they take about `budget` seconds.
+    The result is the median over `stretches` series of calls. All series have the same number of calls. All series
+    together take about `budget` seconds.
     """
     action()
     start = time.perf_counter()
@@ -101,12 +101,12 @@ def memory() -> list[tuple[float, float]]:
 
 
 def layer() -> list[tuple[float, float]]:
-    """Return (bytes that an operator moves, bytes/s) for several numbers of tokens.
+    """Return (bytes that an addition moves, bytes/s) for several numbers of tokens.
 
-    The bytes of an operator are those of an addition of two tensors of hidden states. The rate is measured over
+    The addition is a residual addition: it adds two tensors of hidden states. The rate (bytes/s) is measured over
     everything that an eager layer runs between its matrix products: two norms, the rotation of queries and keys, the
-    gating, two residual additions, and a copy of the rows into the order for attention. Bytes are read and written
-    bytes, counted as in cost/time.py.
+    gating, two residual additions, and a copy of the rows into the order for attention. Moved bytes are read and
+    written bytes, counted as in cost/time.py.
     """
     heads = 4
     size = 32
@@ -168,7 +168,7 @@ def launch() -> float:
     """Return the least seconds that an operator takes, including its time in Python.
 
     The probe runs a forward pass of a small transformers model on two tokens. The result is the time of the forward
-    pass, divided by the number of operators that no other operator calls.
+    pass, divided by the number of top-level operators, which are operators that no other operator calls.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -198,7 +198,7 @@ def operators(action: Callable[[], Any]) -> int:
 
 
 def row() -> float:
-    """Return the seconds per row to pack rows into tensors and to unpack them."""
+    """Return the seconds per row for packing rows into tensors and unpacking them."""
     rng = np.random.default_rng(0)
     count = 512
     prompt = 6
@@ -221,8 +221,8 @@ def row() -> float:
 def collectives(world: int) -> dict[str, tuple[float, float]]:
     """Return (least seconds, received bytes/s) of each kind of collective.
 
-    As in a model, each call of a collective follows the matrix products of half a layer. This matters because the ranks
-    are less likely to reach a collective at the same instant if they have more work between two collectives.
+    As in a model, each call of a collective follows the matrix products of half a layer. These matrix products matter:
+    with more work between two collectives, the ranks are less likely to reach a collective at the same instant.
     """
     states = torch.randn(256, 128)
     up = torch.randn(128, 512)
@@ -254,7 +254,7 @@ def collectives(world: int) -> dict[str, tuple[float, float]]:
 
 
 def _kinds(world: int) -> list[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any], float]]:
-    """Return (kind, call, received parts) of each kind of collective.
+    """Return (name, call, received parts) of each kind of collective.
 
     The arguments of the call are one rank's part of the tensor, and the full tensor. The third item is the amount of
     data that a rank receives, in units of one rank's part.

@@ -103,9 +103,9 @@ def check(data: DataSource, plan: Plan) -> DatasetPreview:
 
 
 def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Yield the first control token in each row whose text has any, with its place.
+    """Yield the first control token of each row with control tokens, and its place.
 
-    Only text that a model reads is searched. The token that ends a response is allowed.
+    Only text that a model reads is searched. The token that ends a response is not reported.
     """
     added = dataset.tokens.tokenizer.get_added_tokens_decoder().values()
     if not (names := [re.escape(token.content) for token in added if token.special and token.content]):
@@ -123,7 +123,7 @@ def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the texts in a field's value: the value, or the texts of its messages."""
+    """Yield the texts in a field's value: the value itself, or its messages' texts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -174,7 +174,7 @@ class _Numbers:
                     self.broken.add(column)
 
     def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the columns whose floats are all whole, with the lines that have floats."""
+        """Yield each column whose floats are all whole, and the lines with these floats."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
@@ -182,8 +182,9 @@ class Dataset:
     """The usable rows of a data file, numbered from 0 in the file's order.
 
     A row is left out if a column is longer than its bound, or if a column that a model reads has no token. `left_out`
-    counts these rows by the first such column of each row, `too_long` is their total number, and `reason` describes
-    why. `rows` are the rows of the file as `read` returns them, if the caller has already read the file.
+    is the number of such rows by column; a row counts only for the first column that is too long or empty. `too_long`
+    is the total number, and `reason` is a text with the reasons. `rows` is the result of `read`, if the caller has
+    already read the file.
     """
 
     def __init__(
@@ -247,10 +248,10 @@ class Dataset:
         return ragged(values, DTYPES[column.element])
 
     def _encode_texts(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
-        """Encode a column's texts; each text continues the columns before it in its row.
+        """Encode a column's texts; each text continues the preceding columns of its row.
 
-        Of a text that is surely longer than the column's bound, only a prefix is encoded, which is also too long. So a
-        row of many megabytes does not take minutes.
+        If a text is surely longer than the column's bound, only a prefix is encoded. The prefix is longer than the
+        bound, too. So a row of many megabytes does not take minutes.
         """
         full_texts = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
         encoded_texts = [self.tokens.shorten(text, self.graph.bound(name)) for text in full_texts]
@@ -277,7 +278,7 @@ class Dataset:
         return encoded
 
     def _encoding_fault(self, name: str, line: int, error: BadPieceError) -> Fault:
-        """Build the fault for a text that cannot be encoded after the text before it."""
+        """Build the fault for a text that cannot be encoded after its preceding text."""
         ids = "write the field as token ids"
         if self.graph.column(name).element == "text":
             ids = f"declare `{name}` as tokens, `i32[<= n]`, and {ids}"
@@ -285,7 +286,7 @@ class Dataset:
         return bad_row(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
 
     def _text_before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
-        """Return a row's text in `columns`, which come before another column of the row."""
+        """Return a row's text in the columns `columns`, which precede some other column."""
         text = ""
         for name in columns:
             ids = isinstance(row[name], np.ndarray)
@@ -325,7 +326,7 @@ class Dataset:
             raise bad_row(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _check_lengths(self) -> None:
-        """Raise Fault if a column's lengths differ from those of the column it must match."""
+        """Raise Fault if a column must match the lengths of another column and does not."""
         for name, column in self.columns.items():
             dims = self.graph.column(name).dims
             if not dims or dims[0].like not in self.columns:
@@ -340,7 +341,7 @@ class Dataset:
                 raise bad_row(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
 
     def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
-        """Return a mask of the rows that are not left out because of the column `name`."""
+        """Return a mask that is false for rows to leave out because of the column `name`."""
         kind = self.graph.column(name)
         column = self.columns[name]
         sequences_by_node = [(node, sequences(self.graph, node)) for node in nodes_with_weights(self.graph)]
@@ -374,7 +375,7 @@ class Dataset:
         return fits
 
     def _check_vocabulary(self, name: str, column: ColumnData, size: int) -> None:
-        """Raise Fault if a usable row has a token outside the vocabulary of its models."""
+        """Raise Fault if a usable row of a column has a token outside the vocabulary."""
         if not len(unknown := self.usable[rows_outside_vocabulary(column.take(self.usable), size)]):
             return
         ids = column[unknown[0]]
@@ -393,7 +394,7 @@ class Dataset:
         return len(self.usable)
 
     def locate(self, index: int) -> str:
-        """Return the place of a usable row in the file, for a message."""
+        """Return where in the file a usable row is, for a message."""
         return row_place(self.data, self.lines[self.usable[index]])
 
     def indices(self, position: int, count: int) -> Array:
@@ -401,7 +402,7 @@ class Dataset:
         return data_order.shuffle_rows(self.order, len(self), position, count)
 
     def draw(self, weights: Array, iteration: int, position: int, count: int) -> Array:
-        """Draw `count` rows for an iteration by weight, from `position` on.
+        """Draw rows by weight: `count` rows of an iteration, from `position` on.
 
         `weights` has one number per usable row, finite and not negative. data_order.draw_rows describes the result.
         """

@@ -25,7 +25,10 @@ class DecodeError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value of dataclasses, named tuples, containers, scalars and arrays."""
+    """Encode a value that consists of dataclasses, tuples, containers and arrays.
+
+    Named tuples and scalars are possible, too.
+    """
     return _encoder.encode(value)
 
 

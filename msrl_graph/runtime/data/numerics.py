@@ -42,8 +42,8 @@ class Comparison:
     The node `node` computes log-probabilities of the column `response` with the generator's weights, and also reads
     `column`, the log-probabilities at sampling. If node and generator use the same version of the weights, the two
     log-probabilities of a token may differ by `tolerance` nats, as the mean over the tokens of a batch. The generator
-    receives its weights through the resharding edge `edge`. `turns` means that the response has several turns; `column`
-    then has NaN for tokens that the environment wrote.
+    receives its weights through the resharding edge `edge`. `turns` is true if the response has several turns; in this
+    case, `column` has NaN for tokens that the environment wrote.
     """
 
     node: str
@@ -145,7 +145,7 @@ class NumericsWatch:
         self.comparison = find_comparison(plan)
 
     def report_rows(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
-        """Report a problem with some rows, as the setting `on_nan` says.
+        """Report a problem with some rows; the setting `on_nan` decides the effect.
 
         With `stop`, this ends the run. With `skip`, the report gets a message, and the rows are counted under `reason`,
         unless `reason` is empty.
@@ -203,7 +203,7 @@ class NumericsWatch:
     ) -> Array:
         """Report rows with a value that is not finite; return the mask of all such rows.
 
-        `problem` is the message, in which the value replaces `{}`. Rows that are already `known` to be wrong are not
+        `problem` is the message; its `{}` is replaced by the value. Rows that are already `known` to be wrong are not
         reported again, but are in the result.
         """
         bad = rows_not_finite(column)
@@ -276,7 +276,7 @@ class NumericsWatch:
     ) -> None:
         """Check the tokens and log-probabilities that a generation sampled.
 
-        In a response of several turns, `logp` has only the policy's tokens.
+        In a response of several turns, `logp` has log-probabilities only for the policy's tokens.
         """
         unknown = rows_outside_vocabulary(tokens, vocabulary)
         if len(bad_rows := np.flatnonzero(unknown)):
@@ -379,7 +379,7 @@ def clip_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData],
 
 
 def _rows_with(column: ColumnData, bad: Array) -> Array:
-    """Return a mask of the rows with at least one bad element."""
+    """Return a mask of the rows with at least one element for which `bad` is true."""
     elements = bad.any(axis=tuple(range(1, bad.ndim)))
     rows: Array = np.bincount(np.repeat(np.arange(len(column)), column.lengths)[elements], minlength=len(column)) > 0
     return rows

@@ -40,7 +40,7 @@ Kind = Literal["render", "template", "tools"]
 class BadMessages(ValueError):
     """Messages that a model's chat template cannot render.
 
-    The error has the reason and, if there is one, a `help`.
+    The error has the reason and, in some cases, the text `help`, which says what to do.
     """
 
     def __init__(self, message: str, help: str = "") -> None:
@@ -108,7 +108,7 @@ def _request(kind: Kind, folder: str, arguments: Any = None) -> str:
 
 
 class _Process:
-    """The rendering process; a further request restarts the process after its death."""
+    """The rendering process; if it has died, the next request starts it again."""
 
     def __init__(self) -> None:
         self.lock = Lock()

@@ -42,7 +42,7 @@ class RecordedTable:
     The table also has the repeats that a `select` made of these rows.
 
     - `column`: the column to which the rows belong, such as `response`. `rows`: their row set (ir/rowsets.py).
-    - `folder`: the table's folder within FOLDER; "" if there is only one table.
+    - `folder`: the table's folder within the recording; "" if there is only one table.
     - `ids`: the columns of row numbers, each with the row set that it numbers: {"row": 1, "prompt_row": 0}.
     """
 
@@ -93,8 +93,8 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
 def _file_column(graph: Graph, column: str) -> str:
     """Return the name that a column has in a Parquet file.
 
-    A dot, as in `response.logp`, is replaced, because in Parquet a dot denotes a nested field. If the program declares
-    a column `response_logp`, the column with the dot is named `response_logp_drawn`.
+    A dot, as in `response.logp`, becomes an underscore, because in Parquet a dot denotes a nested field. If the program
+    declares a column `response_logp`, the column with the dot is named `response_logp_drawn`.
     """
     name = column.replace(".", "_")
     return (
@@ -221,7 +221,7 @@ def _build_table(
     rows_by_set: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
-    """Build the Arrow table `level` from the columns of its rows and of rows above.
+    """Build the Arrow table `level` from the columns of its rows and their ancestors.
 
     `rows_by_set` is the result of `_select_rows`. A value is null if it is missing: a filter dropped the row, or a
     function returned None.
@@ -234,8 +234,8 @@ def _build_table(
     def row_numbers(rowset: int, only: bool = False) -> Array:
         """Return for each row of the table the number of its ancestor in a row set.
 
-        A row of the row set has its own number. The number is -1 if there is no ancestor. With `only`, only rows of the
-        row set have a number, and all other rows get -1.
+        A row of the row set counts as its own ancestor. The number is -1 if there is no ancestor. With `only`, the
+        number is also -1 for every row that is not in the row set.
         """
         result = np.full(len(rows), -1)
         for own_set, own_rows in rows_by_set.items():
@@ -283,7 +283,7 @@ def _select_rows(
 ) -> dict[int, Array]:
     """Return the numbers of the rows to write into a table, by row set.
 
-    The table has the rows that were produced and, for each `select`, the rows that were chosen; repeats have their own
+    These are the rows that were produced and, for each `select`, the rows that it chose; repeats have their own
     numbers. An evaluation has no filters, so each row continues once.
     """
     nothing = ColumnRows(

@@ -55,9 +55,10 @@ class Pieces:
         ]
 
     def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
-        """Return the tokens of each text as the continuation of the text `before` it.
+        """Return the tokens of each text, as the continuation of a preceding text.
 
-        `before` is None if the preceding texts are not known. Raises BadPieceError.
+        `before` has one preceding text for each of `texts`; None means that the preceding texts are not known. Raises
+        BadPieceError.
         """
         own_ids = self.encode(texts)
         if self.exact:
@@ -96,9 +97,10 @@ class Pieces:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether each text, encoded on its own, decodes to itself after any other text.
+        """Whether a text can be encoded on its own, without its preceding text.
 
-        The types of the tokenizer's components decide this.
+        If so, the tokens of every text decode to this text, no matter which tokens precede them. The types of the
+        tokenizer's components decide this.
         """
         parts = {
             key: [*_iterate_parts(getattr(self.tokenizer, key))] for key in ("normalizer", "pre_tokenizer", "decoder")
@@ -114,9 +116,10 @@ class Pieces:
         )
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Return the text, or a prefix of the text that has more than `tokens` tokens.
+        """Cut off the end of a text that surely has more than `tokens` tokens.
 
-        If a prefix is returned, the whole text also has more than `tokens` tokens.
+        The result is a prefix that has more than `tokens` tokens, too. A text that may have fewer tokens is returned
+        unchanged.
         """
         if len(text) <= tokens or self._longest is None:
             return text
@@ -174,7 +177,7 @@ def _keeps_length(replace: dict[str, Any]) -> bool:
 
 
 def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> bool:
-    """Return whether a tokenizer's model encodes every character, if need be alone.
+    """Return whether a tokenizer's model encodes every character, even unknown ones.
 
     `bytewise` means that the pre-tokenizer converts text to bytes. A BPE model encodes every character if it has a
     token for each byte, or an unknown token that it does not merge with the next unknown token.

@@ -42,7 +42,7 @@ class Tokens:
         """Encode a text column that a model reads.
 
         A JSON list of messages is rendered as a prompt; other text is encoded without changes. `follows` means that
-        other tokens precede the text of each row. Raises BadMessages and BadPieceError.
+        other tokens precede each text in the model's input. Raises BadMessages and BadPieceError.
         """
         input_texts = [self.prompt_text(column.text(row)) for row in range(len(column))]
         return ragged(self.encode_after(input_texts) if follows else self.encode(input_texts), np.int32)
@@ -76,7 +76,7 @@ class Tokens:
         return next((text.removesuffix(name) for name in names if text.endswith(name)), text)
 
     def prompt_text(self, text: str) -> str:
-        """Return the text that `read` encodes for `text`: messages are rendered as text.
+        """Return `text` unchanged; if it is a JSON list of messages, render it as text.
 
         Raises BadMessages.
         """
@@ -87,16 +87,18 @@ class Tokens:
         return self.pieces.encode(texts)
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Return the text, or a prefix of the text that has more than `tokens` tokens.
+        """Cut off the end of a text that surely has more than `tokens` tokens.
 
-        If a prefix is returned, the whole text also has more than `tokens` tokens.
+        The result is a prefix that has more than `tokens` tokens, too. A text that may have fewer tokens is returned
+        unchanged.
         """
         return self.pieces.shorten(text, tokens)
 
     def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
-        """Return the tokens of each text as the continuation of the text `before` it.
+        """Return the tokens of each text, as the continuation of a preceding text.
 
-        `before` is None if the preceding texts are not known. Raises BadPieceError.
+        `before` has one preceding text for each of `texts`; None means that the preceding texts are not known. Raises
+        BadPieceError.
         """
         return self.pieces.encode_after(texts, before)
 
@@ -106,7 +108,7 @@ class Tokens:
         return texts
 
     def chat(self) -> Any:
-        """Return the transformers tokenizer of the folder, for user functions.
+        """Return the transformers tokenizer of the model's folder, for user functions.
 
         Raises BadMessages if the tokenizer cannot be loaded.
         """
@@ -120,7 +122,7 @@ class Tokens:
         return self.render(messages, True)
 
     def response(self, prompt: Messages, messages: Messages) -> str:
-        """Return the text that a model must generate after `prompt` to give `messages`.
+        """Return the text that a model must generate after `prompt` to write `messages`.
 
         It is the text that the chat template writes for `messages`, up to the end token if there is one. `messages` may
         begin with the messages of the prompt. Raises BadMessages.
@@ -252,8 +254,8 @@ def _chat(folder: str) -> Any:
 def end_tokens(folder: str) -> tuple[int, ...]:
     """Return the tokens with which the model in `folder` ends a response.
 
-    The files of the folder name these tokens; the result is empty if no file names one. The end token of the tokenizer
-    comes first.
+    The files of the folder name these tokens; the result is empty if no file names an end token. The end token of the
+    tokenizer comes first.
     """
     ids, token = read_end_tokens(shipped_files.find_copy(folder))
     tokenizer_end = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None

@@ -56,7 +56,7 @@ class Impostor(ConnectionError):
 
 
 def new_key() -> bytes:
-    """Return a private key and its certificate (PEM).
+    """Make a private key and its certificate; return both as one PEM text.
 
     If a run has several hosts, its processes authenticate each other with this key.
     """
@@ -99,7 +99,7 @@ def _tls_context(key: bytes, serves: bool) -> ssl.SSLContext:
 class Listener:
     """The listening sockets of a process.
 
-    The listener calls `serve` for each connection once the other end has proved its identity.
+    The listener calls the function `serve` for each connection, once the other end has proved its identity.
     """
 
     def __init__(self, key: bytes, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]):
@@ -110,9 +110,10 @@ class Listener:
         self._tasks: list[asyncio.Future[None]] = []
 
     def start(self, host: int, folder: str, ip: str) -> Address:
-        """Listen in a private folder and, if there is a `key`, also at an IP address.
+        """Listen in a private folder, and also at an IP address if the run has a key.
 
-        `host` is the number of this host, `ip` an address of this host. Returns the address for other processes.
+        `host` is the number of this host, and `ip` is an address of this host. Returns the address to which other
+        processes connect.
         """
         name = f".line-{secrets.token_hex(8)}"
         unix_socket = socket.socket(socket.AF_UNIX)

@@ -73,7 +73,7 @@ class Client:
         return self.lines.connection_to(self.dock_address.warehouses[warehouse])
 
     def _local_segments(self) -> Segments | None:
-        """Return the files of rows (segments) of this host; None without a warehouse here."""
+        """Return the segments (files of rows) of this host; None if it has no warehouse."""
         if self.segments is None and self.dock_address.hosts[self.home] == self.host:
             room = Room(Path(self._connection(self.home).send("folder").get()))
             room.join()
@@ -119,7 +119,7 @@ class Client:
         return answer
 
     def take_share(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
-        """Wait for the next share of a node's rows for a data-parallel group; return it.
+        """Wait for a data-parallel group's next share of a node's rows; return it.
 
         The result contains the values of the rows. `at_once` means that this process starts to work on the share
         immediately, so the client reports the node as the activity of the process.
@@ -152,10 +152,10 @@ class Client:
         return batch
 
     def _fetch(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, ColumnData]:
-        """Return the values of `asked_for`, the rows that a share needs of each column.
+        """Return the values of the rows that a share needs, by column.
 
-        Rows on this host are returned as views of segments. Rows on other hosts are fetched from the warehouses of
-        these hosts, with one request to each warehouse.
+        `asked_for` has the numbers of these rows for each column. Rows on this host are returned as views of segments.
+        Rows on other hosts are fetched from the warehouses of these hosts, with one request to each warehouse.
         """
         parts: dict[str, list[tuple[Array, ColumnData]]] = {}  # by column: positions and their values
         asked: dict[int, dict[str, dict[str, Array]]] = {}  # by warehouse, segment and column
@@ -221,9 +221,10 @@ class Client:
         around: Callable[[Instruction], AbstractContextManager[None]] = lambda step: nullcontext(),
         begin: int = 0,
     ) -> None:
-        """Execute the instructions of a pool, each one within the context `around(step)`.
+        """Execute the instructions of a pool.
 
-        The first `begin` instructions were already executed and are skipped.
+        Each instruction is executed inside the context manager that `around` returns for it. The first `begin`
+        instructions were already executed and are skipped.
         """
         walk = Walk({pool: instructions}, begin)
         while (step := walk.step(pool)) is not None:
@@ -248,7 +249,7 @@ class Client:
         return rows_by_column
 
     def put_rows(self, node: str, task: Task, pieces: Mapping[str, ColumnRows], asks: bool = False) -> None:
-        """Store the rows that a node made; `pieces` maps the name of each column to rows.
+        """Store the rows that a node made; `pieces` has the rows by column.
 
         The rows go to the shared memory of this host, or to other hosts if there is no space on this host. The client
         announces the rows to the warehouse without waiting for an answer. `asks` means that this thread sends another
@@ -274,9 +275,9 @@ class Client:
     ) -> Iterator[tuple[int, str, Mapping[str, ColumnRows]]]:
         """Choose warehouses for a node's rows; yield what to write into each warehouse.
 
-        Each item has the index of the warehouse, the name of the segment (the file) and its rows by column. All rows go
-        to one segment in the warehouse of this host if there is space. If not, the rows go to other warehouses, and are
-        split if no warehouse has space for all of them. Waits until there is space.
+        Each item has the index of a warehouse, the name of a segment (a file), and the rows of the segment by column.
+        All rows go to one segment in the warehouse of this host if there is space. If not, the rows go to other
+        warehouses, and are split if no warehouse has space for all of them. Waits until there is space.
         """
         self.written += 1
         name = f"{self.process.replace(' ', '-')}.{self.written:06}.{os.getpid()}"
@@ -296,7 +297,7 @@ class Client:
     def report_rows_done(self, node: str, task: Task, rows: int) -> None:
         """Report that this process finished `rows` rows of a node that writes no rows.
 
-        The dock counts the finished rows of other nodes by the rows that they write.
+        For all other nodes, the dock counts the rows that the nodes write.
         """
         if self._local_segments() is not None and self.activity is not None:
             self.activity.add_done_rows(task.key, node, rows)
@@ -305,7 +306,7 @@ class Client:
         """Wait until the dock has answered all messages of a task; forget the task's data.
 
         Raises the errors in the answers. `report` receives the number of bytes that were moved, the number of tokens of
-        each share, and the times that the process waited.
+        each share, and an event for each time that the process waited.
         """
         self._reach("flush", task)
         for answer in self.pending:
@@ -335,9 +336,9 @@ def look_up_address(name: str) -> Address:
 
 
 def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, ColumnRows]]:
-    """Split rows that fit into no warehouse into one mapping for each column.
+    """Yield the parts of rows that are too large for one warehouse, by column.
 
-    If there is only one column, yields one mapping for each half of its rows.
+    Each part is one column. If there is only one column, the two parts are the halves of its rows.
     """
     if len(pieces) > 1:
         yield from ({column: piece} for column, piece in pieces.items())
@@ -350,7 +351,8 @@ def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, Col
 def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
     """Merge fragments of one column.
 
-    Each item of `parts` has the positions of a fragment's rows in the result, and the fragment.
+    Each item of `parts` is a pair: the positions in the result that the rows of a fragment get, and the fragment
+    itself.
     """
     if len(parts) == 1:
         return parts[0][1]
@@ -388,10 +390,11 @@ def list_wanted_rows(share: Share, reader: NodeReads, numbers: Numbers) -> dict[
 def assemble_batch(
     share: Share, reader: NodeReads, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, ColumnData]
 ) -> Batch:
-    """Arrange fetched columns so that each has one entry per row of the share.
+    """Arrange fetched columns so that each column has one entry per row of the share.
 
-    `asked` has the numbers of the rows that were fetched of each column (the result of `list_wanted_rows`), and
-    `fetched` has the values of these rows. With two responses to each of two prompts, each prompt appears twice.
+    `fetched` has the values of the fetched rows by column, and `asked` has the numbers of these rows (the result of
+    `list_wanted_rows`). Example: if the rows are two responses to each of two prompts, a column of prompts has four
+    entries, and each prompt appears twice.
     """
     columns = {}
     for read in reader.reads if asked else ():

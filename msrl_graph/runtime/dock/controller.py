@@ -12,10 +12,10 @@ All decisions for a node are made in this module: which units each group gets ne
 round of prompts, when an iteration is closed, and which decisions must be stored. Each question that a rank or a
 function host can ask is a `ControllerRequest` (at the end of this file), which client.py sends.
 
-The sets of rows are defined in ir/rowsets.py. The rows that are handed out together are a *unit*: one row, or with
-`per = prompt` all rows below one prompt. A filter decides how often each row continues (its *verdict*). A node after a
-filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill, the nodes up
-to the filter work in rounds of prompts. Of the prompts with rows that pass, the first in the data's order continue.
+The sets of rows are defined in ir/rowsets.py. A *unit* consists of the rows that are handed out together: one row, or
+with `per = prompt` all rows below one prompt. A filter decides how often each row continues (its *verdict*). A node
+after a filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill, the
+nodes up to the filter work in rounds of prompts, and the first prompts with rows that pass the filter continue.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ ALL = "nothing: all its rows are there"
 class MiniBatches:
     """The mini-batches of an update in one iteration.
 
-    `todo` are the mini-batches that are not yet handed out, as (epoch, rows); `done` is the number of the mini-batches
-    that are. `missing_rows` counts, for each mini-batch of the first epoch, its rows that are not ready.
-    `mini_batch_of_row[i]` is the index of the mini-batch of `rows[i]` in the first epoch.
+    `todo` has the mini-batches that are not yet handed out, as pairs (epoch, rows). `done` is the number of
+    mini-batches that were handed out. `missing_rows` has, for each mini-batch of the first epoch, the number of its
+    rows that are not ready. `mini_batch_of_row[i]` is the index of the mini-batch of `rows[i]` in the first epoch.
     """
 
     todo: deque[tuple[int, Array]]
@@ -71,7 +71,7 @@ class MiniBatches:
         return cls(todo, rows, mini_batch, np.bincount(mini_batch, minlength=1))
 
     def ready(self, rows: Array) -> list[tuple[int, Array]]:
-        """Note that `rows` became ready; return the mini-batches to hand out."""
+        """Note that `rows` became ready; return the mini-batches to hand out in this call."""
         self.missing_rows -= np.bincount(
             self.mini_batch_of_row[np.searchsorted(self.rows, rows)], minlength=len(self.missing_rows)
         )
@@ -87,8 +87,8 @@ class MiniBatches:
 class IterationState:
     """What a controller knows of one iteration.
 
-    `shares` are the shares that were handed out, by group; `loads` is the total load (tokens or units) of each group's
-    shares. `tokens` is the number of tokens of the ready units, counted only if batches are cut by tokens.
+    `shares` has the shares that were handed out, by group, and `loads` has the total load (tokens or units) of each
+    group. `tokens` is the number of tokens of the ready units, which is counted only if a batch has a number of tokens.
     """
 
     task: Task
@@ -115,17 +115,16 @@ class Controller:
     def keeps(self) -> bool:
         """Whether the decisions on this node depend on the order in which rows arrive.
 
-        This is so if batches are cut from the rows that are ready. Such a decision must be stored before its shares are
+        They do if each batch is cut from the rows that are ready. Such a decision must be stored before its shares are
         announced. Other decisions (all rows at once, or the mini-batches of an update in order) need no storage: a new
         controller makes the same decision again, because a row that is written again goes to the same warehouse.
         """
         return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 
     def open(self, task: Task) -> list[Round]:
-        """Begin a task, unless it has begun; return the decisions of this call.
+        """Begin a task, unless it was begun; return the decisions that this call makes.
 
-        A node that reads no columns, only states of the algorithm, waits for no rows: all its decisions are made in
-        this call.
+        A node that reads only states of the algorithm waits for no rows: this call makes all its decisions.
         """
         if task.key in self.states:
             return []
@@ -142,7 +141,7 @@ class Controller:
         self.states.pop(key, None)
 
     def take_in_news(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
-        """Record that rows arrived in warehouses; return the decisions of this call."""
+        """Record that rows arrived in warehouses; return the decisions that this causes."""
         if (state := self.states.get(key)) is None or not self._record_news(state, news):
             return []
         return self._deal(state)
@@ -157,8 +156,8 @@ class Controller:
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
         """Rebuild the state of a controller from its news and its stored decisions.
 
-        `news` is all news of the iteration, `rounds` are the decisions that the controller of the dead process stored.
-        Returns the further decisions that this call makes.
+        `news` is all news of the iteration, and `rounds` are the decisions that the controller of the dead process
+        stored. Returns the further decisions that this call makes.
         """
         self._begin(task)
         state = self.states[task.key]
@@ -173,7 +172,7 @@ class Controller:
         return self._deal(state)
 
     def hand_out(self, key: str, round: Round) -> None:
-        """Make each group's share of the decision `round`; do nothing for a closed task."""
+        """Make a share for each group from a decision; do nothing if the task is closed."""
         if (state := self.states.get(key)) is None:
             return
         progress = state.progress
@@ -343,7 +342,7 @@ class Controller:
         return Round(epoch, tuple(parts), last)
 
     def _weigh_units(self, state: IterationState, rows: Array, sizes: Array) -> Units:
-        """Return each unit's prompt, warehouse with most of its data, weight and size."""
+        """Return the properties of units that decide their assignment to groups."""
         progress = state.progress
         warehouses = state.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
@@ -375,7 +374,7 @@ class Controller:
 
 @dataclass(frozen=True)
 class ControllerRequest(ABC, Generic[T_co]):
-    """A question about the task `key` to the controller of `node`; the asker waits."""
+    """A question about the task `key` to the controller of `node`; the sender waits."""
 
     node: str
     key: str
@@ -391,13 +390,13 @@ class ControllerRequest(ABC, Generic[T_co]):
 
     @property
     def waiter(self) -> str:
-        """The node that waits, and its group if only one group asks, as text for messages."""
+        """Text for messages: the waiting node, and its group if only this group waits."""
         return f"`{self.node}`" + (f" (group {self.group_index})" if self.group_index >= 0 else "")
 
 
 @dataclass(frozen=True)
 class ShareRequest(ControllerRequest[list[Share]]):
-    """A request for a group's shares, from the share with the index `index` on."""
+    """A request for those shares of a group that have the index `index` or higher."""
 
     group: int
     index: int
@@ -412,7 +411,7 @@ class ShareRequest(ControllerRequest[list[Share]]):
 
 @dataclass(frozen=True)
 class RefillRequest(ControllerRequest[bool]):
-    """The question whether the filter `node` needs prompts beyond `rounds` rounds."""
+    """The question whether the filter `node` needs more than `rounds` prompt rounds."""
 
     rounds: int
 

@@ -24,7 +24,7 @@ def take_snapshot(
     warehouse: Warehouse | None,
     statuses: Mapping[str, ProcessStatus],
 ) -> DockSnapshot:
-    """Return a dock's numbers of rows, and the memory use of its host."""
+    """Return a snapshot: the row counts of a dock, and the memory use of its host."""
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
         for key in controller.states:

@@ -2,10 +2,10 @@
 
 Ranks and function hosts call this process through client.py.
 
-Invariant: a request for rows ends with rows, or with an error that says which node waited, how long, and for which rows
-from which node. A waiting request never polls. The values of rows are only in the processes that write or read these
-rows, and in the warehouses, which send the values between hosts. A process of the dock may die at any moment and be
-restarted: no row is lost or handed out twice.
+Invariant: a request for rows ends with rows, or with an error. The error says which node waited, how long it waited,
+which rows were missing, and which node writes these rows. A waiting request never polls. The values of rows are only in
+the processes that write or read these rows, and in the warehouses, which send the values between hosts. A process of
+the dock may die at any moment and be restarted: no row is lost or handed out twice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DockTimeout(RunError):
 
 
 class DockFull(RunError):
-    """There is no space for rows, and no task will end and so make space."""
+    """There is no space for rows, and no open task can end and release space."""
 
 
 # Every process of a run may wait at the same time, and news must still get through.
@@ -129,13 +129,13 @@ class DockHost:
                 self.stale = False
 
     async def _announce(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Send news of rows to all controllers, of this and other hosts, that need it."""
+        """Send news of rows to all controllers that need the news, on all hosts."""
         self._announce_to_others(key, news)
         if relevant := [entry for entry in news if entry.column in self.hears]:
             await self.heard(key, relevant)
 
     def _announce_to_others(self, key: str, news: Sequence[RowsReady]) -> None:
-        """Send news of rows to the other hosts' docks whose controllers need the columns."""
+        """Send news of rows to the docks of other hosts whose controllers need the news."""
         for member, post in self.others:
             if relevant := [entry for entry in news if entry.column in member.needed_columns]:
                 self.announcements.append(asyncio.ensure_future(post.send("heard", key, relevant)))
@@ -157,9 +157,10 @@ class DockHost:
             self._hand_out(task.key, node, controller.open(task))
 
     async def drop(self, key: str) -> int:
-        """Forget a task; return the number of messages since the previous call of `drop`.
+        """Forget a task; return the number of messages that this process received.
 
-        Raises the errors that occurred when the dock sent news to the docks of other hosts.
+        Messages are counted from the previous call of `drop`. Raises the errors that occurred when the dock sent news
+        to the docks of other hosts.
         """
         await self._ensure_restored()
         announcements = self.announcements
@@ -209,10 +210,10 @@ class DockHost:
     async def place(self, key: str, node: str, name: str, size: int, single: bool) -> int:
         """Reserve space for a segment of `size` bytes; return the index of its warehouse.
 
-        The reservation is in this warehouse if there is space, else in the emptiest other warehouse. The call waits
-        until a warehouse has space. Returns SPLIT if only all warehouses together have enough space. `single` means
-        that the segment has one row, which cannot be split. Raises DockFull if no other task will end, and so release
-        space, before the task `key` ends.
+        Chooses this warehouse if it has enough space, else the warehouse with the most free space. If no warehouse has
+        enough space, but all warehouses together have enough, returns SPLIT: the rows must be split. In all other
+        cases, waits until tasks end and release space. `single` means that the segment has only one row, which cannot
+        be split. Raises DockFull if no other task ends before the task `key`.
         """
         posts = {member.warehouse: post for member, post in self.others if member.warehouse >= 0}
         begin = time.monotonic()
@@ -244,9 +245,10 @@ class DockHost:
         return self.warehouse.index
 
     async def free(self) -> tuple[int, tuple[int, bool] | None]:
-        """Return the warehouse's free bytes, and the turn of its earliest open task.
+        """Return the warehouse's free bytes, and which of its open tasks ends first.
 
-        The turn (`Task.turn`) is a sort key: tasks end in this order. It is None if no task is open.
+        This task is given by its sort key `Task.turn`: tasks end in this order. The second value is None if no task is
+        open.
         """
         return self.warehouse.free, min((task.turn for task in self.warehouse.tasks.values()), default=None)
 
@@ -262,8 +264,8 @@ class DockHost:
     async def put(self, key: str, node: str, segment: str, pieces: Mapping[str, ColumnRows] | None = None) -> None:
         """Record that a segment was written, and announce its rows to controllers.
 
-        `pieces` are the rows of a process that cannot write into this warehouse because the process is on another host;
-        this process then writes the segment.
+        `pieces` are the rows of a process that cannot write into this warehouse because the process is on another host.
+        In this case, the dock process writes the segment.
         """
         fault_points.reach(self.process, f"put of {node} in {key}")
         if pieces is not None:
@@ -324,10 +326,10 @@ class DockHost:
         return answer
 
     async def still(self) -> tuple[float, list[str]]:
-        """Return the seconds since the last progress on this host, and progress lines.
+        """Return the seconds since the last progress on this host, and status lines.
 
-        Progress means that a row arrived, was handed out or was computed. There is one line for each process that
-        counts its computed rows.
+        Progress means that a row arrived, was handed out or was computed. Each process that counts its computed rows
+        has one status line, which describes how many rows it has computed.
         """
         now = time.monotonic()
         statuses = self._collect_statuses()
@@ -340,9 +342,10 @@ class DockHost:
         return now - last, rows
 
     async def _ask_for_last_move(self) -> list[str]:
-        """Ask all hosts for the time of their last progress; return their progress lines.
+        """Ask all hosts for the time of their last progress; return their status lines.
 
-        The latest time of the hosts that answer is recorded in `moved`. `still` describes progress and its lines.
+        `still` describes progress and status lines. Of the hosts that answer, the latest time is recorded in the field
+        `moved`.
         """
         async with self.polling:  # all waits reach their deadline at the same time
             requests = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
@@ -356,7 +359,7 @@ class DockHost:
             return [line for _, rows in reports for line in rows]
 
     def _describe_slow_rows(self, rows: list[str]) -> str:
-        """Return text for a timeout message: progress lines, and the setting to raise."""
+        """Return the end of a timeout message: status lines, and the setting to increase."""
         if not rows:
             return ""
         longer = 2 * self.deadline
@@ -370,7 +373,7 @@ class DockHost:
         return self.warehouse.get(key, wanted)
 
     async def at(self, process: str, activity: str, rows: int = 0, total: int = 0, where: str = "") -> None:
-        """Record what a process without a local warehouse does, and its progress."""
+        """Record the activity and the progress of a process without a local warehouse."""
         now = time.monotonic()
         before = self.doing.get(process)
         since = before.since if total and before else now
@@ -383,7 +386,7 @@ class DockHost:
         return str(self.room.path)
 
     async def known(self) -> dict[str, WarehouseInventory]:
-        """Return what this warehouse has of each open task, to rebuild controllers."""
+        """Return the inventory of each open task, from which controllers are rebuilt."""
         return {key: self.warehouse.known(task) for key, task in self.warehouse.tasks.items()}
 
     async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:

@@ -19,7 +19,7 @@ from ..process.task import Task
 
 @dataclass(frozen=True)
 class Member:
-    """A dock process, as the dock processes of other hosts know it.
+    """What the dock processes of other hosts know about a dock process.
 
     `host` is the number of the process's host, and `warehouse` is the index of the process's warehouse (-1: no
     warehouse). `needed_columns` are the columns about which the process's controllers need news.
@@ -75,7 +75,7 @@ class RowsReady:
 
     @classmethod
     def from_piece(cls, column: str, piece: ColumnRows, place: RowLocation) -> RowsReady:
-        """Return the news that the rows of a piece are stored at `place`."""
+        """Return the news that the rows of `piece` are stored at `place`."""
         return cls(column, piece.rows, piece.reported_values, place, isinstance(piece, Verdicts))
 
 
@@ -106,7 +106,7 @@ class Round:
 
 @dataclass(frozen=True)
 class WarehouseInventory:
-    """What a warehouse reports about an open task to a controller that is rebuilt.
+    """What a warehouse has of an open task, from which controllers are rebuilt.
 
     `news` is about all rows of the task in the warehouse. `rounds` are, for each node, the decisions that the node's
     controller has stored in the warehouse.
@@ -121,16 +121,16 @@ class WarehouseInventory:
 class Share:
     """The units that one data-parallel group gets by a decision, and their locations.
 
-    - `units`: the units to compute, as numbers of prompts or of responses. `sizes`: the number of rows of each unit.
-      `rows`: the rows of all units, unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8
-      rows.
-    - `where`: for each column, the location of each row of the column that the share needs, as an index into `places`.
-      The rows of the column are ascending and unique.
+    - `units`: the number of each unit to compute, which is the number of a prompt or of a response. `sizes`: how many
+      rows each unit has. `rows`: the numbers of the rows of all units, unit by unit. Two prompts of four responses each
+      are 2 units, sizes [4, 4], and 8 rows.
+    - `where`: for each column, the locations of the rows that the share needs. The rows are in ascending order without
+      repetition. A location is an index into `places`.
     - `largest_share_rows`: the number of rows of the largest share of the decision (`Round`), over all groups. With
       this number all groups make the same number of micro-batches.
     - `round_units`: the number of rows of all groups' shares. `elements`: for each column, the number of elements in
       the rows of all groups' shares.
-    - `epoch`: the epoch of an update. `last`: the field of the same name of `Round`.
+    - `epoch`: the epoch of an update. `last`: the value of `Round.last`.
     """
 
     units: Array
@@ -147,7 +147,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a share: their numbers, and each column with one entry per row."""
+    """The rows of a share: their numbers, and their values by column.
+
+    A column has one entry for each row of the share.
+    """
 
     share: Share
     rows: Array
@@ -156,7 +159,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class CurrentActivity:
-    """What a process is doing, for how many seconds, and its progress.
+    """What a process is doing, since when, and how far it is.
 
     `rows` is the progress in words, empty if the process does not count its rows.
     """
@@ -191,7 +194,7 @@ class ProcessStatus(NamedTuple):
     where: str = ""
 
     def progress(self, now: float) -> str:
-        """Describe how many rows of its share the process has computed.
+        """Describe how many rows of a share this process has computed.
 
         Returns only `where` if the process does not count its rows.
         """
@@ -247,9 +250,9 @@ class DockSnapshot:
 class Status:
     """What the dock of a host knows of the run.
 
-    - `last`: the node that received a share last. `moves`: a counter that grows when rows arrive, are handed out or are
+    - `last`: the last node that received a share. `moves`: a counter that grows when rows arrive, are handed out or are
       computed.
-    - `waits`: the requests that wait for an answer. `doing`: what each process reported last.
+    - `waits`: the requests that wait for an answer. `doing`: the last activity that each process reported.
     - `ended`: the processes of the host that stopped responding and were killed: for each process id, the name and the
       reason.
     - `bytes`: the number of bytes that the processes of the host have read and written.

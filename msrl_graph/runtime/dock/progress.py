@@ -84,14 +84,14 @@ class Progress:
             self.opened = max(self.opened, int(prompts.max()) // self.task.prompts + 1)
 
     def rows_above(self, rows: Array, end: int) -> Array:
-        """Return, for each of these rows of the node, the row in set `end` above that row.
+        """Return, for each row, its ancestor in the row set `end`.
 
-        `end` is the index of a row set (ir/rowsets.py).
+        `rows` are numbers of the node's rows, and `end` is the index of a row set (ir/rowsets.py).
         """
         return self.numbers.above(rows, self.reader.rows, end)
 
     def find_surviving_prompts(self, rounds: int) -> tuple[Array, Array, int]:
-        """Find the first prompts that have rows which pass the filter with `refill`.
+        """Find the first prompts with rows that pass the filter with `refill`.
 
         Considers the prompts of the first `rounds` prompt rounds. Returns the result of `first_prompts`.
         """
@@ -179,9 +179,9 @@ class Progress:
 
     @property
     def rows_under_way(self) -> tuple[Array, Array]:
-        """The node's rows below all prompts of `_window`, and a mask of the known rows.
+        """The result of the method `rows` for all prompts of `_window`.
 
-        See `rows`.
+        The result has the node's rows below these prompts, and a mask of the known rows.
         """
         return self.rows(np.arange(self._window.start, self._window.stop))
 
@@ -192,9 +192,9 @@ class Progress:
 
     @property
     def undealt_count(self) -> int:
-        """The number of units below the prompts of `_window` that are not handed out.
+        """The number of existing units that are not handed out.
 
-        Units that may still appear are not counted.
+        Only units below the prompts of `_window` are counted.
         """
         units = int(self._units[self._window].sum())
         return (min(units, 1) if self.reader.whole_batch else units) - self.dealt

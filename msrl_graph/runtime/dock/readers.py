@@ -1,6 +1,6 @@
 """What the dock knows before a run: which columns each node's controller needs.
 
-Invariant: `NodeReads` is plain data, a function of the plan.
+Invariant: `NodeReads` is plain data that depends only on the plan.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ class ColumnRead:
 
 @dataclass(frozen=True)
 class NodeReads:
-    """What a controller needs to know of its node.
+    """What a controller needs to know about its node.
 
     - `reads`: the columns that the node reads. `sets`: all sets of rows of the graph (ir/rowsets.py).
-    - `rows` and `unit`: the sets of the node's rows and of its units, as indices into `sets`. For a function with
-      `per = prompt` that works on responses, the units are prompts.
+    - `rows` and `unit`: the sets of the node's rows and of its units, as indices into `sets`. If a function that works
+      on responses has `per = prompt`, its units are prompts.
     - `chunk`, `chunk_tokens`: the number of units or of tokens of a batch, from the plan's controller (0: no such
       limit).
     - `group_warehouses`: for each data-parallel group, the index of the warehouse of its host (-1: the host has none).
     - `tokens`: the columns whose lengths make up the length of a unit, and how often each column counts. `balance`:
       whether the groups' shares have similar total lengths, instead of similar numbers of units. `imbalance`: the
-      largest load of a share, as a multiple of an even share.
-    - `passed`: the filters whose verdicts decide which rows the node gets. `failing`: the entries of `passed` that also
-      drop rows in an evaluation. These entries are generations and functions before this node, and drop failed rows.
+      largest load that a share may have, as a multiple of the average load of the groups' shares.
+    - `passed`: the nodes whose verdicts decide which rows this node gets. They are filters, and generations and
+      functions whose failed rows leave the iteration. `failing`: the generations and functions in `passed` that come
+      before this node. They drop rows in an evaluation, too.
     - `refilling`: the filter of the graph that requests more prompts, if any. `before_refill`: the filters before
       `refilling`. `loops`: the node is the `refilling` filter or comes before it, so the node works in rounds of
       prompts.
@@ -161,7 +162,7 @@ def list_node_reads(plan: Plan) -> list[NodeReads]:
 
 
 def list_members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
-    """Return the dock's processes, and what other processes need to find them.
+    """Return the dock's processes, and the address data to find them.
 
     There is one process for each host that has a warehouse or a controller.
     """

@@ -18,9 +18,10 @@ from ..data.columns import Array
 class RowTable:
     """A table from row numbers to integers; a row that was not set has `empty`.
 
-    The row numbers of repeats (ir/rowsets.py) are far beyond `size`: row 3 of 8 has the repeats 11, 19, … Therefore the
-    table consists of blocks of `size` numbers. A block is allocated when its first row is set. Block 0 is for the rows
-    themselves, block 1 for the first repeat of each row, and so on.
+    A repeat (a copy of a row that a `select` makes, ir/rowsets.py) has a number beyond `size`: with a size of 8, the
+    repeats of row 3 have the numbers 11, 19, … Therefore the table consists of blocks of `size` numbers. A block is
+    allocated when its first row is set. Block 0 is for the rows themselves, block 1 for the first repeat of each row,
+    and so on.
     """
 
     def __init__(self, size: int, empty: int) -> None:
@@ -123,7 +124,8 @@ def enumerate_rows(
 def first_prompts(alive: Array, open_: Array, count: int) -> tuple[Array, Array, int]:
     """Find the first `count` prompts, in order, that have a row after the filters.
 
-    For each prompt, `alive` means that some row is known to continue, and `open_` that some row is undecided. Returns:
+    For each prompt, `alive` means that some row is known to continue, and `open_` means that a filter has not yet
+    decided on some row. Returns:
 
     - for each prompt, whether it is one of the first `count`,
     - for each prompt, whether the first result is final,

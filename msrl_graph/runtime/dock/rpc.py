@@ -67,9 +67,10 @@ def greeting_bytes(name: str) -> bytes:
 
 
 class RpcServer:
-    """A server for the coroutine `methods` of the object `served`.
+    """A server through which other processes call methods of the object `served`.
 
-    The server has a name and answers only processes that have the run's key.
+    The methods with the names `methods`, which are coroutines, can be called. The server has a name and answers only
+    processes that have the run's key.
     """
 
     def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
@@ -204,11 +205,12 @@ class PendingReply:
 
 
 class RpcConnection:
-    """A thread's connection to the process `name`; `find` returns its address.
+    """A thread's connection to the process `name`.
 
-    A reply is read when its value is requested. While the thread waits for a reply on another of its connections
-    (`lines`), replies on this connection are read too, and broken connections are repaired: the reply on the other
-    connection may depend on a call that was lost on this connection.
+    `find` returns the address of a process. A reply is read when its value is requested.
+
+    A reply on one of the thread's connections (`lines`) may depend on a call that was lost on another of them. So while
+    the thread waits for a reply, it reads the replies on all its connections and repairs broken connections.
     """
 
     def __init__(self, name: str, find: Find, host: int, key: bytes, lines: Mapping[str, RpcConnection]) -> None:
@@ -294,9 +296,9 @@ class RpcConnection:
 
 
 class RpcConnections:
-    """The connections from a process on the host `host` to named processes.
+    """The connections from a process on the host `host` to processes with names.
 
-    Each thread has its own connections. `find` returns the address of a process.
+    Each thread has its own connections. `find` returns the address of the process with a name.
     """
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:

@@ -61,7 +61,7 @@ _STATUS_INTERVAL = 0.05  # seconds between two writes of the number of computed 
 
 
 class Room:
-    """The folder of one run on one host that has the files of rows."""
+    """The folder with the files of rows of one run on one host."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,7 +129,7 @@ def _refuse(path: Path, error: OSError) -> NoReturn:
 
 
 class Activity:
-    """The status of a process in shared memory, where the dock of its host reads it.
+    """The status of a process, in shared memory, for the dock of the same host.
 
     A status remains readable after the death of its process. A change of the status is one write to mapped memory,
     without a message.
@@ -161,7 +161,7 @@ class Activity:
     def set_computed_rows(self, rows: int, total: int, where: str = "") -> None:
         """Record that `rows` of `total` rows are computed.
 
-        `where` is a more exact position. The numbers are written to shared memory at most once in _STATUS_INTERVAL
+        `where` is a more exact position. The numbers are written to shared memory at most once every _STATUS_INTERVAL
         seconds.
         """
         now = time.monotonic()
@@ -208,7 +208,7 @@ def room_name(run: str, host: int) -> str:
 def _sweep(place: Path) -> None:
     """Remove this user's rooms in the folder `place` that no process uses any more.
 
-    A room remains unused if the process that should have removed the room was killed too.
+    Such a room is left over if the process that should have removed it was killed, too.
     """
     for path in place.iterdir():
         if not _ROOM.fullmatch(path.name):
@@ -234,7 +234,7 @@ class Segments:
         self._open: dict[str, dict[str, Segment]] = {}
 
     def write(self, key: str, name: str, node: str, pieces: Mapping[str, ColumnRows]) -> None:
-        """Store the rows that `node` wrote as one segment; `pieces` has rows by column.
+        """Store the rows that a node wrote as one segment; `pieces` has rows by column.
 
         The rows of each column are stored in ascending order of their numbers.
         """
@@ -310,7 +310,7 @@ class Segments:
         return known[name].pieces
 
     def writer(self, key: str, name: str) -> str:
-        """Return the node that wrote a segment; this process must have read the segment."""
+        """Return the node that wrote a segment, which this process has read before."""
         node: str = self._open[key][name].node
         return node
 

@@ -4,9 +4,9 @@ See arXiv:2507.19017, figure 4. A *task* is one iteration of training or of an e
 the rows of one write, in shared memory.
 
 Invariant: writes are idempotent: a row that is written again replaces the earlier copy. Processes of the host write and
-read the segments directly. The warehouse knows the segments and sends rows to other hosts. The warehouse also stores
-the open tasks, and the decisions of the controllers of its process, in the folder of the segments, so that a
-replacement of the process can read everything. This module imports neither Ray nor torch.
+read the segments directly. The warehouse knows the segments and sends rows to other hosts. The folder of the segments
+also has the open tasks, and the decisions of all controllers in the dock process. So a replacement of the process can
+read everything. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Warehouse:
         return [RowsReady.from_piece(column, piece, place) for column, piece in self.segments.read(key, name).items()]
 
     def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
-        """Store decisions (`rounds`) of the controller of `node` in the task `key`."""
+        """Store decisions that the controller of `node` made in the task `key`."""
         stored_rounds = self._rounds.setdefault(key, {}).setdefault(node, [])
         self.segments.write_note(key, f"{node}.{len(stored_rounds):06}", (node, rounds))
         stored_rounds.extend(rounds)
@@ -90,7 +90,7 @@ class Warehouse:
         return WarehouseInventory(task, news, self._rounds.get(task.key, {}))
 
     def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, ColumnData]]:
-        """Return the wanted rows by segment and column, in the order of the request."""
+        """Return the wanted rows by segment and column, in the order of `wanted`."""
         return {
             name: {column: select_rows(pieces[column], rows) for column, rows in columns.items()}
             for name, columns in wanted.items()
@@ -155,7 +155,7 @@ def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
 
 
 def payload_bytes(pieces: Mapping[str, ColumnRows]) -> int:
-    """Return the bytes of the rows' values; a plan counts the same bytes.
+    """Return the size of the rows' values in bytes; a plan counts the same bytes.
 
     The lengths and numbers of the rows are not counted, nor are the verdicts of filters.
     """

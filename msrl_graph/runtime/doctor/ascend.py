@@ -1,10 +1,10 @@
-"""Rules for Ascend machines: driver, CANN, plug-in of torch, links, dies.
+"""Rules for Ascend machines: driver, CANN, torch's plug-in, links, dies.
 
 A *die* is one chip of an NPU; torch sees each die as a device.
 
-Invariant: findings are ordered from the lowest layer of the software to the highest. So the first wrong finding is the
-first to fix, and a finding that only follows from another finding is not reported. The rules cover Atlas A2 and A3. No
-rule has been tried on an NPU; output_parsers.py lists the sources of the output formats.
+Invariant: findings are ordered from the lowest layer of the software to the highest. So the first finding that reports
+a problem is the first to fix, and a finding that only follows from another finding is not reported. The rules cover
+Atlas A2 and A3. No rule has been tried on an NPU; output_parsers.py lists the sources of the output formats.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ WANTS = asking(
 class Toolkit(NamedTuple):
     """An installed CANN toolkit.
 
-    `home` is the folder of the toolkit, written as in the paths of the files that were read from it. `version` is the
-    toolkit's version.
+    `home` is the folder of the toolkit, with the user's home folder in place of `$HOME`. `version` is the toolkit's
+    version.
     """
 
     home: str
@@ -75,7 +75,7 @@ class Toolkit(NamedTuple):
 
 
 def toolkit(host: ExaminedHost, home: str) -> Toolkit | None:
-    """Return the CANN toolkit in the folder `home`, or None if there is none."""
+    """Return the CANN toolkit in the folder `home`, or None if there is no toolkit."""
     path = home.replace("$HOME", host.variables.get("HOME", "$HOME"))
     names = (f"{path}/{cpu}-linux/ascend_toolkit_install.info" for cpu in ("aarch64", "x86_64"))
     version = output_parsers.cann(host.text(*names, f"{path}/version.cfg"))
@@ -94,7 +94,7 @@ def cann(host: ExaminedHost) -> Toolkit | None:
 def driver_version(host: ExaminedHost) -> str:
     """Return the Ascend driver's version, from the driver's version file or `npu-smi`.
 
-    The output of `npu-smi` is used if there is no such file, because the driver is installed in another folder.
+    The output of `npu-smi` is used if the version file is not in the usual folder of the driver.
     """
     return output_parsers.fields(host.text(DRIVER)).get("Version") or output_parsers.npu_driver(host.said(INFO)["text"])
 
@@ -164,7 +164,10 @@ def environment(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def kernels(host: ExaminedHost) -> Iterator[Finding]:
-    """Check that CANN's operators are installed, a package apart from the toolkit."""
+    """Check that the package with CANN's operators is installed.
+
+    This package is separate from the toolkit.
+    """
     if (kit := cann(host)) is None:
         return
     infos = (f"{kit.home}/{cpu}-linux/ascend_ops_install.info" for cpu in ("aarch64", "x86_64"))
@@ -184,7 +187,10 @@ def kernels(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def nnal(host: ExaminedHost) -> Iterator[Finding]:
-    """Check NNAL, the library with the fused operators of vllm-ascend."""
+    """Check the version and the environment of NNAL, if the machine needs it.
+
+    NNAL is the library with the fused operators of vllm-ascend.
+    """
     kit = cann(host)
     version = output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
     if kit is None or not ("vllm-ascend" in host.packages or version):

@@ -2,7 +2,7 @@
 
 A *die* is one device as a process sees it: a chip of an NPU, or a GPU.
 
-Invariant: the rules treat all kinds of devices in the same way. What differs comes from the kind's entry in
+Invariant: the rules treat all kinds of devices in the same way. The differences between the kinds come from
 device_kinds.py, and from the dies that ascend.py or cuda.py reads.
 """
 
@@ -25,7 +25,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def seen(host: ExaminedHost, kind: DeviceKind) -> int:
-    """Count the devices of a host that the visibility mask shows to processes."""
+    """Return how many of a host's devices the visibility mask shows to processes."""
     return len(visibility_masks.visible_ids(kind, host.variables.get(kind.visible), host.devices(kind)))
 
 

@@ -1,7 +1,7 @@
 """The complete query of a machine, and all rules that judge its answer.
 
 Invariant: this is the only file that knows all rule files. Findings are ordered from the machine (first) to the program
-(last), so the first wrong finding is the first to fix.
+(last), so the first finding that reports a problem is the first to fix.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ExaminedHost:
         return self.seen["packages"]
 
     def text(self, *paths: str) -> str:
-        """Return the text of the first file of `paths` that exists; "" if none does."""
+        """Return the text of the first file of `paths` that exists; "" if no file exists."""
         return next((self.seen["texts"][path] for path in paths if path in self.seen["texts"]), "")
 
     def said(self, command: str | Sequence[str]) -> CommandOutput:
@@ -172,7 +172,7 @@ def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Fin
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge equal findings into one finding that names all their hosts.
+    """Merge equal findings into one finding that names the hosts of all of them.
 
     Findings of the same check with the state "ok" count as equal, even if their texts differ; the first text is kept.
     """

@@ -38,7 +38,7 @@ def here(query: HostQuery) -> list[ExaminedHost]:
 def joined(address: str, query: HostQuery) -> tuple[list[ExaminedHost], list[Finding]]:
     """Examine the hosts of the Ray cluster at `address`.
 
-    Returns the hosts that answered, and findings. The findings say that the cluster, or some of its hosts, did not
+    Returns the hosts that answered, and findings. A finding reports that the cluster, or some of its hosts, did not
     answer.
     """
     process = subprocess.Popen(
@@ -72,7 +72,7 @@ def joined(address: str, query: HostQuery) -> tuple[list[ExaminedHost], list[Fin
 
 
 def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
-    """Query the hosts of a cluster. This process loads Ray.
+    """Query the hosts of a cluster, in a process that loads Ray.
 
     The result has the key `hosts` with the answers, and the key `silent` with the addresses of hosts that did not
     answer. If the cluster cannot be joined, the result has the keys `refused` and `help` with texts for the user.
@@ -121,8 +121,8 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
 def _clock_difference(prober: Any) -> float:
     """Return the seconds by which a host's clock is ahead of this machine's clock.
 
-    Because the request takes time, the difference is known only within an interval. The result is the difference of
-    this interval that is nearest to 0.
+    Because the query takes time, only an interval of the difference is known. The result is the value of this interval
+    that is nearest to 0.
     """
     import ray
 

@@ -96,9 +96,9 @@ class CommandOutput(TypedDict):
 class MachineReadings(TypedDict):
     """What was read from a machine in answer to a HostQuery.
 
-    The fields with the name of a field of HostQuery have the values for the paths or names in that field. `said` has
-    the output of each command. Its key is the words of the command, joined by spaces. `descriptors` are the soft and
-    the hard limit of open files.
+    Some fields have the same name as a field of the HostQuery. Such a field has the readings for the paths or names
+    that the HostQuery's field lists. `said` has the output of each command. A key of `said` is the words of the
+    command, joined by spaces. `descriptors` are the soft and the hard limit of open files.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Machine:
         return initial_environment()
 
     def facts(self) -> dict[str, object]:
-        """Return the facts for which the machine need not run a command."""
+        """Return the facts that can be read without running a command."""
         return {
             "name": platform.node(),
             "system": f"{platform.system()} {platform.release()}",

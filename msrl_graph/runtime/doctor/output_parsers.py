@@ -110,7 +110,7 @@ def npu_driver(text: str) -> str:
 
 
 def npu_link(text: str) -> str:
-    """Parse the state of a port in hccn_tool's output: UP, DOWN, or "" for neither."""
+    """Parse the state of a port in hccn_tool's output: UP, DOWN, or "" if unknown."""
     match = re.search(r"link status:\s*(UP|DOWN)", text)
     return match[1] if match else ""
 
@@ -192,8 +192,8 @@ def torch_cuda(text: str) -> str:
 def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
     """Return the free and the total bytes of memory of the machine or its container.
 
-    `meminfo` is the text of /proc/meminfo. `most` and `used` are the limit and the use of memory of the container's
-    cgroup.
+    `meminfo` is the text of /proc/meminfo. `most` is the memory limit of the container's cgroup, as text. `used` is the
+    number of bytes that this cgroup uses, as text.
     """
     sizes = {
         name: int(match[0]) << 10 for name, value in fields(meminfo).items() if (match := re.match("[0-9]+", value))

@@ -1,7 +1,7 @@
 """Rules for a program: whether hosts have everything that the plan needs.
 
-Invariant: the plan states what it needs of the hosts on which it runs. Everything that makes the driver refuse a run
-before its start is also an error of these rules.
+Invariant: the plan states everything that it needs from the hosts on which it runs. Everything that makes the driver
+refuse a run before its start is also an error of these rules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}
 
 
 def wants(plan: Plan) -> HostQuery:
-    """Return the query for the facts that the rules about a plan need from each host."""
+    """Return the query for each host: the facts that the rules about a plan need."""
     probes = [
         Command(words=command, each="", where="", seconds=LONG) for command in interpreters.commands(plan).values()
     ]
@@ -52,9 +52,9 @@ def _files_read(plan: Plan) -> dict[str, list[str]]:
 
 
 def findings(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Yield the findings of all checks that the hosts have what a plan needs.
+    """Yield the findings of all checks: whether the hosts have what a plan needs.
 
-    If all of these findings are "ok", the first finding says that the plan can run.
+    If all of these findings are "ok", an additional first finding says that the plan can run.
     """
     support_findings = [*_check_support(plan)]
     rules = (_check_packages, _check_interpreters, _check_devices, _check_memory, _check_files)
@@ -73,7 +73,7 @@ def _check_support(plan: Plan) -> Iterator[Finding]:
 
 
 def _check_packages(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Find engines that are not installed on every host."""
+    """Yield a finding for each engine that is missing on at least one host."""
     for name in dict.fromkeys(
         package.engine.name for package in interpreters.placements_of(plan) if package.engine.name in ENGINES
     ):
@@ -127,7 +127,7 @@ def _check_devices(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Findin
 
 
 def _count_usable(host: ExaminedHost, kind: DeviceKind) -> float:
-    """Return how many devices of a kind a run may use on a host."""
+    """Return how many of a host's devices of a kind a run can use."""
     if host.resources is not None:
         return host.resources.get(kind.resource, 0)
     if kind.is_host:
@@ -175,8 +175,8 @@ def _check_memory(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding
 def _check_files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Check that the hosts have the model files and data files that a plan reads.
 
-    Which host is the plan's first host, which reads the data, is only known when the plan runs. So every host is
-    checked for all files.
+    When a plan runs, its first host reads the data. Before the run, it is not known which host will be the first host.
+    So every host is checked for all files.
     """
     models = plan.deploy.models
     for model in models.values():

@@ -24,7 +24,7 @@ def status(findings: Sequence[Finding]) -> int:
 
 
 def table(findings: Sequence[Finding], hosts: Sequence[str], width: int, colour: bool = False) -> str:
-    """Format one row per finding, with the finding's next step below the row.
+    """Format one table row per finding, with the finding's next step below the row.
 
     If a finding applies to only some hosts of a cluster, its row names these hosts.
     """

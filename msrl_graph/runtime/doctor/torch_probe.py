@@ -2,8 +2,8 @@
 
 Torch is loaded in a separate process.
 
-Invariant: the rule reports nothing if a rule of a lower layer (BELOW) or a visibility mask (MASKS) has found a problem,
-because a failure of torch would only follow from that problem.
+Invariant: the rule reports nothing if a rule for a lower layer of the software (BELOW) or for a visibility mask (MASKS)
+has found a problem, because a failure of torch would only follow from that problem.
 """
 
 from __future__ import annotations

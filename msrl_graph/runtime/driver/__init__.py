@@ -1,4 +1,4 @@
-"""The driver of a run: starts processes, iterations and checkpoints.
+"""The driver of a run: starts processes and iterations, and saves checkpoints.
 
-No sample passes through the driver.
+No row passes through the driver.
 """

@@ -1,8 +1,8 @@
-"""Number of prompts that each round draws, if the filter is `adaptive`.
+"""Number of prompts that each round draws, if the program's filter is `adaptive`.
 
-Invariant: the number depends only on how many prompts the ended iterations have drawn, and how many of these prompts
-have passed the filter. Both counts depend only on the rows, and a checkpoint contains both counts. So the number is the
-same on any layout and after a resume.
+Invariant: the number of prompts depends on only two counts: how many prompts the ended iterations have drawn, and how
+many of these prompts have passed the filter. A checkpoint contains both counts, and both counts are the same on any
+layout. So the number of prompts is the same on any layout and after a resume.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUND = 0.25  # cost of one more round, without its prompts, as a share of the 
 
 
 class RefillSize:
-    """Fraction of prompts that pass the filter, and the number of prompts to draw.
+    """Estimator of how many prompts an `adaptive` filter must draw in each round.
 
     `adapts` is true if the program has a filter with `adaptive`.
     """
@@ -41,7 +41,7 @@ class RefillSize:
     def share(self) -> float:
         """Fraction of the drawn prompts that passed the filter; 1 before the first draw.
 
-        The fraction is a weighted mean over the ended iterations, in which later iterations have larger weights.
+        The fraction is a weighted mean over the ended iterations. Later iterations count more than earlier iterations.
         """
         return min(1.0, self.passed / self.drawn) if self.drawn else 1.0
 
@@ -50,14 +50,18 @@ class RefillSize:
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:
-        """Add to a report the number of prompts that each round of an iteration draws."""
+        """Add a metric to a report: the number of prompts in each round of `number`.
+
+        `number` is an iteration.
+        """
         if self.adapts:
             report.count("refill/prompts", self.draw_size(number), 1)
 
     def learn(self, number: int, reports: Sequence[Report]) -> None:
-        """Add an ended iteration's numbers of drawn and passed prompts to the totals.
+        """Add an ended iteration's prompts to the counts of drawn and of passed prompts.
 
-        The totals give the fraction `share`, which decides how many prompts later iterations draw.
+        A passed prompt is a prompt that passed the filter. The two counts give the fraction `share`, which decides how
+        many prompts later iterations draw.
         """
         if not self.adapts:
             return
@@ -73,16 +77,16 @@ class RefillSize:
         return {KEY: np.array([self.passed, self.drawn])} if self.adapts else {}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore the numbers of drawn and passed prompts from a checkpoint.
+        """Restore the counts of drawn prompts and of passed prompts from a checkpoint.
 
-        If the run that wrote the checkpoint had no adaptive filter, both numbers start from zero.
+        If the run that wrote the checkpoint had no adaptive filter, both counts start from zero.
         """
         if self.adapts and KEY in arrays:
             self.passed, self.drawn = map(float, arrays[KEY])
 
 
 def prompts_for(target: int, share: float, most: int) -> int:
-    """Choose how many prompts each round draws, from `target` to `most`.
+    """Choose how many prompts each round draws: at least `target`, at most `most`.
 
     The choice minimizes the expected cost of drawing until `target` prompts have passed the filter. The cost is the
     number of drawn prompts, plus `_ROUND` * `target` for each round after the first, because the run waits for each

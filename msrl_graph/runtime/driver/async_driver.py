@@ -1,15 +1,16 @@
 """Asynchronous pools, which run ahead of the updates as far as `staleness` allows.
 
 A task is one iteration of training, or one evaluation. A pipelined pool computes both an update and the generation that
-takes over its weights. A task of a pipelined pool has two parts: the opening (the generation, which runs before the
+uses the update's weights. A task of a pipelined pool has two parts: the opening (the generation, which runs before the
 previous iteration has ended) and the rest.
 
 Invariant: a pool begins a task only when `PoolProgress` (ir/async_schedule.py) reports that the pool may begin this
-task. The pool then generates with the newest weights that the updates have sent by the iteration that they are in. So
-no row exceeds its age bound, even if a process is slow. If the updates send every version, and a generation is slower
-than the updates, the generation is only one version behind the updates. With `deterministic`, the rows of an iteration
-depend only on the program. A pipelined pool executes the driver's requests in their order. So the driver requests all
-openings that the pool may begin before it requests the rest of an iteration.
+task. The pool then generates with the newest weights that the updates have sent, up to the iteration that the updates
+currently compute. So no row exceeds its age bound, even if a process is slow. If the updates send every version, and a
+generation is slower than the updates, the generation is only one version behind the updates. With `deterministic`, the
+rows of an iteration depend only on the program. A pipelined pool executes requests in the order in which the driver
+makes the requests. So the driver requests all openings that the pool may begin before it requests the rest of an
+iteration.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..process.task_report import Report
 
 
 class AsyncPools(PoolProgress):
-    """Progress of the asynchronous pools, and their tasks that have not ended.
+    """Progress of the asynchronous pools, and their requested tasks.
 
     The argument `ranks` has the Ray actors of all ranks of the run, by rank number. `first` is the first iteration that
     the run computes.
@@ -69,7 +70,7 @@ class AsyncPools(PoolProgress):
     def begin(self, pool: str, task: Task, now: int, measure: bool) -> None:
         """Request a task from the ranks of a pool, to start after the pool's current work.
 
-        `now` is the iteration that the updates are in, or are about to begin. `measure` says whether the ranks measure
+        `now` is the iteration that the updates compute, or are about to begin. `measure` says whether the ranks measure
         memory.
         """
         for edge in self.edges[pool, task.name]:
@@ -87,15 +88,16 @@ class AsyncPools(PoolProgress):
         self.reports.setdefault(task.key, []).extend(references)
 
     def task_for_ranks(self, task: Task) -> Task:
-        """Return a copy of a task for the ranks that do not run ahead of the updates.
+        """Return the copy of a task that is sent to the ranks in `in_step`.
 
-        These are all ranks except the ranks of asynchronous pools that are not pipelined. The copy describes the
-        resharding edges with `staleness`:
+        `in_step` has the ranks that compute in step with the updates, and the ranks of pipelined pools. The ranks of
+        pipelined pools get the copy as the request for the rest of the task. In the copy, two fields are set for the
+        resharding edges that have a `staleness`:
 
         - `sends`: the edges over which the updates send weights at the beginning of the task.
         - `fetches`: for each edge, how many fetches of weights the driver has requested so far, and the version of the
           weights that samples the rows of the task. If the driver has not requested a fetch for this task, the version
-          is the newest one.
+          is the newest sent version.
         """
         number = task.number
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
@@ -112,13 +114,13 @@ class AsyncPools(PoolProgress):
         return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent_edges), part=part)
 
     def pending_references(self) -> list[Any]:
-        """Return Ray references to the requested tasks whose end the driver has not seen."""
+        """Return Ray references to the requested tasks that `take_ended` has not removed."""
         return [reference for tasks in self.running.values() for reference in tasks]
 
     def take_ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
-        """Yield (task, report of a rank) for each ended Ray reference of a training task.
+        """Remove ended tasks; yield (task, report of a rank) for each training task.
 
-        `references` are the Ray references that have ended; references of evaluations are taken, but not yielded.
+        `references` are the Ray references that have ended. Tasks of evaluations are removed too, but are not yielded.
         Raises the error of a task that failed.
         """
         for tasks in self.running.values():

@@ -3,7 +3,7 @@
 A working copy is a local folder for the content of a URL.
 
 Invariant: this module starts no process. All errors that can be found without starting a process are reported together.
-If the run does not start, its working copies are removed again.
+If the run does not start, the run's working copies are removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .run_inputs import NO_INPUTS, RunInputs
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Options of a run that are not part of its program."""
+    """Options that a user sets for one start of a run, outside the program."""
 
     measure: bool = False  # measure memory at each instruction of an iteration
     verbose: bool = False  # show the output of the processes as it comes
@@ -53,12 +53,14 @@ PLAIN = WatchOptions()
 class PreparedRun:
     """A run that is ready to start.
 
-    - `rows`: a preview of each data file (such as its number of rows), by the name of the data in the program.
+    - `rows`: a preview of each data file (such as the file's number of rows). The key is the name of the data in the
+      program.
     - `folder`: the run's folder. `stated`: whether the user named this folder.
-    - `begin`: the checkpoint from which the run continues; None: the run starts from the beginning.
-    - `manifest`: the manifest of the checkpoint `begin`, which lists its files and says how it was written.
+    - `begin`: the checkpoint from which the run continues; None if the run starts from the beginning.
+    - `manifest`: the manifest of the checkpoint `begin`, which lists the checkpoint's files and says how the checkpoint
+      was written.
     - `warnings`: the warnings to print.
-    - `url`: the URL where the results finally belong, if `folder` is only a working copy; otherwise "".
+    - `url`: the URL to which the results are uploaded, if `folder` is only a working copy; otherwise "".
     - `copies`: all working copies, which `drop` removes.
     """
 
@@ -133,8 +135,8 @@ class PreparedRun:
 def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: WatchOptions = PLAIN) -> PreparedRun:
     """Check all that can be checked before a process starts; return the prepared run.
 
-    `out` is the folder or URL of the results. `resume` is the folder or URL of a checkpoint, or of a run, to continue
-    from. Raises Fault with all problems that were found.
+    `out` is the folder or URL of the results. `resume` is the folder or URL from which the run continues: the location
+    of a checkpoint, or of an earlier run. Raises Fault with all problems that were found.
     """
     copies: list[Path] = []
     try:

@@ -25,8 +25,8 @@ class Attempt:
     - `answer`: the descriptor of the open file to which the driver writes its result.
     - `resume`: the checkpoint to resume from; "" if the run starts from the beginning.
     - `lines`: the number of metrics lines in `out` that were written before the checkpoint `resume`.
-    - `restarts`: the number of earlier restarts of the run.
-    - `url`: the URL where the results finally belong; "" if the results belong in `out`.
+    - `restarts`: how many times the run was restarted before this attempt.
+    - `url`: the URL to which the results are uploaded; "" if the results remain in `out`.
     """
 
     plan: Plan
@@ -52,7 +52,7 @@ class Attempt:
 class Result:
     """The driver's message to the supervisor: how the attempt ended.
 
-    `kind` is "done", "fault", "failed", "died" or "interrupted". Only an attempt that "died" may be retried.
+    `kind` is "done", "fault", "failed", "died" or "interrupted". The supervisor retries only an attempt that "died".
     """
 
     kind: str

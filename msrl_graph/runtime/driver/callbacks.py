@@ -25,7 +25,7 @@ class CallbackFailed(Exception):
 
 
 class MetricsFollower:
-    """Reader of a run's metrics file, while the driver writes the file."""
+    """Reader that follows a run's metrics file while the driver writes the file."""
 
     def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
         """`begin`: the first iteration that the run computes."""
@@ -39,9 +39,10 @@ class MetricsFollower:
         self.stale = 0  # size of a file with lines that the attempt is about to remove
 
     def begin_attempt(self, lines: int) -> None:
-        """Prepare for an attempt of the run, whose driver continues the metrics file.
+        """Prepare for the next attempt of the run.
 
-        The driver keeps the first `lines` lines of the file and removes the lines after them.
+        The attempt's driver keeps the first `lines` lines of the metrics file, removes all other lines, and then
+        appends lines.
         """
         texts, _ = read_valid_lines(self.metrics)
         self.start = self.offset = sum(map(len, texts[:lines]))

@@ -1,6 +1,6 @@
 """Detection of user files that change during a run.
 
-If a file changes, the run continues to use the copy that it made of the file at its beginning.
+The run copies the files when the run begins. If a file changes later, the run continues to use the copy.
 
 Invariant: each changed file is reported only once per run, even if the driver dies and is restarted. The names of
 reported files are stored in the attempt's temporary folder and passed to the next attempt.
@@ -17,7 +17,7 @@ _REPORTED = "edited"  # file in an attempt's folder, with a path a line
 
 
 class ChangedFiles:
-    """The user's files that a run copied when it began and that are unchanged so far.
+    """The user's files that a run copied when it began, to be checked for changes.
 
     Files in `reported` were reported as changed by earlier attempts, and are not checked again.
     """

@@ -43,8 +43,8 @@ INSTALL = "install the same versions on every host, from the same constraints"
 class HostColumn:
     """A column of the host table: one fact about each host, in the plan's host order.
 
-    `wrong` are the indices of the hosts where the fact is wrong. `message` says what a wrong fact means. `span` is the
-    place in the program that requires the fact.
+    `wrong` has the indices of the hosts whose value does not fit the plan. `message` says what that means for the run.
+    `span` is the place in the program that requires the fact.
     """
 
     title: str
@@ -62,7 +62,7 @@ class Hosts:
     """The hosts of a plan, in the plan's order, with an actor and facts of each host.
 
     `clocks` are the seconds by which each host's clock is ahead of this machine's clock. `blind` lists, for each folder
-    in `marks` of the function `probe`, the hosts that do not see the folder.
+    in the argument `marks` of the function `probe`, the hosts that do not see the folder.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ class Hosts:
             )
 
     def _interpreters(self) -> Iterator[HostColumn]:
-        """Yield a column for each Python interpreter that pools use instead of the run's.
+        """Yield a table column for each Python interpreter that a program sets for pools.
 
         Only hosts with processes that use the interpreter are checked.
         """
@@ -224,7 +224,7 @@ class Hosts:
         )
 
     def _variables(self) -> Iterator[HostColumn]:
-        """Yield a column for each environment variable whose value contradicts the plan."""
+        """Yield a table column for each environment variable that contradicts the plan."""
         for setting in environment_check.wanted_settings(self.plan):
             cells = [facts["variables"].get(setting.name, "-") for facts in self.seen]
             applies = [setting in environment_check.wanted_settings(self.plan, host) for host in range(len(self.seen))]
@@ -258,7 +258,7 @@ class Hosts:
         return [*texts, "the hosts of the run\n" + self.table(columns)] if verbose else texts
 
     def _diagnose(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
-        """Combine columns with wrong facts into one diagnostic, with a table of them."""
+        """Return one diagnostic about all columns with wrong facts, including their table."""
         first, *others = sorted(columns, key=lambda column: not column.span.line)
         code = first.code if all(column.code == first.code for column in others) else "host-differs"
         message = "\n".join([*(column.message for column in (first, *others)), self.table(columns)])
@@ -269,10 +269,7 @@ class Hosts:
         return Diagnostic(code, message, first.span, help, severity, related)
 
     def table(self, columns: Sequence[HostColumn]) -> str:
-        """Format the columns as a table, with one line per host.
-
-        Hosts with equal cells share a line. Wrong cells are marked.
-        """
+        """Format columns as a table with one line per distinct host; mark wrong cells."""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for title in ("host", *(column.title for column in columns)):
             table.add_column(title, no_wrap=True)
@@ -293,9 +290,9 @@ class Hosts:
 
 
 class HostsSilent(NoResources):
-    """Hosts do not answer, although Ray reports them as alive.
+    """Error: hosts do not answer, although Ray reports these hosts as alive.
 
-    At the first start of a run, the user must repair such hosts. After a restart, the hosts may be lost or may return.
+    At the first start of a run, the user must repair such hosts. After a restart, the hosts are lost or will return.
     """
 
 
@@ -304,8 +301,8 @@ def probe(
 ) -> Hosts:
     """Query a plan's hosts for facts, such as versions, files, memory and clocks.
 
-    An actor is started on each host and added to `actors`. The function also finds out which hosts see the folders
-    `marks`; the first is the run's folder. `also` has the paths of further files that every host reads, by title.
+    An actor is started on each host and added to `actors`. The function also finds out which hosts see each folder in
+    `marks`. The first folder is the run's folder. `also` has the paths of further files that every host reads.
     """
     import ray
 
@@ -383,7 +380,10 @@ def _silent_hosts(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
 
 
 def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
-    """Return the least seconds by which a host's clock differs from this machine's."""
+    """Return the seconds by which a host's clock is ahead of this machine's clock.
+
+    Because the query takes time, only an interval is known. The result is the value of the interval nearest to 0.
+    """
     import ray
 
     before = time.time()

@@ -38,14 +38,14 @@ class DeviceReservation(NamedTuple):
     addresses: list[str]
 
     def strategy_for(self, host: int) -> Any:
-        """Return the scheduling strategy that puts an actor on a host."""
+        """Return the Ray scheduling strategy that places an actor on a host."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[host])
 
 
 class NotEnoughHosts(NoResources):
-    """Only `hosts` hosts have the requested devices, and the plan needs more hosts."""
+    """Error: only `hosts` hosts have the requested devices, but the plan needs more."""
 
     def __init__(self, diagnostic: Diagnostic, hosts: int) -> None:
         super().__init__(diagnostic)
@@ -56,8 +56,8 @@ def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReser
     """Reserve a plan's devices on Ray, under the name `name`.
 
     If Ray has fewer hosts than the plan needs, the function waits up to `patience` seconds for more hosts. Raises
-    NoResources with a message that lists the requested devices, the existing devices, and the other runs that hold
-    devices.
+    NoResources. The message of this error lists the requested devices, the existing devices, and the other runs that
+    hold devices.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table

@@ -1,12 +1,12 @@
-"""Checkpoints of hosts that do not see the run's folder.
+"""Checkpoints of runs on a cluster with hosts that do not see the run's folder.
 
 Each such host has a folder of its own, at the same path as the run's folder. In this folder, the host stores its part
 of each checkpoint: the files that the ranks of the host write.
 
 Invariant: the files of all parts have their final names before the driver writes the manifest, so a checkpoint with a
-manifest is complete. Before a rank of a resumed run loads its model, the files of the checkpoint are searched on all
-hosts. If a host lacks files that its ranks need, these files are copied in pieces from another host. If all hosts see
-the run's folder, no host stores a part of its own.
+manifest is complete. Before a rank of a resumed run loads its model, the driver finds out which hosts have which files
+of the checkpoint. If a host lacks files that the host's ranks need, these files are copied in pieces from another host.
+If all hosts see the run's folder, no host stores a part of its own.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ IN_FLIGHT = 4  # pieces of a file in flight at once
 
 
 class DistributedCheckpoint:
-    """Saving, finding and copying of checkpoint parts.
+    """Methods that save, find and copy the parts of checkpoints.
 
     `separate_hosts` are the hosts that do not see the run's folder. The first rank of each of these hosts stores the
-    host's part of a checkpoint. `hosts_with_parts` are the hosts whose own disks may have parts of the checkpoint that
-    the run resumes from.
+    host's part of a checkpoint. `hosts_with_parts` are the hosts whose own disks may contain parts of the checkpoint
+    from which the run is resumed.
     """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], wait: Wait) -> None:
@@ -63,8 +63,8 @@ class DistributedCheckpoint:
     ) -> Path:
         """Write the checkpoint after `iteration` iterations, and return its folder.
 
-        `program` is everything in the plan that decides the result. `carried` is the run state, which is part of the
-        checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
+        `program` is everything in the plan that decides the run's result. `carried` is the run state, which is part of
+        the checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
         """
         written = None
         try:
@@ -124,8 +124,8 @@ class DistributedCheckpoint:
     def send(self, folder: Path, url: str) -> None:
         """Upload a checkpoint to the run's URL.
 
-        The checkpoint becomes visible at the URL when all of its files are uploaded. Older checkpoints that the run's
-        folder no longer contains are also removed from the URL. Raises OSError or Fault.
+        The checkpoint becomes visible at the URL when all of its files are uploaded. Older checkpoints at the URL are
+        removed if the run's folder does not contain them. Raises OSError or Fault.
         """
         run = folder.parent.parent
         below = urls.join(url, checkpoint.FOLDER)
@@ -149,10 +149,10 @@ class DistributedCheckpoint:
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
 
     def upload_rest(self, run: Path, url: str) -> None:
-        """Upload the logs and recorded rows that hosts in `separate_hosts` have stored.
+        """Upload the logs and recorded rows that are stored on the `separate_hosts`.
 
-        The function is called after a run. Each of the hosts then removes its own folder at the path `run`. Raises
-        OSError.
+        The function is called after a run. After the upload, each of these hosts removes its own folder at the path
+        `run`. Raises OSError.
         """
         for act in (("send", str(run), url, ("logs", rows.FOLDER, rows.EVALUATED)), ("forget", str(run))):
             self._ask_hosts(*act)
@@ -160,9 +160,9 @@ class DistributedCheckpoint:
     # Resuming
 
     def check_files(self, folder: Path) -> None:
-        """Check that each file of the checkpoint to resume from is intact on some host.
+        """Check that some host has an intact copy of each file of the resumed checkpoint.
 
-        Raises Fault if no host has an intact copy of a file. The message says for each such file what is wrong with it.
+        Raises Fault if no host has an intact copy of a file. The message says what is wrong with each such file.
         """
         if not self.hosts_with_parts:
             return
@@ -199,9 +199,10 @@ class DistributedCheckpoint:
         raise Fault(Diagnostic("bad-checkpoint", message, help=help))
 
     def bring(self, folder: Path, manifest: Manifest, wait: Wait) -> None:
-        """Copy files of the checkpoint to resume from to the hosts that need these files.
+        """Copy files of the resumed checkpoint to the hosts that lack these files.
 
-        A host needs the files that its ranks load. Files that the host already has are not copied. Raises OSError.
+        A host needs the files that the host's ranks load. Files that the host already has are not copied. Raises
+        OSError.
         """
         if not self.hosts_with_parts:
             return
@@ -243,11 +244,11 @@ class DistributedCheckpoint:
         _raise_first([*map(self._result, under_way), self._result(self._ask(target, "whole", str(folder), file))])
 
     def _find_files(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
-        """Return where each file of a checkpoint is intact, and the errors at each place.
+        """Find the places that have intact copies of a checkpoint's files.
 
-        A place is the number of a host, or HERE for the driver's disk. The first dictionary has, for each file, the
-        places where the file is intact. The second dictionary has, for each place, the error of each file ("" if the
-        file is intact).
+        A place is the number of a host, or HERE for the driver's disk. The first returned dictionary has, for each
+        file, the places where the file is intact. The second dictionary has, for each place, the error of each file (""
+        if the file is intact).
         """
         requests = {
             place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.hosts_with_parts, HERE)

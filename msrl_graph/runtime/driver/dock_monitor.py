@@ -1,9 +1,9 @@
 """Status of the docks of all hosts, and detection of lost hosts.
 
-Invariant: a query of a dead dock raises an error immediately. A host whose dock does not answer, and that does not
-accept a connection, counts as lost. This check finds a lost host long before Ray does: Ray reports a cut link only
-after a minute or more. A host that accepts a connection may be slow or stopped for a while, so the driver waits for the
-host.
+Invariant: a query of a dead dock raises an error immediately. A host counts as lost if its dock does not answer and the
+host does not accept a connection. Ray itself reports a cut link only after a minute or more; this check finds the lost
+host much earlier. The driver waits for a host that accepts a connection, because such a host can be slow, or stopped
+for a while.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEGIN = 40.0  # seconds that a process may always take to begin, however fast ot
 
 
 class HostLost(RunError):
-    """A host cannot be reached any more."""
+    """Error: a host cannot be reached any more."""
 
 
 class DockMonitor:
@@ -59,7 +59,7 @@ class DockMonitor:
     def silent_docks(self, seconds: float) -> list[int]:
         """Return the indices of docks that have not answered a query for over `seconds`.
 
-        A dock counts only after `look` has waited LOOKS times for its answer.
+        A dock is returned only if `look` has waited LOOKS times for the dock's answer.
         """
         now = time.monotonic()
         return [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > seconds]
@@ -78,7 +78,8 @@ def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) 
     """Wait for all Ray references and return their results.
 
     Raises HostLost if a host cannot be reached in two successive checks. Without these checks, the wait might never
-    end: Ray may never report that a process cannot begin on a lost host. `nodes` are the node ids of the hosts in Ray.
+    end, because Ray sometimes does not report that a process cannot begin on a lost host. `nodes` are the hosts' node
+    ids in Ray.
     """
     pending = list(references)
     unreachable = set[str]()
@@ -90,14 +91,14 @@ def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) 
 
 
 def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None:
-    """Wait until all processes have answered, or have died.
+    """Wait until each process has answered or died.
 
     `references` has a pending call of each process, by the name of the process. If a process has died, the next call of
-    the process raises Ray's error. `nodes` are the node ids of the hosts in Ray.
+    the process raises Ray's error. `nodes` are the hosts' node ids in Ray.
 
-    Raises HostLost if a host cannot be reached in two successive checks, or if some processes take far longer than all
-    others. In both cases, a process may never begin because its host cannot be reached, and Ray may never report this
-    failure.
+    Raises HostLost in two cases: a host cannot be reached in two successive checks, or some processes take far longer
+    to answer than all others. Without these checks, the wait might never end, because Ray sometimes does not report
+    that a process cannot begin on a lost host.
     """
     pending = dict(references)
     unreachable = set[str]()
@@ -125,9 +126,9 @@ def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
 
 
 def unreachable_hosts(nodes: Iterable[str]) -> set[str]:
-    """Return the addresses of hosts that Ray reports dead or that refuse a connection.
+    """Return the addresses of hosts that Ray reports dead or that are unreachable.
 
-    `nodes` are Ray node ids and not addresses, because after a restart of Ray another node may have the same address.
+    `nodes` are Ray node ids, not addresses, because another node can have the same address after a restart of Ray.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""End of a driver process, which first writes its result for the supervisor.
+"""End of a driver process; the driver first writes its result for the supervisor.
 
 Invariant: only the first result is written.
 """
@@ -35,11 +35,11 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
 
 
 def exit_with_supervisor(attempt: Attempt) -> None:
-    """Wait until the supervisor is gone, then end this process and its run.
+    """Wait until the supervisor is gone, then end this process and the run.
 
-    The supervisor's keeper (its cleanup process, processes.py) also ends the run in this case. But the keeper may have
-    been killed together with the supervisor, and a driver that continues alone would write into the same folder as the
-    next driver.
+    In this case, the supervisor's keeper (its cleanup process, processes.py) ends the run too. But the keeper may have
+    been killed together with the supervisor. A driver that continues alone would write into the same folder as the next
+    driver.
     """
     os.set_inheritable(attempt.parent, False)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Environment variables of ranks whose values differ from what the plan wants.
+"""Check of the ranks' environment variables against the values that a plan wants.
 
 Invariant: a value that is known to make a run fail is an error. Any other value that differs is a warning. No variable
 is overwritten.
@@ -17,9 +17,10 @@ KEPT = "kept-variable"
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Check the environment variables of this process, which ranks inherit.
+    """Check the environment variables of this process, which the run's ranks inherit.
 
-    Ranks on a cluster that is already running do not inherit these variables; on such a cluster, the result is empty.
+    Ranks on a cluster that was started before the run do not inherit these variables. For such a run, the result is
+    empty.
     """
     if os.environ.get("RAY_ADDRESS"):
         return []
@@ -35,7 +36,7 @@ def check(plan: Plan) -> list[Diagnostic]:
 def judge_value(setting: Setting, value: str) -> tuple[Severity, str, str]:
     """Return severity, code and help of a diagnostic about an environment variable.
 
-    `value` is the variable's value, which differs from the value in `setting` that the plan wants.
+    `setting` has the value that the plan wants. `value` is the variable's actual, different value.
     """
     if setting.refuses(value):
         return "error", FAILING, f"unset {setting.name}, or set it to {setting.value} ({setting.source})"

@@ -1,7 +1,7 @@
-"""`--export`: the weights of a checkpoint as Hugging Face folders.
+"""`--export`: writes the weights of a checkpoint as Hugging Face folders.
 
-Invariant: no process is started. Only an intact checkpoint is exported, with the config and the tokenizer of the model
-from which the checkpoint was trained. Existing files are never overwritten.
+Invariant: no process is started. Only an intact checkpoint is exported. The exported folder gets the config and the
+tokenizer of the model from which the checkpoint was trained. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class ExportedWeights:
 def export(target: str, program: Plan | None = None, worker: str = "", to: str = "") -> ExportedWeights:
     """Write the weights of a checkpoint as Hugging Face folders.
 
-    `target` is the folder or URL of a checkpoint, or of a run, whose newest checkpoint is exported. By default, all
-    trained workers are exported, each into its own folder below `to`. With `worker`, only this worker is exported, into
-    `to` itself. If `to` is empty, the weights are written below the folder `exported` of the run. The models are those
-    of the plan `program`, or by default of the plan in the run's folder. Raises Fault.
+    `target` is the folder or URL of a checkpoint or of a run. For a run, the newest checkpoint is exported. By default,
+    all trained workers are exported, each into its own folder below `to`. With `worker`, only this worker is exported,
+    into `to` itself. If `to` is empty, the weights are written below the folder `exported` of the run. The plan
+    `program` names the models of the workers. If `program` is None, the plan in the run's folder is used. Raises Fault.
     """
     copies: list[Path] = []
     try:
@@ -133,7 +133,7 @@ def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Mode
 
 
 def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: Manifest) -> list[Diagnostic]:
-    """Return warnings about model files that changed since a checkpoint was written.
+    """Return warnings about model files that changed after a checkpoint was written.
 
     Files with weights are not compared. Raises Fault if a change turns the model into another model.
     """

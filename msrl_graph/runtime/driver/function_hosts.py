@@ -5,9 +5,10 @@ process is called a lane. So the functions of an iteration are not delayed while
 wait for ranks.
 
 Invariant: the calls of a lane run in the order of the requests, even if the lane's process is replaced. Ray keeps the
-order of calls to one process, but not the order of calls that Ray retries after the process died. Then a later call
-could run first, although it needs the result of an earlier call, and would block the earlier call. So Ray retries no
-call. The driver replaces a process that died, and repeats the unanswered calls of the process in the same order.
+order of calls to one process, but not the order of calls that Ray retries after the process died. If a later call ran
+before an earlier call, both would hang: the later call waits for the result of the earlier call, and the earlier call
+waits for the process. So Ray retries no call. The driver replaces a process that died, and repeats the unanswered calls
+of the process in the same order.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class ActorCall:
 
 
 class FunctionHosts:
-    """The processes of all lanes of all hosts; each may die up to `restarts` times.
+    """The processes of all lanes of all hosts; each can die up to `restarts` times.
 
     `start(host, lane, again)` starts a process and returns its Ray actor. `again` means that the process replaces a
-    process that died. `ended(references)` returns a dictionary with those of the references that have ended. The value
+    process that died. `ended(references)` returns a dictionary whose keys are the references that have ended. The value
     of a reference is Ray's error if the process died before the call ended, and None in all other cases.
     """
 
@@ -55,7 +56,7 @@ class FunctionHosts:
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
-        """Request a method call, which runs after all earlier calls of the host's lane."""
+        """Request a method call, to run after all earlier calls of the host's lane."""
         call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open_calls[call.process].append(call)
         self._send(call)
@@ -66,9 +67,10 @@ class FunctionHosts:
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
     def replace_dead(self) -> list[str]:
-        """Replace processes that died, repeat their open calls, and return their names.
+        """Replace processes that died; return the names of these processes.
 
-        Raises Ray's error if a process died more than `restarts` times.
+        The unanswered calls of a process are repeated in the new process. Raises Ray's error if a process died more
+        than `restarts` times.
         """
         replaced = []
         outcomes = self.ended([call.reference for calls in self.open_calls for call in calls])
@@ -93,12 +95,12 @@ class FunctionHosts:
 
 
 def name(host: int, lane: int = 0) -> str:
-    """Return the display name of the process of a host's lane."""
+    """Return the name of the process that runs a host's lane, for messages."""
     return f"functions of host {host}{f' lane {lane}' if lane else ''}"
 
 
 def reference(item: Any) -> Any:
-    """Return an ActorCall's current Ray reference; return any other item unchanged."""
+    """Return the current Ray reference of an ActorCall; return other items unchanged."""
     return item.reference if isinstance(item, ActorCall) else item
 
 

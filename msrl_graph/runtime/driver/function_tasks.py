@@ -6,7 +6,7 @@ first function that reads an algorithm state.
 Invariant: the functions of a task run in the order of the task's instructions. A function that reads an algorithm state
 begins only after the previous iteration has set the value of this state. If the value is not known yet, the driver
 requests only the opening of the task. The driver requests the rest of the task as soon as the functions of the previous
-iteration have ended. These functions do not wait for an update.
+iteration have ended. The driver does not wait for the updates of the previous iteration.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class FunctionTasks:
             self.openings[task.number] = task
 
     def calls_of(self, task: Task) -> list[ActorCall]:
-        """Return the function calls of a task that the driver is about to start.
+        """Return all function calls of a task, which the driver then waits for.
 
-        Raises RuntimeError if the driver cannot request the rest of the task yet, because values of algorithm states
-        are missing.
+        Raises RuntimeError if the driver has not requested the rest of the task, because values of algorithm states are
+        not known yet.
         """
         self.request_ready()
         if task.number in self.openings and task.trains:
@@ -60,16 +60,16 @@ class FunctionTasks:
         self.ended -= {*map(reference, self.calls.pop(task.key))}
 
     def awaited_references(self) -> list[Any]:
-        """Return Ray references to the calls after which the rest of a task is requested.
+        """Return Ray references to the unfinished calls that the next task waits for.
 
-        A task of which only the opening is requested waits for the functions of the previous iteration. The result
-        contains the calls of these functions that have not ended. The result is empty if no task waits.
+        A task of which only the opening is requested waits until the functions of the previous iteration have ended.
+        The result contains the unfinished calls of these functions. The result is empty if no task waits.
         """
         before = self.calls[f"train/{min(self.openings) - 1}"] if self.openings else []
         return [call_reference for call_reference in map(reference, before) if call_reference not in self.ended]
 
     def record_ended(self, ended: Collection[Any]) -> None:
-        """Record which function calls have ended, and request work that waited for them.
+        """Record which function calls have ended; request the work that waited for them.
 
         `ended` are Ray references. References to calls that are not function calls are ignored. Raises the error of a
         call that failed.
@@ -78,7 +78,7 @@ class FunctionTasks:
         self.request_ready()
 
     def request_ready(self) -> None:
-        """Request the rest of each task for which the algorithm states' values are known."""
+        """Request the rest of each task for which all algorithm states have a known value."""
         while self.openings:
             number = min(self.openings)
             if not self.carried.knows(number):

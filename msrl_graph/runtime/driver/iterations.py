@@ -1,7 +1,7 @@
 """The driver of a run: starts iterations and collects metrics.
 
-No sample passes through the driver. Invariant: whenever the driver dies, the files in the run's folder are complete,
-because metrics lines are flushed and checkpoints are renamed into place."""
+No row passes through the driver. Invariant: whenever the driver dies, the files in the run's folder are complete,
+because metrics lines are flushed, and checkpoints are renamed into place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PATIENCE = 15.0  # seconds that a disk may stall under the last checkpoint after
 
 
 class _Running(NamedTuple):
-    """A task in progress, its start (perf_counter), and Ray references to its reports."""
+    """A task in progress: its start (perf_counter), and Ray references to its reports."""
 
     task: Task
     start: float
@@ -110,7 +110,7 @@ class Driver:
         return result
 
     def _bring(self, out: Path) -> checkpoint.Manifest:
-        """Copy files and metrics of the checkpoint to resume from; return its manifest."""
+        """Copy files and metrics of the resumed checkpoint; return the manifest."""
         folder = Path(self.attempt.resume)
         manifest = checkpoint.read_manifest(folder)
         self.pool.checkpoints.bring(folder, manifest, self._wait_for_disk)
@@ -231,7 +231,7 @@ class Driver:
             self.display.say(self.unsaved)
 
     def _wait_for_disk(self, calls: Sequence[Any]) -> list[Any]:
-        """Wait for calls that read or write weights; no time limit while bytes are moved."""
+        """Wait for calls that read or write weights; no time limit while bytes move."""
         return self._wait(calls, disk=True)
 
     def _open(self, task: Task) -> None:
@@ -241,7 +241,7 @@ class Driver:
         fault_points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
-        """Start a task on all pools; pools that run ahead start all training that is due."""
+        """Start a task on all pools; start later iterations on the pools that run ahead."""
         start = time.perf_counter()
         self._prepare(task)
         if task.trains:
@@ -257,7 +257,7 @@ class Driver:
         return _Running(task, start, [*ranks, *self.async_pools.reports.pop(task.key, ()), *self.tasks.calls_of(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
-        """Start each iteration that `pools` may begin while the updates are in `now`."""
+        """Start each iteration that `pools` may begin while the updates compute `now`."""
         last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
         for pool, number in self.async_pools.due(now, last, self.run_state.knows_data, pools):
             task = self.run_state.task(number)
@@ -272,7 +272,7 @@ class Driver:
             self.tasks.begin(task)
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
-        """Wait until a task has ended; return its seconds and its reports."""
+        """Wait until a task has ended; return its duration in seconds and its reports."""
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
         number = running.task.number
@@ -286,7 +286,7 @@ class Driver:
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
-        """Drop an ended task's rows; return its moved bytes and its number of messages."""
+        """Drop an ended task's rows; return moved bytes by action, and the message count."""
         fault_points.reach("driver", f"clear {task.key}")
         for remark in [*(text for report in reports for text in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
@@ -304,9 +304,9 @@ class Driver:
         return moved, messages
 
     def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """Return the results of calls; meanwhile, pools may run ahead of `training`.
+        """Wait for calls; return their results. Meanwhile, pools run ahead of `training`.
 
-        Raises if a call fails, a process dies for good, or no row (`disk`: no byte) moves for `deadline` seconds.
+        Raises if a call fails, a process cannot be replaced, or no row (`disk`: no byte) moves for `deadline` seconds.
         """
         pending = list(calls)
         stall = StallClock(disk)
@@ -343,7 +343,7 @@ class Driver:
         return list(self.ray.get([reference(call) for call in calls]))
 
     def _stuck_error(self, message: str, pending: Sequence[Any]) -> RunError:
-        """Return RunError if the user's code is stuck, else ProcessStuck (may be retried)."""
+        """Return RunError if user code is stuck, else ProcessStuck, which can be retried."""
         waits = self.describe_waits()
         last = ", ".join(f"`{status.last}`" for status in self.docks.statuses if status.last)
         if self.processes_in_user_code():
@@ -359,7 +359,7 @@ class Driver:
         return processes_in_user_code(self.plan, self.docks.statuses, busy)
 
     def _patience(self, disk: bool) -> float:
-        """Return the seconds that a wait may stall after a signal asked the run to end."""
+        """Return how many seconds without progress are allowed after a signal to end."""
         return max(PATIENCE if disk else STILL, 2 * self.longest)
 
     def _look(self, idle: bool) -> bool:
@@ -404,7 +404,7 @@ class Driver:
         return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
-        """Return whether to measure memory in an iteration: the second, or the only one."""
+        """Return whether to measure memory: in iteration 1, or in 0 if it is the only one."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:

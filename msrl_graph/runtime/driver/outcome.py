@@ -45,8 +45,8 @@ class Interrupted(Exception):
 class Outcome:
     """Results of a run.
 
-    `folder` contains the files of the run; it is a string if the folder is at a URL. `reported` has, for each column
-    mean that the evaluations report, the first and the last value. The keys of `reported` are the titles of the means.
+    `folder` contains the files of the run; it is a string if the folder is at a URL. `reported` has the first and the
+    last value of each column mean that the evaluations report. The keys of `reported` are the titles of the means.
     """
 
     folder: Path | str
@@ -69,10 +69,11 @@ class Outcome:
     @property
     @public
     def best(self) -> dict[str, Path | str]:
-        """The checkpoint with the best figure of each evaluation that states `best`.
+        """The checkpoint with the best figure of each evaluation that has a `best` figure.
 
-        The keys are the titles of the figures. A figure is left out if its best value was reached before the training,
-        or if the checkpoint with this value is not in the run's folder.
+        A program names this figure with the attribute `best`. The keys are the titles of the figures. A figure is left
+        out if its best value was reached before the training, or if the checkpoint with this value is not in the run's
+        folder.
         """
         saved = self._list_names(checkpoint.FOLDER) if any(best.iteration for best in self.bests) else []
         checkpoints: dict[str, Path | str] = {}
@@ -140,7 +141,7 @@ class Outcome:
         return [json.loads(line) for line in lines]
 
     def _list_names(self, *folder: str) -> list[str]:
-        """Return the file names in a folder below the run's folder; [] if it is missing."""
+        """Return the file names in a folder of the run; [] if the folder is missing."""
         if isinstance(self.folder, str):
             url = urls.join(self.folder, *folder)
             with urls.report_errors(url):
@@ -155,7 +156,10 @@ class Outcome:
 
 
 def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]:
-    """Return the outcome of a run, and the damage in its metrics file ("": no damage)."""
+    """Return the outcome of a run, and a description of damage to its metrics file.
+
+    The description is "" if the metrics file is intact. `evaluated` means that the run only evaluated weights.
+    """
     evaluations = {candidate.task: candidate for candidate in plan.deploy.evaluations}
     means: dict[str, tuple[float, float]] = {}
     texts, wrong = read_valid_lines(folder / METRICS)

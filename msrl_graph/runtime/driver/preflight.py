@@ -97,7 +97,7 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
     """Yield an error for each engine whose packages are not installed.
 
     The error points to the place where the program names the engine. If the program does not name the engine, the error
-    points to the layout because of which the plan chose the engine.
+    points to the layout that made the plan choose the engine.
     """
     by_engine: dict[str, list[Placement]] = {}
     for placement in interpreters.placements_of(plan):
@@ -123,7 +123,7 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _missing_packages(plan: Plan, spec: EngineSpec) -> list[str]:
-    """Return the packages of an engine that are not installed here."""
+    """Return the packages of an engine that are not installed on this machine."""
     needs = plan.cluster.device.kind.packages(spec.needs) if spec.build else ()
     return [package for package in needs if not packages.version(package)]
 
@@ -140,7 +140,7 @@ def _reason(placement: Placement) -> str:
 def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
     """Suggest axes to leave out of a layout, so that an installed engine can run it.
 
-    An axis is, for example, `tp`. Returns "" if no installed engine can run the layout without some of its axes.
+    An axis is, for example, `tp`. Returns "" if no choice of axes helps.
     """
     node = plan.graph.node(placement.node)
     model = plan.model(placement.node)

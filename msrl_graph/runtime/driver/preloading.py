@@ -2,9 +2,9 @@
 
 The preload server is a process that has already imported the modules of ranks and functions.
 
-Invariant: a forked process computes the same results as a process that Ray starts. Packages that read environment
-variables when they are imported find the same variables as in a rank. This module imports little, because `msrl-run`
-starts the server before it reads a program.
+Invariant: a forked process computes the same results as a process that Ray starts. A package that reads environment
+variables at import finds the same variables in the preload server as in a rank. This module imports little, because
+`msrl-run` starts the server before it reads a program.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMON = (
 
 @contextmanager
 def starting_early(file: str) -> Iterator[PreloadServer | None]:
-    """Start a preload server for a program or plan file that is not read yet.
+    """Start a preload server before a program file or plan file is read.
 
     The server ends with the context. Yields None if no run of the file could use a server.
     """
@@ -60,7 +60,7 @@ def serving(plan: Plan, early: PreloadServer | None = None) -> Iterator[PreloadS
     """Let a preload server import the modules of a plan.
 
     `early` is a server that was already started, or None. The server ends with the context. Yields None if the plan's
-    devices are not CPUs of the host: no test shows that packages for other devices can be imported before a fork.
+    devices are not CPUs of the host: for other devices, no test shows that packages can be imported before a fork.
     """
     server = (early or _start()) if plan.cluster.device.kind.is_host else None
     if server is None and early is not None:
@@ -94,7 +94,7 @@ def _mentions_host(file: Path) -> bool:
 
 
 def modules(plan: Plan) -> list[str]:
-    """Return the modules that the ranks of a plan import in addition to COMMON."""
+    """Return the modules that a plan's ranks import, except the modules in COMMON."""
     from ...backends import ENGINES
 
     engines = {ENGINES[p.engine.name].build.partition(":")[0] for p in plan.placements if p.engine.name in ENGINES}

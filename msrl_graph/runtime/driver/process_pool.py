@@ -217,7 +217,7 @@ class ProcessPool:
     def _prepare_hosts(self, reservation: device_reservation.DeviceReservation) -> list[HostFolder]:
         """Check the hosts of a cluster, and copy the run's files to the hosts.
 
-        Returns the folder on each host. Raises NoResources if a host does not fit the plan.
+        Returns the temporary folder of the run on each host. Raises NoResources if a host does not fit the plan.
         """
         import ray
 
@@ -265,13 +265,13 @@ class ProcessPool:
         return wait_for_results(ray, references, self._nodes())
 
     def _nodes(self) -> list[str]:
-        """Return the Ray node ids of a cluster's hosts; [] without a cluster."""
+        """Return the Ray node ids of a cluster's hosts; [] if the run is not on a cluster."""
         return self.reserved.nodes if self.attached and self.reserved is not None else []
 
     def look(self) -> list[str]:
-        """Return the names of Ray's servers on this machine that are gone.
+        """Return the names of Ray's servers on this machine that have ended.
 
-        Until all of Ray's servers are known, each call first searches for them among this process's children.
+        Until all of Ray's servers are known, each call first searches for the servers among this process's children.
         """
         if not self.attached and len(self.servers) < len(SERVERS):
             for process in psutil.Process().children(recursive=True):
@@ -287,7 +287,7 @@ class ProcessPool:
     def dead_processes(self, patience: float = 2.0) -> list[str]:
         """Return the names of processes that died and are not restarted.
 
-        Only deaths that Ray notices within `patience` seconds count.
+        The method waits up to `patience` seconds for Ray to notice a death.
         """
         import ray
 
@@ -338,11 +338,11 @@ class ProcessPool:
 
     @property
     def nodes(self) -> list[str]:
-        """Node ids in Ray of the hosts that have a dock."""
+        """Ray node ids of the hosts that have a dock."""
         return [self.reserved.nodes[host] for host in self.dock_hosts] if self.reserved is not None else []
 
     def unreachable_hosts(self) -> list[str]:
-        """Return the hosts of a cluster that cannot be reached."""
+        """Return the addresses of a cluster's hosts that cannot be reached."""
         return sorted(unreachable_hosts(self.reserved.nodes)) if self.attached and self.reserved is not None else []
 
     def _actors(self) -> list[Any]:

@@ -2,7 +2,7 @@
 
 A working copy is a local folder for the content of a URL.
 
-Invariant: the content at the URL is authoritative, so each start of a run makes its own working copy. A checkpoint
+Invariant: the content at the URL is authoritative, so each start of a run makes a new working copy. A checkpoint
 becomes visible at the URL only when all of its files are uploaded, because its manifest is uploaded last
 (distributed_checkpoint.py). The working copy is removed when all of its content is at the URL. If an upload fails, the
 working copy is kept, and a message names its folder.
@@ -43,7 +43,7 @@ def make_working_copy(url: str) -> Path:
 
 
 def choose(url: str, overwrite: bool) -> None:
-    """Check that the results of a run can be written to a URL.
+    """Check that a run can write its results to a URL.
 
     Raises Fault if the URL is not writable, or if it has results that must not be replaced.
     """
@@ -62,7 +62,7 @@ def choose(url: str, overwrite: bool) -> None:
 
 
 def clear(url: str) -> None:
-    """Remove the results of a run at a URL; raise Fault if that fails."""
+    """Remove the results of a run at a URL; raise Fault if the removal fails."""
     try:
         urls.remove(url, MADE)
     except OSError as error:
@@ -70,11 +70,11 @@ def clear(url: str) -> None:
 
 
 def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> FetchedCheckpoint:
-    """Fetch the checkpoint that a URL names into a working copy.
+    """Fetch a checkpoint from a URL into a new working copy.
 
-    `target` is the URL of a checkpoint, or of a run, whose newest checkpoint is fetched. The metrics and the plan of
-    the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag with the URL,
-    "resume" or "export". Raises Fault if there is no intact checkpoint.
+    `target` is the URL of a checkpoint or of a run. For a run, the newest checkpoint is fetched. The metrics and the
+    plan of the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag that has the
+    URL: "resume" or "export". Raises Fault if there is no intact checkpoint.
     """
     above, _, last = target.rstrip("/").rpartition("/")
     is_checkpoint = checkpoint.is_folder_name(last) and urls.name(above) == checkpoint.FOLDER
@@ -120,7 +120,7 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
 
 
 def finish(copy: Path, url: str) -> None:
-    """Upload the files of a run that has ended, and remove its working copy.
+    """Upload the files of a run that has ended, and remove the run's working copy.
 
     If the newest checkpoint is not complete at the URL, the working copy is kept. Raises OSError if an upload fails.
     """

@@ -1,7 +1,7 @@
-"""The checkpoint from which a run is resumed, and what has changed since.
+"""The checkpoint that a run resumes, and what changed after it was written.
 
 Invariant: a damaged checkpoint is refused. A checkpoint of another algorithm or model is refused. All other changes
-that affect the result are listed in one warning. Locations of files and layouts never affect the result.
+that affect the result are listed in one warning. Layouts and the locations of files never affect the result.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def find_resume_point(
 ) -> ResumePoint:
     """Find the checkpoint to resume from, and check that it fits the plan.
 
-    `target` is the folder of a checkpoint or of a run. `now` are the digests of the plan's files as they are on disk;
-    None: files are not compared. If `trains` is true, the run continues from the checkpoint. If `trains` is false, the
-    run only evaluates the checkpoint. Raises Fault if the checkpoint is damaged or belongs to another program.
+    `target` is the folder of a checkpoint or of a run. `now` has the digests of the plan's files as the files are on
+    disk. If `now` is None, files are not compared. If `trains` is true, the run continues from the checkpoint. If
+    `trains` is false, the run only evaluates the checkpoint. Raises Fault if the checkpoint is damaged or belongs to
+    another program.
     """
     path, manifest = find_checkpoint(target, span)
     if trains and manifest.iteration > plan.deploy.run.iterations:
@@ -86,10 +87,10 @@ def find_resume_point(
 
 
 def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path, Manifest]:
-    """Find the checkpoint that `target` names.
+    """Find the checkpoint that a flag names; return its folder and its manifest.
 
-    `target` is the folder of a checkpoint, or of a run, whose newest checkpoint is returned. `use` is the command-line
-    flag with the folder, "resume" or "export". Raises Fault if there is no intact checkpoint.
+    `target` is the folder of a checkpoint or of a run. For a run, the newest checkpoint is returned. `use` is the name
+    of the command-line flag: "resume" or "export". Raises Fault if there is no intact checkpoint.
     """
     path = Path(target).absolute()
 
@@ -126,8 +127,8 @@ def program(plan: Plan) -> dict[str, Any]:
     """Return everything in a plan that decides the result of a run.
 
     The result contains the algorithm, the shapes of the models, the seed, the version of the random streams, the data,
-    and the action on NaN. If a learning-rate schedule depends on the number of iterations, the result also contains
-    this number.
+    and what the run does when it finds a NaN. If a learning-rate schedule depends on the number of iterations, the
+    result also contains the number of iterations.
     """
     models = model_shapes(plan)
     data = {
@@ -174,10 +175,10 @@ def _without_spans(value: Any) -> Any:
 
 
 def differences(before: Any, now: Any, where: str = "") -> list[str]:
-    """Describe the differences between two results of `program`.
+    """Describe the differences between two results of the function `program`.
 
-    `where` is the dotted name of the compared values, for messages. Two functions are equal if they differ only in the
-    folders of their files.
+    `where` is the dotted name of the compared values, for messages. Two functions count as equal if only the folders of
+    their files differ.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*before, *(key for key in now if key not in before)]

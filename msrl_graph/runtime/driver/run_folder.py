@@ -51,7 +51,7 @@ def choose_folder(plan: Plan, out: Path | str | None, overwrite: bool = False, r
 
     The folder must be new or empty, with one exception: with `overwrite`, the folder may contain the results of another
     run, if this run reads none of these results. `replay` is the folder of a run whose rows this run reads, or "".
-    Raises Fault if `out` is not such a folder.
+    Raises Fault if `out` does not meet these conditions.
     """
     try:
         return _choose(plan, out, overwrite, replay)
@@ -137,8 +137,8 @@ def clear_results(folder: Path, begin: Path | None) -> None:
 def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
     """Create the folder of a run.
 
-    If the user did not name the folder (`stated` is false) and another run has created it in the meantime, the next
-    free name is used.
+    `stated` says whether the user named the folder. If the user did not name the folder, and another run has created a
+    folder of this name in the meantime, the next free name is used.
     """
     while True:
         try:
@@ -196,8 +196,8 @@ def check_free(out: Path) -> None:
 def lock_folder(out: Path) -> Iterator[int]:
     """Lock a folder, so that two runs never write into it at the same time.
 
-    Yields the descriptor that holds the lock. The supervisor and its driver both have this descriptor, and the lock
-    ends when both processes have ended, for any reason. Raises Fault if another run holds the lock.
+    Yields the descriptor that holds the lock. The supervisor and its driver both have this descriptor. The lock ends
+    when both processes have ended, for any reason. Raises Fault if another run holds the lock.
     """
     handle = os.open(out, os.O_RDONLY)
     until = time.monotonic() + ORPHAN
@@ -223,9 +223,9 @@ def lock_folder(out: Path) -> Iterator[int]:
 
 
 def holders(out: Path) -> list[int]:
-    """Return the ids of other processes that hold the lock of a folder.
+    """Return the process ids of other processes that hold the lock of a folder.
 
-    Processes that this process may not inspect are not found.
+    The result does not contain processes that this process has no permission to inspect.
     """
     pids = []
     here = out.stat()
@@ -238,7 +238,7 @@ def holders(out: Path) -> list[int]:
 
 
 def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
-    """Return whether a process's descriptor refers to `folder` and holds a lock.
+    """Return whether a process's file descriptor refers to `folder` and holds a lock.
 
     `handle` is the path of the descriptor in /proc.
     """
@@ -252,7 +252,7 @@ def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
 def _supervises(pid: int) -> bool:
     """Return whether a process that holds the lock of a run's folder is a supervisor.
 
-    Each such process counts as a supervisor, with two exceptions: a driver, which ends when its supervisor ends, and a
+    The result is true for all such processes except two kinds: a driver, which ends when its supervisor ends, and a
     process that is ending. A process that is ending has no command line, because its memory is released before its
     descriptors.
     """

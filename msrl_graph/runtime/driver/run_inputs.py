@@ -90,7 +90,7 @@ class Differences:
 
 
 def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
-    """Collect the inputs of a plan whose files are on this host.
+    """Collect the inputs that decide the result of a plan, from files on this host.
 
     `plan` is the result of `plan_paths.copy_to_host`. `replay` is the folder of the run whose responses are replayed,
     or "".
@@ -183,7 +183,7 @@ def read(run: Path) -> dict[str, Any]:
 
 
 def parse_inputs(content: Mapping[str, Any]) -> RunInputs | None:
-    """Return the inputs that a checkpoint's manifest contains; None if not valid."""
+    """Return the inputs in a checkpoint's manifest; None if the inputs are not valid."""
     try:
         return msgspec.convert(content, RunInputs) if content else None
     except msgspec.ValidationError:
@@ -209,7 +209,7 @@ def differences(before: RunInputs, now: RunInputs) -> Differences:
 
 
 def data(inputs: RunInputs) -> dict[str, str]:
-    """Return a digest of each data file (of its sampled blocks), by the data's name."""
+    """Return a digest of the sampled blocks of each data file, by the data's name."""
     return {
         name.removeprefix("data "): entry.sampled for name, entry in inputs.files.items() if name.startswith("data ")
     }
@@ -303,7 +303,7 @@ class DigestThread:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread; a file that is not digested yet gets no complete digest."""
+        """End the thread; a file that is not digested completely keeps only its samples."""
         self.closed.set()
         self.thread.join()
 

@@ -5,8 +5,8 @@ values of the algorithm states (such as a KL coefficient). A task is one iterati
 
 Invariant: the run state is stored in the driver. The run state changes only when an iteration, its generation or its
 functions have ended. The driver sends the run state to every process together with the task. An algorithm state has one
-value in each iteration, which the previous iteration has set. Only the sampling of rows may use an older value: the
-value of the iteration that the updates were in when the task was created. A checkpoint contains the run state.
+value in each iteration; the previous iteration sets this value. Only the sampling of rows can use an older value: the
+value for the iteration that the updates computed when the task was created. A checkpoint contains the run state.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class RunState:
     def task(self, number: int) -> Task:
         """Return the task of training iteration `number`, with all inputs known so far.
 
-        `knows_data(number)` must be true. The first call for an iteration decides with which values of the algorithm
-        states the rows of the task are sampled: the newest values that are known at that time.
+        `knows_data(number)` must be true. The rows of the task are sampled with the values of the algorithm states that
+        are the newest known values at the first call for the iteration.
         """
         cut = self.cut[number] if self.groups else ()
         now = min(self.states)
@@ -92,7 +92,7 @@ class RunState:
         return number in self.states
 
     def knows_data(self, number: int) -> bool:
-        """Return whether an iteration's position in the data and cut responses are known.
+        """Return whether the data position and cut responses of an iteration are known.
 
         Cut responses were cut in the previous iteration and continue in this iteration.
         """
@@ -103,7 +103,7 @@ class RunState:
         return self.positions[last] + (number - last) * self.graph.rows[0]
 
     def take_report(self, task: Task, report: Report) -> None:
-        """Record what the report of a process says about the next iteration's data.
+        """Record what a report of a process says about the next iteration's data.
 
         The process has ended its part of `task`, an iteration of training.
         """
@@ -119,7 +119,7 @@ class RunState:
             self._advance(task, task.prompts - len(task.cut))
 
     def _advance(self, task: Task, prompts: int) -> None:
-        """Set the next iteration's position in the data: `prompts` after the task's start."""
+        """Set the next iteration's data position: `prompts` after the position of `task`."""
         self.positions[task.number + 1] = task.position + prompts
 
     def evaluation(self, evaluation: Evaluation, number: int, prompts: int) -> Task:
@@ -133,8 +133,8 @@ class RunState:
     def tables(self, number: int) -> Tables:
         """Return the values of the algorithm states that have one value per data row.
 
-        The first table has the values with which the rows of iteration `number` are sampled, and the second table has
-        the values of the iteration itself. The iteration must have begun.
+        The first table has the values with which the rows of iteration `number` are sampled. The second table has the
+        values for iteration `number` itself. This iteration must have begun.
         """
         return Tables(_row_states(self.draws[number][1]), _row_states(self.states.get(number, {})))
 
@@ -171,10 +171,10 @@ class RunState:
         self.states[number + 1] = states
 
     def count(self, number: int, reports: Sequence[Report]) -> None:
-        """Add the metrics of algorithm states to one of an iteration's reports.
+        """Add the metrics of algorithm states to the report that lists the drawn prompts.
 
-        The metrics are the mean value of each algorithm state over the drawn rows, and the age (in iterations) of the
-        values with which the rows were sampled. The report is the one that lists the drawn rows.
+        The metrics are the mean value of each algorithm state over the drawn prompts, and the age (in iterations) of
+        the values with which the rows were sampled.
         """
         report = next(candidate for candidate in reports if len(candidate.prompt_rows))
         rows = report.prompt_rows
@@ -232,7 +232,7 @@ def _row_states(states: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _to_arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
-    """Convert the responses that continue in the next iteration into named arrays.
+    """Convert cut responses, which continue in the next iteration, into named arrays.
 
     A checkpoint stores these arrays in a file.
     """

@@ -1,4 +1,4 @@
-"""Files that a run copies when it begins, for all its processes on all hosts.
+"""Files that a run copies when the run begins, for its processes on all hosts.
 
 The run copies two groups of files:
 
@@ -8,7 +8,7 @@ The run copies two groups of files:
 
 Invariant: the files are read once per run, even if processes die. If the files are too large to be sent to the hosts of
 a cluster, the run is refused before anything is sent. A run on one machine sends nothing. If the files are too large in
-such a run, only the Python files are copied, and the files of models are read from their own place.
+a run on one machine, only the Python files are copied, and the files of models are read from the models' folders.
 """
 
 from __future__ import annotations

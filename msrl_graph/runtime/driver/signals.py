@@ -19,7 +19,8 @@ class Signals:
 
     - The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint. If the iteration stalls
       after this signal, the run ends immediately.
-    - A second signal, SIGHUP, or any signal outside the training iterations ends the run immediately.
+    - The run ends immediately after a second signal, after SIGHUP, and after any signal outside the training
+      iterations.
     """
 
     def __init__(self, say: Any) -> None:

@@ -1,4 +1,4 @@
-"""Stalls of a run: their duration, the processes killed for them, and their cause.
+"""Stalls of a run: how long they last, why, and which processes were killed.
 
 A wait for rows stalls while no row moves between processes. A wait for a disk stalls while no byte is read or written.
 
@@ -21,11 +21,11 @@ LOADING = 3600.0  # seconds for loading functions and data, whose progress canno
 
 
 class ProcessStuck(RunError):
-    """Work outside the user's code does not end; the attempt may be retried."""
+    """Error: work outside the user's code does not end. The attempt can be retried."""
 
 
 class StallClock:
-    """Clock that measures the time since a row (or, with `disk`, a byte) has moved."""
+    """Clock that measures the time since the last row (or, with `disk`, byte) moved."""
 
     def __init__(self, disk: bool) -> None:
         self.disk = disk
@@ -35,11 +35,11 @@ class StallClock:
         self._bytes_time = self.since
 
     def note_progress(self) -> None:
-        """Record that a call has ended, or that a process was replaced."""
+        """Record progress: a call has ended, or a process was replaced."""
         self.since = time.monotonic()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Update the clock with the counts of rows and bytes in the docks' statuses."""
+        """Update the clock from the counts of rows and bytes in the docks' statuses."""
         now = time.monotonic()
         rows = sum(status.moves for status in statuses)
         if rows != self._rows:
@@ -69,14 +69,14 @@ class DeathReports:
         self._reported: set[tuple[str, str]] = set()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Record deaths that the docks report, and deaths noted on the driver's host."""
+        """Record deaths that the docks report, and deaths recorded on the driver's host."""
         for host, ended in enumerate(
             [heartbeat.killed_processes(self.folder) if self.folder else {}, *(status.ended for status in statuses)], -1
         ):
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
     def take_reasons(self, names: Iterable[str]) -> dict[str, str]:
-        """Return why processes were killed for not responding, by process name.
+        """Return, by process name, why processes were killed for not responding.
 
         Reasons that an earlier call has returned are left out.
         """
@@ -116,7 +116,7 @@ def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collect
 
 
 def _has_partner(node: Node) -> bool:
-    """Return whether a node is a generation whose ranks call the user's code and wait."""
+    """Return whether a node is a generation whose ranks call an environment or agent."""
     from ...ir.attributes import GenerateAttributes
 
     return node.verb == "generate" and GenerateAttributes.of(node).partner is not None

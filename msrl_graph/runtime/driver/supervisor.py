@@ -3,7 +3,7 @@
 Invariant: errors that can be found early are reported before a process starts. When `run` returns or raises, or this
 process (the supervisor) is killed, none of the run's processes and temporary folders remains (processes.py). The driver
 (driver.py) is a separate process, because Ray ends its driver process when Ray's servers are lost. The driver ends when
-the supervisor ends, because the supervisor's end of a pipe closes. Until then, the driver holds the lock of the
+the supervisor ends, because the supervisor's end of a pipe closes. Until the driver ends, it holds the lock of the
 results' folder.
 """
 
@@ -67,9 +67,9 @@ def run(
     """Run a plan to its end and write its results under `out`.
 
     The results are metrics, curve, trace, logs, checkpoints and weights. `resume` is the folder of a run or of a
-    checkpoint to continue from. The default of `out` is a new folder under runs/, or with `resume` the folder of the
-    resumed run. Messages are written to `stderr`. `on_iteration` is called with the metrics of each iteration. `server`
-    is a preload server that the caller has already started.
+    checkpoint from which the run continues. If `out` is None, the results are written to the folder of the resumed run,
+    or else to a new folder under runs/. Messages are written to `stderr`. `on_iteration` is called with the metrics of
+    each iteration. `server` is a preload server that the caller has already started.
 
     Raises Fault for input that cannot be run, and its subclass NoResources if the machines lack what the plan needs.
     Raises RunFailed if the run fails, for example if a process dies more often than the plan's `restarts`. Raises
@@ -81,7 +81,7 @@ def run(
 
 
 class Supervisor:
-    """Supervisor of a prepared run; `driver` are the arguments of a driver process."""
+    """Supervisor of a prepared run; `driver` has Python's arguments to start a driver."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Supervisor:
                 raise
 
     def _run_attempts(self, out: Path) -> Outcome:
-        """Run all attempts, then upload their results if the folder is at a URL."""
+        """Run all attempts, then upload the run's results if its folder is at a URL."""
         url = self.prepared.url
         wrong = ""
         try:
@@ -164,7 +164,7 @@ class Supervisor:
         return replace(outcome, folder=url) if url else outcome
 
     def _upload(self, out: Path) -> str:
-        """Upload the files of a run that has ended; return what went wrong, or ""."""
+        """Upload the files of an ended run; return a description of a failure, or ""."""
         wrong = ""
         try:
             if self.prepared.url:
@@ -232,7 +232,7 @@ class Supervisor:
         raise AssertionError
 
     def _describe_end(self, out: Path) -> str:
-        """Describe when a run ended early, and where its files are."""
+        """Describe after how many iterations a run ended early, and where its files are."""
         lines, _ = read_valid_lines(out / METRICS)
         done = sum("iteration" in parse_line(line) for line in lines)
         if done > self.first:
@@ -250,7 +250,7 @@ class Supervisor:
     def _attempt_with_fewer(
         self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
     ) -> Result:
-        """Continue on the remaining hosts if the program fits, or wait for the lost hosts."""
+        """Run on the remaining hosts if the program fits; else wait for the lost hosts."""
         remaining = plural(result.hosts, "host")
         patience = self.plan.docks.deadline
         if (fewer := with_hosts(self.plan, result.hosts)) is not None:
@@ -314,7 +314,7 @@ class Supervisor:
                 return Result("died", reason)
 
     def _drive(self, attempt: Attempt, logs: Path, temporary: Temporary) -> str:
-        """Start a driver and wait for its end; return why it ended without a result."""
+        """Start a driver and wait for its end; return a reason in case there is no result."""
         command = [sys.executable, *self.driver, attempt.folder]
         # Only the first failure is reported; Ray would print tracebacks of others.
         environment = {
@@ -402,7 +402,8 @@ def _size(path: Path) -> int:
 def _is_file(stream: IO[str]) -> bool:
     """Return whether another process can write to a stream directly.
 
-    If not (a notebook's stream, or a stream in memory), this process writes the text to the stream.
+    If another process cannot (the stream of a notebook, or a stream in memory), this process writes the text to the
+    stream.
     """
     try:
         return stream.fileno() >= 0
@@ -411,7 +412,7 @@ def _is_file(stream: IO[str]) -> bool:
 
 
 def _append_to_first_line(message: str, more: str) -> str:
-    """Append `more` to a message's first line; the lines after it list waits."""
+    """Append `more` to a message's first line; the message's other lines list waits."""
     first_line, newline, rest = message.partition("\n")
     return first_line + more + newline + rest
 

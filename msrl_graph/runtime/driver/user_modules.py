@@ -1,9 +1,9 @@
 """The user's Python files that the functions of a program need.
 
-Invariant: the search imports no file. The search finds the files that a program calls, and, recursively, all files that
-a found file imports by a literal name. Imported files are searched in the folder of the called file, and in other user
-folders that Python searches (PYTHONPATH, editable installs). Files of the standard library, of installed packages and
-of msrl_graph itself are never included.
+Invariant: the search imports no file. The search starts with the files whose functions a program calls. It also finds
+all files that a found file imports by a literal name. The search for imported files covers the folder of the file whose
+functions are called, and other user folders that Python searches (PYTHONPATH, editable installs). Files of the standard
+library, of installed packages and of msrl_graph itself are never included.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BY_NAME = ("import_module", "__import__")
 def plan_files(plan: Plan) -> dict[Path, Path]:
     """Return the Python files of a plan's functions.
 
-    The keys are all files that the functions need. The value of a file is the file in the program that needs it, either
-    directly or through imports.
+    The keys are all files that the functions need. The value for a file is the file that the program names and that is,
+    or imports, the needed file.
     """
     owners: dict[Path, Path] = {}
     for path, _, _ in files_loaded(plan):
@@ -111,7 +111,10 @@ def _list_imports(file: Path) -> Iterator[tuple[str, Path | None]]:
 
 
 def _user_folders() -> list[Path]:
-    """Return the folders of `sys.path`, except the library and installed packages."""
+    """Return the folders of `sys.path` that contain files of users.
+
+    These are all folders except those of the standard library and of installed packages.
+    """
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     folders = []
     for entry in dict.fromkeys(filter(None, sys.path)):  # no process searches the folder in which a run is started

@@ -8,9 +8,9 @@ from ..dock.messages import Status
 
 
 def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
-    """Return what each process did, according to its last report to a dock, as a text.
+    """Return a text for each process that says what the process did last.
 
-    A process without a report is left out.
+    The texts come from the last report of each process to a dock. A process without a report is left out.
     """
     # A process reports its work to the dock of its host; another host's dock may know a share that it took since.
     activities = sorted(
@@ -21,9 +21,9 @@ def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
 
 
 def waits(statuses: Sequence[Status], reported: str) -> list[str]:
-    """Return a line for each process that waits or works, except waits in `reported`.
+    """Return a line for each process that waits or works.
 
-    `reported` is a message that was already shown.
+    `reported` is a message that was already shown. Waits that are in this message are left out.
     """
     lines = [
         str(wait) for status in statuses for wait in status.waits if str(wait).split(" has waited ")[0] not in reported

@@ -1,4 +1,4 @@
-"""Watchdog, by which the supervisor watches its driver and its keeper.
+"""Watchdog, with which the supervisor watches its driver and its keeper.
 
 The keeper (processes.py) is the process that cleans up when the supervisor is gone.
 
@@ -51,7 +51,7 @@ def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callabl
 def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: Callable[[], None]) -> int:
     """Wait for a driver's end and return its exit status.
 
-    During the wait, `write` gets the text that the driver prints, and `look` is called repeatedly.
+    During the wait, `write` is called with the text that the driver prints, and `look` is called repeatedly.
     """
     if driver.stderr is not None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,7 +1,7 @@
 """Concurrent calls of an `async def` function for many units, in one event loop.
 
-Invariant: results are returned in the order of the units. The event loop lives as long as the process. So a user's file
-may keep objects that belong to the loop between calls, such as an HTTP client.
+Invariant: results are returned in the order of the units. The event loop lives until the process ends. So the user's
+code can keep an object that belongs to the loop, such as an HTTP client, and use it in later calls.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class AsyncCaller:
     def map_units(self, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
         """Yield each unit with the outcome of its call, in the order of the units.
 
-        All calls are in progress at the same time, so the crash journal has one entry for all of them. If a process
-        died during these calls, the journal does not show which call was the cause. In this case, none of the calls is
-        repeated, and the method raises RunError.
+        All calls are in progress at the same time. So the crash journal (crash_journal.py) has one entry for all of
+        them. If a process died during these calls, the journal does not show which call was the cause. In this case,
+        none of the calls is repeated, and the method raises RunError.
         """
         all_units = [*units]
         node = self.function.node

@@ -29,7 +29,7 @@ _LENGTH = 4
 
 
 class ProcessDied(Exception):
-    """The error that a call is not repeated, because a process died during the call.
+    """The error for a call that is not repeated, because a process died during it.
 
     `frames` is the call stack of the process when it died, with the innermost frame last. `frames` is empty if the call
     stack is not known.
@@ -124,7 +124,7 @@ class CrashJournal:
 def _read_death(path: Path) -> _Death | None:
     """Return the call during which a process died; None if it died outside a call.
 
-    `path` is the journal file that this process wrote.
+    `path` is the journal file that the dead process wrote.
     """
     with suppress(OSError, ValueError):  # ValueError: an incomplete entry
         data = path.read_bytes()

@@ -67,7 +67,7 @@ class DrawWeights:
         """Return the weight of each row of the data for one iteration.
 
         All weights are finite and at least 0, and some are above 0. `tables` has the states that have one value for
-        each row. Raises RunError if the function fails or returns other weights.
+        each row. Raises RunError if the user's function fails, or if it returns weights that violate these conditions.
         """
         states = {**task.draws, **{name: np.array(table) for name, table in tables.items()}}
         arguments = {argument: states[name] for argument, name in self.parameters if name in states}
@@ -101,11 +101,11 @@ class DrawWeights:
 
 
 def remark_scarce_weights(source: Node, task: Task, weights: Array, first: int) -> list[str]:
-    """Return a remark in the first round that must draw rows of weight 0.
+    """Return a remark if this round is the first that must draw rows of weight 0.
 
-    The first such round of the iteration is the first round that needs more prompts than there are rows with a weight
-    above 0. `first` is the number of prompts that earlier rounds of the iteration have drawn. In all other rounds, the
-    result is an empty list.
+    Let n be the number of rows of the data with a weight above 0. A round must draw rows of weight 0 if the iteration
+    needs more than n prompts up to the end of this round. `first` is the number of prompts that the earlier rounds have
+    drawn. The result is an empty list for any other round, and if all rows of the data have a weight above 0.
     """
     positive_count = np.count_nonzero(weights)
     if not first <= positive_count < min(first + task.prompts, len(weights)):

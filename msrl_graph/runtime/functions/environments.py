@@ -88,8 +88,8 @@ class EnvironmentClass:
     def start(self) -> None:
         """Import the file that defines the class.
 
-        If a failure ends the run, this process imports the file. If rows may fail, a separate process imports the file,
-        so that the user's code cannot harm this process.
+        If the failure of a row ends the run, this process imports the file. If rows may fail without an end of the run,
+        a separate process imports the file, so that the user's code cannot harm this process.
         """
         if self.verdicts:
             folder = shipped_files.shipped_folder()
@@ -112,9 +112,10 @@ class EnvironmentClass:
         )
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
-        """Return the episodes of the responses `rows`, with one episode for each response.
+        """Return the episodes of some responses, with one episode for each response.
 
-        `batch` has the prompts' rows. Each prompt has the same number of responses.
+        `batch` has the rows of the prompts. `rows` has the numbers of the responses' rows. Each prompt has the same
+        number of responses.
         """
         return Episodes(self, batch, rows, task)
 
@@ -173,8 +174,8 @@ class Episodes:
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[Utterance, bool]]:
         """Return the environment's answers to the texts that the policy wrote in a turn.
 
-        `positions` has, for each text, the position of its row. The first turn is 1. Each answer comes with a flag that
-        is true if the answer ends the episode.
+        `positions` has, for each text, the position of the text's row in the field `rows`. The first turn is 1. Each
+        answer comes with a flag that is true if the answer ends the episode.
         """
         return self._ask(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
 
@@ -223,7 +224,7 @@ class Episodes:
     def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
         """Return the dock's column that says which rows remain, by the column's name.
 
-        Lost rows are counted and reported in `report`. The names of the metrics of failed rows begin with
+        Lost rows are counted and reported in `report`. The metrics that count failed rows have names that begin with
         `metric_prefix`. Returns {} if a failure ends the run, because no row can then be lost.
         """
         return self.surviving_rows.make_verdicts(report, metric_prefix)

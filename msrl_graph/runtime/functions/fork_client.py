@@ -1,7 +1,7 @@
-"""The client of a fork server (fork_server.py), which has imported a user's code.
+"""The client of a fork server, a process that has imported a user's code.
 
-Invariant: no process that the fork server forks outlives the client that requested it. The fork server is the parent of
-the forked processes, so it can report how each of them ended.
+Invariant: no process that the fork server (fork_server.py) forks outlives the client that requested it. The fork server
+is the parent of the forked processes, so it can report how each of them ended.
 """
 
 from __future__ import annotations

@@ -122,9 +122,9 @@ def main() -> None:
 
 
 def _receive_order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
-    """Return the client's next order with its file descriptors; None after the last.
+    """Return the client's next order and its file descriptors.
 
-    An order is a kind (FORK or WAIT) and a number (see `ORDER`).
+    An order is a kind (FORK or WAIT) and a number (see `ORDER`). Returns None after the last order.
     """
     data, fds, _, _ = socket.recv_fds(orders, ORDER.size, 1)
     return (*ORDER.unpack(data), fds) if len(data) == ORDER.size else None

@@ -57,9 +57,9 @@ class Results:
     - `columns`: for each written column, row numbers and the values of these rows. A filter has one column, with its
       verdicts.
     - `states`: for each state that the function computes, its values for the next iteration.
-    - `failed`: for each unit that failed and leaves the iteration, the failure and the number of the unit's rows. The
-      keys say in words which unit or row failed.
-    - `rows`: the number of rows of the batch or part.
+    - `failed`: for each unit that failed and leaves the iteration, the failure and how many rows the unit has. The keys
+      say in words which unit or row failed.
+    - `rows`: how many rows the batch or the part has.
     - `last`: true if no other part of the batch comes after this part.
     """
 
@@ -151,7 +151,7 @@ class FunctionNode:
     def find_spoilt_rows(self, batch: Batch) -> Array:
         """Return which rows may get a wrong result because of infinite or NaN inputs.
 
-        If the node's units have several rows, one such row spoils all rows of its unit.
+        If a unit has several rows, an infinite or NaN input of one row spoils all rows of the unit.
         """
         spoilt_rows = np.zeros(len(batch.rows), bool)
         for name in self.node.reads:

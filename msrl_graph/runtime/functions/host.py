@@ -146,7 +146,7 @@ class FunctionHost:
         return ray.util.get_node_ip_address(), ()
 
     def start(self) -> dict[str, Loaded]:
-        """Load the functions and the data files; return the numbers of rows by file."""
+        """Load the functions and the data files; return how many rows each data file has."""
         plan = self.plan = copy_to_host(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
         for name, file in files.items():  # a replacement must not read other rows
@@ -197,7 +197,7 @@ class FunctionHost:
         )
 
     def run(self, task: Task, tables: Tables) -> Report:
-        """Execute the instruction stream of function nodes for one task, or a part of it.
+        """Execute the function nodes' instruction stream for one task, whole or in part.
 
         A process that replaces a dead process executes the whole task again. The second execution does not change the
         results: the process gets the same shares, functions are pure, and a row that is written twice gets the same
@@ -282,7 +282,7 @@ class FunctionHost:
         self._put(task, round, columns)
 
     def _put_states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
-        """Write to the dock the states of prompts that were written without their states."""
+        """Write states to the dock for the prompts that were written without their states."""
         for round in rounds if self.host == 0 and self.read else ():
             chosen = self._choose_rows(task, round, tables.draws)
             self._put(task, round, self._state_columns(task, chosen, tables.states, self.read))
@@ -342,9 +342,9 @@ class FunctionHost:
 
     @contextmanager
     def _journal_call(self, node: Node, where: str) -> Iterator[None]:
-        """Record a call of the user's code that is not made for rows, such as an import.
+        """Record an import of a user's file, or a call of the option `weights`.
 
-        Raises RunError if the call must not be repeated.
+        `where` says in words what is imported or called. Raises RunError if it must not be repeated.
         """
         try:
             with self.note.record_call(f"{node.name}: {where}"):

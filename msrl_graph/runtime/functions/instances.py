@@ -123,10 +123,10 @@ class Instances:
     def answers(
         self, requests: Mapping[int, Ask], stops: bool, where: str = ""
     ) -> dict[int, EnvironmentReply | Failure]:
-        """Call the instances, and return the reply to each request by position.
+        """Call the instances, and return the instances' replies.
 
-        If `stops` is true, only the replies up to the first failure are returned. `where` is the text that progress
-        reports show.
+        The keys of `requests` and of the result are the positions of the rows. If `stops` is true, only the replies up
+        to the first failure are returned. `where` is the text that progress reports show.
         """
         row_progress.report(0, len(requests), where)
         calls = {position: _Call(self, position, request) for position, request in requests.items()}

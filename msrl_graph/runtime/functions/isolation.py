@@ -40,7 +40,7 @@ class EnvironmentSpec:
 
     - `folder`: the folder with the run's shipped files.
     - `path`, `name`: the user's file, and the name of the class in this file.
-    - `call`: the expression of the program that names the class.
+    - `call`: the expression that names the class in the program.
 
     The other fields are the fields of `ClassSignature`.
     """
@@ -125,10 +125,11 @@ class IsolatedInstances:
     def answers(
         self, requests: Mapping[int, Ask], stops: bool = False, where: str = ""
     ) -> dict[int, EnvironmentReply | Failure]:
-        """Call the instances, and return the reply to each request by position.
+        """Call the instances, and return the instances' replies.
 
-        If the process of a row has ended, the reply is the reason why the process ended. `stops` has no effect. `where`
-        is the text that progress reports show.
+        The keys of `requests` and of the result are the positions of the rows. If the process of a row has ended, the
+        reply is the reason why the process ended. `stops` has no effect. `where` is the text that progress reports
+        show.
         """
         parts: dict[_Process, dict[int, Ask]] = {}
         for position, request in requests.items():

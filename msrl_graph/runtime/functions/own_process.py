@@ -19,7 +19,7 @@ _guarded: ContextVar[int] = ContextVar("process of the guarded call", default=0)
 
 
 class ProcessExit(BaseException):
-    """The error that the user's code tried to end a process that other code needs."""
+    """The error for a user's call that tried to end a process that other code needs."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it ends its process with status {status}")
@@ -41,9 +41,10 @@ def guarded_call(process: int) -> Iterator[None]:
 
 
 def end_child(parent: int) -> None:
-    """End this process if it is a forked child of `parent` that returned from a call.
+    """End this process if it is a forked child in which a guarded call has returned.
 
-    The exit status is 1 if the call raised an error. If the call used `sys.exit`, the exit status is the argument of
+    `parent` is the id of the process that began the call. If this process is `parent`, the function does nothing. The
+    exit status is 1 if the call raised an error. If the call used `sys.exit`, the exit status is the argument of
     `sys.exit`. In all other cases, the exit status is 0.
     """
     if os.getpid() == parent:

@@ -28,8 +28,8 @@ class SurvivingRows:
 
     - `rows`: the numbers of the rows. The methods identify a row by its position in this array.
     - `fan`: the number of consecutive rows that form a group.
-    - `failed`: for each row that failed, the failure, and when the row failed, in words.
-    - `lost`: which rows leave, because the row itself or another row of its group failed.
+    - `failed`: for each failed row, the failure, and a phrase that says when the row failed.
+    - `lost`: which rows leave the iteration, because the row itself or another row of its group failed.
     """
 
     def __init__(self, node: Node, plan: Plan, rows: Array, fan: int, iteration: int) -> None:
@@ -44,10 +44,10 @@ class SurvivingRows:
         self.lost = np.zeros(len(rows), bool)
 
     def fail(self, position: int, failure: Failure, when: str = "", given: Mapping[str, Any] | None = None) -> range:
-        """Record the failure of a row, and return the positions of the rows that leave.
+        """Record a row's failure; return the positions of the rows that therefore leave.
 
-        `when` says in words when the row failed. `given` are the arguments of the failed call. Raises RunError if a
-        failure ends the run.
+        The rows leave the iteration. `when` says in words when the row failed. `given` are the arguments of the failed
+        call. Raises RunError if a failure ends the run.
         """
         if self.on_failure == "stop":
             raise RunError(self._failure_message(position, failure, when, given))
@@ -63,7 +63,7 @@ class SurvivingRows:
     def make_verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
         """Return the dock's column that says which rows remain, by the column's name.
 
-        Lost rows are counted and reported in `report`. The names of the metrics of failed rows begin with
+        Lost rows are counted and reported in `report`. The metrics that count failed rows have names that begin with
         `metric_prefix`. Returns {} if a failure ends the run, because no row can then be lost.
         """
         if not self.column:

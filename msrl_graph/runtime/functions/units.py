@@ -44,16 +44,16 @@ from .values import (
 class Unit(NamedTuple):
     """The input of one call of a function.
 
-    The class is a NamedTuple, because each row has a Unit, and a NamedTuple is built faster than a frozen dataclass.
+    The class is a NamedTuple, because each row may need a Unit, and a NamedTuple is built faster than a frozen
+    dataclass.
 
     - `number`: the number of the row or group.
     - `where`: the name of the row or group in messages.
     - `arguments`: the arguments of the function, as (parameter, value) pairs.
     - `rows`: the positions of the unit's rows in the batch.
     - `targets`: for each column that the node writes, the rows that get a value from this unit.
-    - `lengths`: which length the returned values must have. For each column that the node writes, there is one
-      dictionary per row in `targets`. The dictionary has the columns whose values must be as long as the written value,
-      and the lengths of these values in the row.
+    - `lengths`: for each column that the node writes, one dictionary per row in `targets`. The dictionary has the
+      lengths that other columns have in this row. The written value must have the same length as these columns.
     - `most`: the maximum number of times that a filter may pass a row.
     """
 
@@ -155,9 +155,9 @@ class UnitFunction:
             return self._failure(unit, error)
 
     def check_result(self, unit: Unit, result: Any) -> UnitOutcome:
-        """Convert a value that the function has already returned for a unit to an outcome.
+        """Return the outcome of a unit from `result`, which the function has returned.
 
-        The outcome is a UnitFailure if the value does not fit the node's columns.
+        The outcome is a UnitFailure if `result` does not fit the node's columns.
         """
         try:
             self._check_size(unit)
@@ -270,7 +270,7 @@ class UnitFunction:
 def options_of(call: Expr) -> dict[str, Any]:
     """Return the options that the program passes in a call, as Python values.
 
-    An option that is a call itself is evaluated, too.
+    If an option is itself a call, the call is made, and its result is the value.
     """
     arguments = {
         key: argument
@@ -288,7 +288,7 @@ def options_of(call: Expr) -> dict[str, Any]:
 def _to_array(result: Any) -> Array:
     """Convert the value that a function returned to an array.
 
-    If the value is a masked array, or if NumPy cannot convert it, the result is an object array of None.
+    If the value is a masked array, or if NumPy cannot convert it, the result is an array that contains only None.
     """
     if np.ma.is_masked(result):
         return np.asarray(None)

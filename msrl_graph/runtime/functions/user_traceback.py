@@ -32,7 +32,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 
 class BadResult(ValueError):
-    """A function returned a value that its columns cannot hold.
+    """A function returned a value that the node's columns cannot hold.
 
     The message names no line of the user's file, because the error is the returned value. `row` is set if the function
     returned values for several rows and the value of this row is wrong.

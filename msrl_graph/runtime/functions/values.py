@@ -1,4 +1,4 @@
-"""Conversion of the dock's values for a user's code, and of returned values.
+"""Conversion of values between the columns of the dock and the user's Python code.
 
 Invariant: a value that the user's code returns fits its column, or BadResult says what was returned and what is
 expected.
@@ -34,7 +34,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class NotNumbers(TypeError):
-    """The error that a numeric column cannot hold a value.
+    """The error for a value that a numeric column cannot hold.
 
     If the value has several items, `item` describes the first item that is not allowed.
     """
@@ -137,7 +137,7 @@ class InjectedArguments:
 
 
 def values_for_function(column: ColumnData, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
-    """Return the values of some rows of a column as a function gets them.
+    """Return the values of some rows of a column, in the form that functions get.
 
     - The value of a text column is a string.
     - The value of a JSON column is the parsed JSON, or the JSON text if `text` is true.
@@ -291,9 +291,9 @@ def _to_json(name: str, value: Any) -> str:
 
 
 def _find_odd_key(value: Any) -> Any:
-    """Return a dictionary key that is not a string, at any depth of a value, or None.
+    """Find a dictionary key that is not a string, at any depth of a value.
 
-    JSON would turn such a key into a string, and might make two keys equal.
+    Returns None if there is no such key. JSON would turn such a key into a string, and might make two keys equal.
     """
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)

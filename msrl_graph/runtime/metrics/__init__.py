@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, warnings, and measured next to predicted values."""
+"""Reports of a run: metrics, warnings, and comparisons with predicted values."""

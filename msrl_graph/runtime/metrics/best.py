@@ -1,5 +1,7 @@
 """The best figures of evaluations, and whether the evaluations still improve.
 
+An evaluation can name one of its figures with the attribute `best`. Only these figures are considered.
+
 Invariant: everything is computed from the lines of metrics.jsonl. So a resumed run has the same best figures as the run
 before the interruption.
 """
@@ -17,7 +19,7 @@ from ...ir.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class BestFigure:
-    """The best value of the figure that an evaluation states as `best`.
+    """The best value of the figure that an evaluation names with its attribute `best`.
 
     `iteration` is the number of iterations after which the best value was reached. `since` is the number of evaluations
     after the evaluation with the best value.
@@ -35,16 +37,16 @@ class BestFigure:
 
     @property
     def description(self) -> str:
-        """A text with the title of the figure, its value, and when it was reached."""
+        """A text with the figure's title, its value, and when the value was reached."""
         when = f"after {plural(self.iteration, 'iteration')}" if self.iteration else "before the training"
         return f"{self.name} {self.value:.3f} {when}"
 
 
 def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[BestFigure]:
-    """Find the best figure of each evaluation that states `best`.
+    """Find the best value of the figure that each evaluation names with `best`.
 
-    If several figures are equally good, the first one is the best figure. A missing or non-finite figure is never the
-    best. An evaluation without a finite figure is left out.
+    Evaluations without the attribute `best` are left out. If several values are equally good, the first of these values
+    is the best. A missing or non-finite value is never the best. An evaluation without a finite value is left out.
     """
     bests = []
     for evaluation in (candidate for candidate in evaluations if candidate.best):
@@ -60,7 +62,8 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
 def early_stop_reason(bests: Iterable[BestFigure]) -> str:
     """Return why training ends before its last iteration; "" if training continues.
 
-    Training ends if the last `patience` runs of an evaluation have not improved its best figure.
+    `patience` is an attribute of an evaluation. Training ends if `patience` evaluations in a row have not improved the
+    best figure.
     """
     exhausted = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
     return (

@@ -1,4 +1,4 @@
-"""Metrics from the sums of all processes: means, and metrics from several sums.
+"""Metrics computed from sums that all processes report: means and derived metrics.
 
 Invariant: if the last part of a sum's name (after the last `/`) begins with `_`, the sum is only an input of other
 metrics and appears in no metrics line. The metrics do not depend on how rows are split into micro-batches and ranks,

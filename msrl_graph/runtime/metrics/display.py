@@ -1,4 +1,4 @@
-"""Display of a run: a live line on a terminal, else one plain line per iteration.
+"""Display of a run: a live line on a terminal; elsewhere, one line per iteration.
 
 Invariant: an iteration is displayed with its number, counted from 0, as in metrics, rows, logs and errors. A displayed
 count is the number of finished iterations.
@@ -77,9 +77,9 @@ def is_terminal(stream: IO[str] | None) -> bool:
 class Display:
     """Display of a run's progress.
 
-    `phase` and `iteration` may be called at any rate, because the display limits the rate of drawing. With `watched`, a
-    terminal shows everything that is known about the run (terminal_panel.py). Without `watched`, a terminal shows one
-    line.
+    The methods `phase` and `iteration` can be called at any rate, because the display limits the rate of drawing. With
+    `watched`, a terminal shows everything that is known about the run (terminal_panel.py). Without `watched`, a
+    terminal shows one line.
     """
 
     def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
@@ -128,7 +128,7 @@ class Display:
     def wanted(self) -> bool:
         """Return whether a watcher (terminal, web page, Prometheus) waits for new data.
 
-        The driver then queries the docks for the data.
+        If the result is true, the driver queries the docks for the data.
         """
         return self.facts.wanted
 
@@ -209,10 +209,10 @@ SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions"
 
 
 def format_evaluation(evaluation: Evaluation, values: Mapping[str, float]) -> str:
-    """Format the figures of an evaluation over all rows, as one line.
+    """Format, as one line, the figures that an evaluation computed over all rows.
 
-    The line does not show figures over a part of the rows, or figures without a value; it only says how many more
-    figures metrics.jsonl contains.
+    Two kinds of figures are not shown: figures over a part of the rows, and figures without a value. The line only says
+    how many more figures metrics.jsonl contains.
     """
     line = [f"{key} {values[key]:.3f}" for key in evaluation.figures if not math.isnan(values.get(key, math.nan))]
     if more := len(values) - len(line):
@@ -223,7 +223,7 @@ def format_evaluation(evaluation: Evaluation, values: Mapping[str, float]) -> st
 
 
 def comparison_table(rows: list[tuple[str, str, float, float, str]]) -> Table:
-    """Return a table of predicted against measured values.
+    """Return a table that compares predicted values with measured values.
 
     Each row is (label, unit, predicted value, measured value, source of the prediction).
     """

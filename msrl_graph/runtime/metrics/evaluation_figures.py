@@ -1,7 +1,7 @@
 """Figures of an evaluation in addition to column means: pass@k, best@k, maj@k.
 
-An evaluation may state a column `by`, such as the source of a prompt. Each figure is then also computed for each value
-of this column, over the prompts with this value.
+An evaluation can name a column with the attribute `by`, such as the source of a prompt. Each figure is then also
+computed for each value of this column, over the prompts with this value.
 
 Invariant: the figures are computed from all rows of the evaluation together, so the figures do not depend on how the
 rows were distributed over processes.
@@ -28,7 +28,7 @@ MOST_VALUES = 100  # most values of the column that splits an evaluation
 def evaluation_figures(
     plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, ColumnRows]
 ) -> dict[str, float]:
-    """Compute the figures of an evaluation, by the figures' names in the metrics.
+    """Return the figures of an evaluation, by the figures' names in the metrics.
 
     `pieces` has the rows of each column that the figures need, by the name of the column. Raises RunError if the column
     `by`, which splits the evaluation, has more than MOST_VALUES values.

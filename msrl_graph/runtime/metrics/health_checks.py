@@ -59,8 +59,8 @@ class HealthChecks:
     def _find_drift(self, line: dict[str, Any]) -> Node | None:
         """Return the node that measures drift, if the drift is more than `max_drift`.
 
-        The drift is the difference between the log-probabilities of trainer and generator. Returns None if the drift is
-        at most `max_drift`, or if no node of the plan measures drift.
+        The drift is the difference between the trainer's and the generator's log-probabilities. Returns None if the
+        drift is at most `max_drift`, or if no node of the plan measures drift.
         """
         bound = self.run.max_drift
         if self.compares is None or bound is None or not line.get("logp_drift", 0.0) > bound:
@@ -115,7 +115,7 @@ class HealthChecks:
 def judged_columns(graph: Graph) -> list[str]:
     """Return the columns from which nodes compute group-relative advantages.
 
-    A column has one value per response. A node computes the advantage of a response from the values of several
+    Such a column has one value per response. A node computes the advantage of a response from the values of several
     responses.
     """
     compared = [

@@ -1,8 +1,8 @@
 """HTTP servers of a run: the run's web page, and the metrics for Prometheus.
 
-Invariant: a client that does not know the page's token gets no content of the page, and its connection is closed after
-some seconds (process/connection_gate.py). The driver queries the docks only when a client requests data. So a run
-without clients does not pay for these queries.
+Invariant: a client that does not know the page's token gets no content of the page, and the client's connection is
+closed after some seconds (process/connection_gate.py). The driver queries the docks only when a client requests data.
+So a run without clients does not pay for these queries.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StatusServer:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def end(self, kind: str, reason: str) -> None:
-        """Send to all open pages how the attempt ended, and wait until they are closed.
+        """Send all open web pages how the attempt ended; wait until the pages are closed.
 
         The wait takes at most FAREWELL seconds.
         """
@@ -121,8 +121,8 @@ class _Page(_Handler):
     """Request handler of the run's web page.
 
     - `/` returns the page.
-    - `/facts` returns a stream of events, each with everything that is known about the run.
-    - `/curve?key=K` returns the values of metric K from the beginning of the run to now.
+    - `/facts` returns a stream of events. Each event contains everything that is known about the run.
+    - `/curve?key=K` returns the values of metric K from the beginning of the run to the present.
     """
 
     watching: StatusServer

@@ -1,7 +1,7 @@
 """pass@k, best@k and maj@k: results of k attempts, estimated from n attempts.
 
-Invariant: each result is the mean over all subsets of k of the n attempts at one prompt. The mean is computed exactly,
-without sampling subsets.
+Invariant: each result is the mean over all subsets that have k of the n attempts at one prompt. The mean is computed
+exactly, without sampling subsets.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """Return the chance that an answer wins a vote of k attempts.
+    """Return the chances of answers to win a vote of k attempts.
 
-    The keys are the numbers of attempts with the answer. `counts` has the number of attempts of each answer. `silent`
-    is the number of attempts without an answer. For an answer with `votes` of the k votes, `ways[s, t]` is the number
-    of ways to choose s attempts without this answer, so that no other answer gets more votes, and t other answers get
-    the same number of votes.
+    `counts` has, for each answer, the number of attempts that gave this answer. `silent` is the number of attempts
+    without an answer. A key of the result is a number from `counts`. The value is the chance that an answer with this
+    number of attempts wins.
+
+    The local array `ways` belongs to an answer that gets `votes` of the k votes. `ways[s, t]` is the number of ways to
+    choose s attempts without this answer, so that t other answers get the same number of votes and no answer gets more.
     """
     shares: dict[int, float] = {}
     for count in sorted(set(counts)):
@@ -81,7 +83,7 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
 def _with_answer(ways: Array, attempts: int, votes: int) -> Array:
     """Return `ways`, extended by one more answer that gets at most `votes` votes.
 
-    `ways` is defined in `_vote_shares`. `attempts` is the number of attempts with the added answer.
+    `ways` is defined in `_vote_shares`. `attempts` is the number of attempts that gave the added answer.
     """
     added = np.zeros_like(ways)
     for drawn in range(min(attempts, votes, len(ways) - 1) + 1):

@@ -20,7 +20,7 @@ LAST = 65535
 
 @dataclass(frozen=True)
 class Ports:
-    """File descriptors of open sockets; -1 means no socket.
+    """File descriptors of open sockets; -1 means that a socket does not exist.
 
     `page` is the socket of the run's web page, whose address contains `token`. `metrics` is the socket of the
     Prometheus metrics.

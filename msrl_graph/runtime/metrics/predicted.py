@@ -1,4 +1,4 @@
-"""An estimate of a run from its measured row lengths and this machine's rates.
+"""An estimate of a run's time, from measured row lengths and this machine's rates.
 
 The estimate is computed after a run, and replaces the plan's estimate in the comparison with measured values.
 

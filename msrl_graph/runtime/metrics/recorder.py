@@ -127,7 +127,7 @@ class Recorder:
         return line
 
     def memory(self, reports: list[Report]) -> None:
-        """Store each rank's live tensor bytes, before and at the peak of each instruction."""
+        """Store each rank's live tensor bytes, before each instruction and at its peak."""
         self.tensor_bytes = {report.process: report.bytes for report in reports if report.process.startswith("rank")}
         (self.folder / "memory.json").write_text(json.dumps(self.tensor_bytes, indent=2))
 
@@ -171,7 +171,7 @@ class Recorder:
 
     @property
     def bests(self) -> list[BestFigure]:
-        """The best figure so far of each evaluation that states `best`."""
+        """The best values so far of the figures that evaluations name with `best`."""
         return best_figures(self.plan.deploy.evaluations, self.evaluations)
 
     def copy(self) -> bytes:
@@ -235,10 +235,10 @@ class Recorder:
         """Return the comparison table as (what, unit, predicted, measured, source).
 
         - Measured values are medians over the iterations. The first iteration is left out if there are several.
-        - Staleness is measured by its mean and its maximum.
-        - If weights are not sent in each iteration, the measured values of sending are means over all these iterations.
-        - Seconds are predicted for rows of the measured lengths, and bytes for rows of the longest length that is
-          allowed.
+        - Two values measure staleness: the mean and the maximum.
+        - If weights are sent only in some iterations, the measured time and bytes of sending are means over all
+          iterations.
+        - Seconds are predicted for rows of the measured lengths. Bytes are predicted for rows of the maximum length.
         """
         plan = self.plan
         lines = self.lines[1:] or self.lines
@@ -296,10 +296,10 @@ class Recorder:
         return [*rows, *self._memory_table()]
 
     def _memory_table(self) -> list[tuple[str, str, float, float, str]]:
-        """Return table rows with the peak tensor bytes of each phase.
+        """Return table rows: each phase's predicted and measured peak of tensor bytes.
 
-        The measured value is the highest peak of any rank of the pool. Further table rows contain the host buffers that
-        exist after a resharding. The result is empty if memory was not measured.
+        The measured value is the highest peak among the pool's ranks. More table rows compare the bytes of host buffers
+        that exist after a resharding. The result is empty if memory was not measured.
         """
         rows = []
         for pool in self.plan.pools:
@@ -353,7 +353,7 @@ def parse_line(text: str | bytes) -> dict[str, Any]:
 def read_valid_lines(path: Path) -> tuple[list[bytes], str]:
     """Return a metrics file's lines before the first damaged line, and the damage.
 
-    The damage is described in words; "" means that there is none.
+    The damage is described in words; "" means that no line is damaged.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for i, line in enumerate(lines):
@@ -373,7 +373,7 @@ def _is_line(text: bytes) -> bool:
 def restore_lines(path: Path, copy: bytes) -> str:
     """Restore the metrics file from a checkpoint's copy, if lines are lost or differ.
 
-    Returns a description of the damage to the file; "" if there was none. Raises OSError if the file cannot be written.
+    Returns a description of the damage; "" if the file is intact. Raises OSError if the file cannot be written.
     """
     content = path.read_bytes() if path.is_file() else b""
     if content.startswith(copy):
@@ -399,8 +399,9 @@ def restore_lines(path: Path, copy: bytes) -> str:
 def imbalances(reports: list[Report]) -> dict[str, float]:
     """Return the load imbalance of each node that several processes compute.
 
-    In each round, every process computes a share of rows. The imbalance is a ratio of two sums over all rounds: the
-    tokens of the longest share, divided by the mean number of tokens per share.
+    A process computes several shares of a node's rows, one after the other. The n-th shares of all processes form a
+    set. The imbalance is sum A divided by sum B. Sum A adds up the tokens of the longest share of each set. Sum B adds
+    up the mean number of tokens per share of each set.
     """
     ratios: dict[str, float] = {}
     for node in sorted({node for report in reports for node in report.loads}):
@@ -411,7 +412,7 @@ def imbalances(reports: list[Report]) -> dict[str, float]:
 
 
 def phases(reports: list[Report]) -> dict[str, float]:
-    """Return the seconds of each phase in the process that took longest for the phase."""
+    """Return, for each phase, the seconds of the process that took longest."""
     slowest: dict[str, float] = {}
     for report in reports:
         for name, seconds in report.seconds.items():

@@ -51,7 +51,7 @@ class ColumnMeans:
 
 
 def prompt_spreads(reports: list[Report]) -> dict[str, float]:
-    """Return metrics of how much the numbers of each prompt's rows differ, by column.
+    """Return metrics, by column, of how much the numbers of a prompt's rows differ.
 
     - `NAME/std`: the unbiased standard deviation among the rows of a prompt, averaged over the prompts.
     - `NAME/flat`: the fraction of the prompts whose rows all have the same number.

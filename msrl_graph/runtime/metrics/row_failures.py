@@ -1,8 +1,7 @@
 """Messages about the rows that failed in an iteration or in an evaluation.
 
 Invariant: in training and in evaluations, all failed rows are counted, and the first failed row of each reason is
-reported. An iteration in which no row is left ends the run with an error, because a program that yields no row is
-broken.
+reported. If no row of an iteration is left, the run ends with an error, because a program that yields no row is broken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Status of a run in progress: one set of facts for terminal, page and Prometheus.
+"""Status of a run in progress: the same facts for terminal, page and Prometheus.
 
 A watcher is the panel on the terminal, an open web page, or Prometheus. A task is one iteration of training, or one
 evaluation.
@@ -33,7 +33,8 @@ WAYS = (" get away", " get here", " get", " put")  # endings of metrics: what wa
 class NodeStatus:
     """Progress of a worker state in the current task, in rows.
 
-    The counted rows are the rows that the worker state writes, or the rows that it reads if it writes none.
+    The counted rows are the rows that the worker state writes. If the worker state writes no rows, the rows that it
+    reads are counted.
 
     - `colour`: the number of the color of the worker state's pool in the plan's picture; None: no color.
     - `handed`: the number of rows whose input was handed to the worker state.
@@ -210,7 +211,7 @@ class RunFacts:
             self.totals["waited", report.process] += waited  # type: ignore[assignment]
 
     def look(self, statuses: Sequence[Status]) -> None:
-        """Store the statuses of all docks, which the docks have returned in one query.
+        """Store the statuses of all docks, which come from one query.
 
         Only a dock that was asked for details also reports its rows, memory and processes.
         """
@@ -328,9 +329,9 @@ class RunFacts:
     def curve(self, key: str) -> dict[str, Any]:
         """Return the curve of a metric, in two lists.
 
-        `points` has a pair of the number of finished iterations and the metric's value. If there are more than POINTS
-        values, each point is the mean of several neighboring values. `evaluations` has (evaluation, number of finished
-        iterations, value).
+        - `points` has pairs: the number of finished iterations, and the metric's value. If there are more than POINTS
+          values, each point is the mean of several neighboring values.
+        - `evaluations` has triples: the evaluation, the number of finished iterations, and the metric's value.
         """
         points = [
             (line["iteration"] + 1, line[key]) for line in list(self.lines) if isinstance(line.get(key), int | float)
@@ -347,6 +348,6 @@ class RunFacts:
 
 
 def _sort_key(name: str) -> tuple[str, int]:
-    """Return a sort key of a process's name that orders ranks by their numbers."""
+    """Return a sort key for a process's name; the keys order ranks by their numbers."""
     kind, _, number = name.rpartition(" ")
     return kind, int(number) if number.isdecimal() else 0

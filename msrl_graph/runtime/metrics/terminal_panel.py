@@ -84,7 +84,7 @@ def _hosts(now: RunSnapshot) -> Table:
 
 
 def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
-    """Draw the curves of the metrics among the first two main figures of an iteration."""
+    """Draw curves: of the first two main figures of an iteration that have a curve."""
     names = dict.fromkeys([figure_name for figure_name, _ in now.figures if figure_name in now.curves][:2])
     curves: list[RenderableType] = []
     for name in names:

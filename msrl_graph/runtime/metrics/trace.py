@@ -22,8 +22,8 @@ LAST = 180  # and from the end
 class _Kept(NamedTuple):
     """An event of the trace.
 
-    `process` is the number of the process in the trace. `lane` is the number of the track, among the process's tracks
-    for work in parallel. `start` is the wall-clock time in seconds.
+    `process` is the number of the process in the trace. A process that works in parallel has several tracks; `lane` is
+    the number of the event's track. `start` is the wall-clock time in seconds.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Functions with which a run joins a Ray cluster and connects its processes.
+"""Functions with which a run joins a Ray cluster and chooses a network interface.
 
 Invariant: a Ray cluster that does not answer is reported within about 30 seconds, with its address.
 """
@@ -34,10 +34,10 @@ LOOPBACK = "127.0.0.1"
 def without_idle_servers(logs: bool) -> Iterator[None]:
     """Context in which Ray starts on this machine without its unused server processes.
 
-    While this context is active, Ray starts neither the monitor of its autoscaler nor its API server. Ray starts its
-    log monitor only if `logs` is true, which means that log lines are sent to the driver. Each of these three processes
-    takes a second of CPU time to start. Usually, Ray also waits for the API server before it starts anything else. Ray
-    still starts its agent, but the agent loads no dashboard modules, as if the dashboard's packages were not installed.
+    In this context, Ray starts neither the monitor of its autoscaler nor its API server. Ray starts its log monitor
+    only if `logs` is true. The log monitor sends log lines to the driver. Each of these three processes takes a second
+    of CPU time to start. Ray still starts its agent, but the agent loads no dashboard modules, as if the dashboard's
+    packages were not installed. Outside this context, Ray waits for the API server before it starts anything else.
     """
     parameters: Any = import_module("ray._private.parameter")
     services: Any = import_module("ray._private.services")
@@ -66,7 +66,10 @@ def without_idle_servers(logs: bool) -> Iterator[None]:
 
 
 class NoResources(Fault):
-    """The error that the machines lack what the plan needs. The exit status is 3."""
+    """The error for a run whose machines lack something that the plan needs.
+
+    The exit status is 3.
+    """
 
 
 def set_collective_interface(cluster: ClusterSpec) -> str:
@@ -75,11 +78,11 @@ def set_collective_interface(cluster: ClusterSpec) -> str:
     The interface is chosen as follows:
     - If `cluster` states an interface, this interface is used.
     - If not, and if the cluster has a single host, the loopback interface is used.
-    - In all other cases, the interface with the address by which Ray knows this host is used.
+    - In all other cases, the function uses the interface whose address Ray lists for this host.
 
     The function sets the environment variables by which the collective libraries (such as NCCL or gloo) find the
     interface. A variable that the user has already set keeps its value. Without these variables, the libraries use the
-    address of the host's name, which is 127.0.0.1 on many hosts.
+    address to which this host's name resolves. On many hosts, this address is 127.0.0.1.
     """
     import ray
 
@@ -141,9 +144,10 @@ def _try_connection(address: str, answer: Future[None]) -> None:
 def job_config() -> Any:
     """Return job settings that keep the start folder out of Ray's import path.
 
-    By default, each process that Ray starts on any host searches for a module first in the folder where the program was
-    started. Another user may write to that folder, for example if it is /tmp. Ray omits the folder for jobs that were
-    submitted through Ray's client, so the returned settings mark the job as a client job.
+    The *start folder* is the folder in which the program was started. By default, the processes that Ray starts on any
+    host search for a module first in this folder. Other users might be able to write to the folder, for example if it
+    is /tmp. Ray omits the folder for jobs that were submitted through Ray's client, so the returned settings mark the
+    job as a client job.
     """
     import ray
 
@@ -161,7 +165,7 @@ def unreachable_cluster(message: str, span: Span, help: str = START) -> NoResour
 def files_loaded(plan: Plan) -> Iterator[tuple[str, str, Node]]:
     """Yield each function or class that a run loads from the user's Python files.
 
-    Each is yielded as (path of the file, name of the function or class, node that calls it).
+    Each item is (path of the file, name of the function or class, node that calls the function or class).
     """
 
     def look(expr: Expr) -> Iterator[tuple[str, str]]:

@@ -24,8 +24,8 @@ KEPT = 256 << 20  # bytes
 def open_store(host: str) -> TCPStore:
     """Return the TCPStore through which ranks find each other.
 
-    The store listens at the address `host` only. By default, a TCPStore listens at every address of the machine, and
-    anyone who can connect to it may read and write what ranks store in it.
+    The store listens at the address `host` only. By default, a TCPStore listens at every address of the machine. Anyone
+    who can connect to such a store can read and overwrite what the ranks store in it.
     """
     listening = listen(host)
     port = listening.getsockname()[1]
@@ -35,9 +35,9 @@ def open_store(host: str) -> TCPStore:
 def prepare_process(threads: int) -> None:
     """Set torch's number of threads, and make the C library reuse freed memory.
 
-    Each eager operator allocates and frees megabytes. To get fresh memory from the system takes more time than most
-    operators compute, because the system handles a page fault for every 4 KiB. With a C library other than glibc, the
-    memory settings do not change.
+    Each eager operator allocates and frees megabytes. Without reuse, each operator gets fresh memory from the system.
+    This takes longer than most operators run, because the system handles a page fault for every 4 KiB. With a C library
+    other than glibc, the memory settings do not change.
     """
     # gloo and torch would otherwise each start a thread for every core of the machine.
     torch.set_num_threads(threads)

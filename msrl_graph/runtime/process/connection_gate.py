@@ -81,7 +81,10 @@ class Gate:
                 self._close(visitor)
 
     def make_room(self) -> None:
-        """Close one unauthenticated connection, if there is one, to free its descriptor."""
+        """Close one unauthenticated connection, if there is one.
+
+        The connection's file descriptor can then be used for another connection.
+        """
         with self._lock:
             self._forget_closed()
             self._close_one()

@@ -16,15 +16,15 @@ def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) 
     """Set the variables, the temporary folder, the log and the heartbeat of a process.
 
     - `folder`: the run's temporary folder on this host. This folder contains the files that were shipped to this host.
-      Temporary files of the process are also written into this folder, so that the cache folder that torch leaves
-      behind is removed with the run.
+      Temporary files of the process are also written into this folder, so they are removed when the run ends. One of
+      these files is the cache folder that torch leaves behind.
     - `logs`: the folder of log files. The output of the process goes to a file in this folder. The file is named after
       `process`.
     - `process`: the name of the process.
     - `deadline`: the number of seconds for which the dock lets a process wait without progress. If it is 0, the process
       has no heartbeat.
 
-    Ray's runtime_env is not used, because Ray would start an agent for it, which takes seconds.
+    Ray's runtime_env is not used. For a runtime_env, Ray would start an agent, which takes seconds.
     """
     os.environ |= OFFLINE
     os.environ["TMPDIR"] = tempfile.tempdir = folder

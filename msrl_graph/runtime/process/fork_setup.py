@@ -1,8 +1,9 @@
 """Set-up of child processes that user code forks from a process of a run.
 
 Invariant: SIGTERM ends a forked child immediately, as in a Python program without Ray. Ray handles SIGTERM with a
-Python function. CPython loses a signal with such a handler if the signal reaches a child before the child has run its
-first line. A `multiprocessing` pool that is closed soon after its start would then wait for the child forever.
+Python function. A signal that has a Python function as its handler can reach a child before the child has run its first
+line. CPython then loses the signal. If a `multiprocessing` pool were closed soon after its start, the pool would wait
+for this child forever.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _HELD = (signal.SIGTERM,)
 def release_children() -> None:
     """Give SIGTERM its default action in the children that this process forks later.
 
-    Without this function, children would inherit the SIGTERM handler that this process has at the time of the call. If
-    the user's code later sets another handler, children inherit that handler.
+    A forked child normally inherits the SIGTERM handler of its parent process. If the user's code replaces the handler
+    after this call, later children inherit the user's handler.
     """
     ours = signal.getsignal(signal.SIGTERM)
     if not callable(ours):  # no Python handler, with which children could lose signals

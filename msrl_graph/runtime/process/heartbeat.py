@@ -1,17 +1,19 @@
-"""Heartbeats, which find and kill the processes of a host that make no progress.
-
-Invariant: a process is killed only by a watching process that was itself running during the whole time limit. During
-this time, the watching process has looked at the other process again and again, and has seen no beat and hardly any
-bytes read or written. So no process is killed because the machine was suspended or is slow: in these cases the watching
-process did not run either. The reason for a kill is written to a file before the kill.
+"""Heartbeats, by which the processes of a host find and kill stuck processes.
 
 Each process of a run has a *heart*: a file in the run's folder on the host. A thread of the process increases a counter
-in this file once a second. The same thread watches the hearts of the other processes on the host.
+in this file once a second. Each increase is a *beat*. The same thread watches the hearts of the other processes on the
+host.
 
 - The counter stops if the process is stopped (SIGSTOP). The counter also stops if C code holds the interpreter's lock
   and never returns, because no Python thread can then run.
 - The counter continues if the process waits or runs the user's Python code. The dock's `deadline` limits how long a
-  process may do this.
+  process may wait or run this code.
+
+Invariant: a process is killed only by a watching process that was itself running during the whole time limit. During
+this time, the watching process has repeatedly looked at the other process. It has seen no beat of the other process,
+and the other process has read and written hardly any bytes. So no process is killed because the machine was suspended
+or is slow: in these cases, the watching process did not run either. The reason for a kill is written to a file before
+the kill.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Limits(NamedTuple):
-    """Seconds without a beat after which a process is killed.
+    """Time limits in seconds: a process without a beat for longer is killed.
 
     - `stopped`: the limit for a process that is stopped by a signal.
     - `silent`: the limit for a process that has no beat for another reason. This limit is longer than `stopped`,
       because loading a library holds the interpreter's lock, and so do some regular expressions. While a process is
       ready to run, only its seconds on a CPU core count, so a process that gets no core is not killed.
 
-    A process that waits for a process without progress is itself limited by the dock's deadline. Both limits are
-    shorter than this deadline, unless the deadline is shorter than a minute. So the process without progress is killed
-    first, and the waiting process is not blamed.
+    A process can wait for another process, which makes no progress. The waiting process is limited by the dock's
+    deadline. Both limits of this class are shorter than this deadline, unless the deadline is shorter than a minute. So
+    the process without progress is killed first, and the waiting process is not blamed.
     """
 
     stopped: float
@@ -67,7 +69,8 @@ class ProcessStat(NamedTuple):
     - `state`: `T` is stopped, `Z` is dead, `D` waits for a disk, `R` runs or is ready to run.
     - `start`: the start time, in clock ticks since boot.
     - `computed`: the CPU time in seconds.
-    - `faults`: the number of memory pages that had to be loaded first, such as pages of a mapped file.
+    - `faults`: the number of major page faults. In a major page fault, the system loads a memory page, for example of a
+      mapped file.
     """
 
     state: str
@@ -94,8 +97,8 @@ class Heart:
     """The heart of this process, with a thread that beats until the process ends.
 
     `process` is the name of this process. The thread also watches other processes, and kills a process that exceeds
-    `limits`. The thread watches each process that has a heart in `folder`. It also watches the processes that `others`
-    returns, as a map from name to process id; they have no heart.
+    `limits`. The thread watches each process that has a heart in `folder`. It also watches processes that have no
+    heart: `others` returns the names of these processes with their process ids.
     """
 
     def __init__(
@@ -146,8 +149,8 @@ class _Patient:
 class HeartbeatWatch:
     """A watch that looks at processes and kills a process without progress.
 
-    The watch looks at each process that has a heart in `folder`, except the process named `me`. It also looks at the
-    processes that `others` returns, as a map from name to process id; they have no heart.
+    The watch looks at each process that has a heart in `folder`, except the process named `me`. It also looks at
+    processes that have no heart: `others` returns the names of these processes with their process ids.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class HeartbeatWatch:
     def look(self, seconds: float) -> list[str]:
         """Look once at each watched process, and kill the processes without progress.
 
-        `seconds` is the time since the last look in which this process itself was running. Returns the reason for each
+        `seconds` is the time for which this process itself was running since the last look. Returns the reason for each
         kill.
         """
         beats_by_process = self._read_beats()
@@ -197,9 +200,9 @@ class HeartbeatWatch:
         return [why for why in killed if why]
 
     def _read_beats(self) -> dict[tuple[str, int, int], int]:
-        """Return the number of beats of each watched process, by name, id and start time.
+        """Return the number of beats of each watched process.
 
-        The number is -1 for a process without a heart.
+        The keys are (name of the process, process id, start time). The number is -1 for a process without a heart.
         """
         beats_by_process = {}
         for name, (pid, start, beats) in _read_hearts(self.home).items():
@@ -216,7 +219,7 @@ class HeartbeatWatch:
     def _kill(self, name: str, pid: int, seconds: float, how: str) -> str:
         """Kill a process, and return the reason as a sentence for the user.
 
-        `seconds` is the time without progress, and `how` says in words why there was none. Returns "" if another
+        `seconds` is the time without progress, and `how` says in words why there was no progress. Returns "" if another
         watching process has already recorded the kill.
         """
         why = f"{name} has not moved for {seconds:.0f} s ({how}); killed"
@@ -236,8 +239,8 @@ class HeartbeatWatch:
 def watch_host(folder: str, limits: tuple[float, float], seconds: float) -> None:
     """Watch the run's processes on this host for `seconds` seconds.
 
-    The caller is not a process of the run. `folder` is the run's folder on this host. `limits` has the two fields of
-    `Limits`.
+    A process that is not part of the run calls this function. `folder` is the run's folder on this host. `limits` has
+    the two fields of `Limits`.
     """
     watch = HeartbeatWatch(folder, Limits(*limits))
     until = time.monotonic() + seconds
@@ -264,9 +267,9 @@ def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
 def bytes_moved(folder: Path | str) -> int:
     """Return the bytes that the run's processes on this host have read and written.
 
-    The function counts each process with a heart in `folder`. While a file is flushed to disk, the process only waits,
-    and the system does not count these bytes for the process. So if one of the processes waits for a disk, the bytes
-    that the disks of this host have written are added.
+    The function counts each process with a heart in `folder`. A process that flushes a file to disk only waits, and the
+    system does not count the flushed bytes for this process. So if one of the processes waits for a disk, the function
+    adds the bytes that all disks of this host have written.
     """
     total = 0
     waits = False
@@ -311,7 +314,7 @@ def _count_flushed_bytes() -> int:
 
 
 def _threads(pid: int) -> list[str]:
-    """Return the threads of a process, as arguments of `read_stat`.
+    """Return the threads of a process, each as `PID/task/ID`.
 
     Returns an empty list if the process has ended.
     """

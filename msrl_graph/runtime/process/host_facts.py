@@ -1,7 +1,7 @@
 """Facts about a host, which a run queries before it starts processes on the host.
 
 Invariant: a query changes nothing on the host. A query needs only packages that are installed with Ray. The host may
-lack the package msrl_graph, so Ray sends the code of this file to the host, instead of a name to import.
+lack the package msrl_graph, so Ray sends the host the code of this file, not the name of a module.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Packages = Mapping[str, tuple[str, ...]]  # by package, the names under which it
 class PackageQuery(TypedDict):
     """The facts to look up on a host.
 
-    - `packages`: the packages that the interpreter of the driver needs.
-    - `others`: for each other interpreter that a pool uses, the command that prints its packages.
+    - `packages`: the packages that the driver's interpreter must be able to import on the host.
+    - `others`: for each other interpreter that a pool uses, the command that prints the versions of its packages.
     - `files`: the paths of files.
-    - `devices`: the pattern of device files in /dev.
+    - `devices`: a glob pattern for device files in /dev.
     - `variables`: the names of environment variables.
     - `address`: the address by which Ray knows the host.
     - `interface`: the name of a network interface that must exist, or "".
@@ -69,15 +69,16 @@ class HostFacts(TypedDict):
 
     - `name`: the name of the host.
     - `versions`: the version of each package; "" for a package that is not installed.
-    - `others`: for each interpreter in the query's `others`, its package versions.
+    - `others`: for each interpreter in the query's `others`, the versions of the interpreter's packages.
     - `sizes`: the size of each file in bytes; -1 for a file that is not readable.
     - `digests`: a digest of sampled blocks of each file; "" for a file that is not readable.
-    - `cores`, `devices`: the number of CPU cores and of device files.
+    - `cores`, `devices`: the number of CPU cores, and the number of device files that match the query's pattern.
     - `memory`, `total`: the free and the total bytes of memory.
     - `shared`: the free bytes in /dev/shm.
-    - `variables`: those of the requested variables that are set in the environment in which Ray starts processes.
-    - `interface`: the requested network interface, or else the interface that has the address of the query; "" if there
-      is no such interface.
+    - `variables`: the values of the query's variables in the environment in which Ray starts processes. A variable that
+      is not set is left out.
+    - `interface`: the network interface with the name in the query. If the query has no name, the interface with the
+      query's address. "" if there is no such interface.
     - `speaks`: the address of the network interface `interface`.
     - `interfaces`: all network interfaces with an internet address.
     """
@@ -108,7 +109,7 @@ class HostActor:
         return time.time()
 
     def keep(self, files: dict[str, Any]) -> str:
-        """Store files that are shipped to the host, and return their folder.
+        """Store the user's files that the run ships to this host, and return their folder.
 
         The caller uses this method only on hosts that have the package msrl_graph.
         """
@@ -142,7 +143,7 @@ def look(asked: PackageQuery) -> HostFacts:
 def versions(packages: Packages) -> dict[str, str]:
     """Return the versions of Python, of msrl_graph and of `packages`.
 
-    The versions are those that the interpreter that runs this function would import.
+    The versions are the versions that this process imports or would import.
     """
     package_versions = {package: _version(names) for package, names in packages.items()}
     return {"Python": platform.python_version(), "msrl-graph": package_digest(), **package_versions}
@@ -223,8 +224,8 @@ def package_digest() -> str:
 def sampled_digest(path: str) -> str:
     """Return a digest of a file's size and of sampled blocks of its content.
 
-    A small file is read whole. Raises OSError if the file cannot be read, or is not a regular file but, for example, a
-    pipe.
+    A small file is read whole. Raises OSError if the file cannot be read. Also raises OSError for anything that is not
+    a regular file, such as a pipe.
     """
     # Without O_NONBLOCK a pipe without a writer would block the caller.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -275,7 +276,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _interfaces() -> dict[str, set[str]]:
-    """Return the internet addresses of each network interface, by its name."""
+    """Return the name of each network interface, with the interface's addresses."""
     import socket
 
     import psutil

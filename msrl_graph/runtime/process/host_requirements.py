@@ -17,14 +17,14 @@ RANKS_A_CORE = 8
 
 
 def row_memory(plan: Plan) -> int:
-    """Return the bytes of memory that a host needs to store rows of the dock."""
+    """Return the bytes of memory that a host needs for the rows that its dock stores."""
     return max(ROOM, 4 * sum(plan.graph.column_bytes.values()))
 
 
 def files_read(plan: Plan, host: int) -> dict[str, list[str]]:
-    """Return the paths of the model and data files that a host reads, by title.
+    """Return the paths of the model and data files that a host reads.
 
-    A title is `model NAME` or `data NAME`. A host reads the models whose weights its ranks load. Only the first host
+    The keys are `model NAME` or `data NAME`. A host reads the models whose weights its ranks load. Only the first host
     reads data. A model or data file whose path is a URL is not included.
     """
     files: dict[str, list[str]] = {}

@@ -1,7 +1,8 @@
 """The Python interpreters that pools use, and checks of their packages.
 
 Invariant: an interpreter is checked before any process of the run starts, on each host where a process will use it.
-Without this check, Ray would wait for an interpreter that cannot run, because Ray takes it for a slow one.
+Without this check, Ray would wait for an interpreter that cannot run. Ray cannot distinguish such an interpreter from
+an interpreter that starts slowly.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MEND = (
 
 
 def packages(plan: Plan, python: str = "") -> Packages:
-    """Return the packages that the run's processes with one interpreter load.
+    """Return the packages that one of the run's Python interpreters must have.
 
     `python` is the path of the interpreter, or "" for the interpreter that runs the driver. The result maps each
-    package to the names under which it may be installed.
+    package to the names under which the package may be installed.
     """
     engines = (
         ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
@@ -41,7 +42,7 @@ def packages(plan: Plan, python: str = "") -> Packages:
 
 
 def commands(plan: Plan) -> dict[str, list[str]]:
-    """Return, for each interpreter, the command that prints its package versions.
+    """Return the commands that print the package versions of the pools' interpreters.
 
     The keys are the paths of the interpreters that the deploy states for pools. The interpreter that runs the driver is
     not included.
@@ -56,7 +57,7 @@ def commands(plan: Plan) -> dict[str, list[str]]:
 def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
     """Yield an error for each interpreter of this machine that the run cannot use.
 
-    The run's own interpreter is not checked. `find_mismatch` says when an interpreter cannot be used.
+    The interpreter that runs the driver is not checked. `find_mismatch` says when an interpreter cannot be used.
     """
     asked = commands(plan)
     own = host_facts.versions(packages(plan)) if asked else {}
@@ -70,8 +71,8 @@ def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
 def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
     """Return why the run cannot use an interpreter, or "" if the run can use it.
 
-    The result continues a sentence that begins with the interpreter's name. `seen` has the versions of the interpreter,
-    and `own` has the versions of the interpreter that runs the driver.
+    The result continues a sentence that begins with the interpreter's name. `seen` has the package versions of this
+    interpreter. `own` has the package versions of the interpreter that runs the driver.
     """
     if seen["wrong"]:
         return f"does not run: {seen['wrong']}"
@@ -91,9 +92,10 @@ def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
 
 
 def placements_of(plan: Plan, python: str = "") -> Iterator[Placement]:
-    """Yield the placements of the nodes that processes with one interpreter compute.
+    """Yield the placements of the nodes whose pool uses a given Python interpreter.
 
-    `python` is the path of the interpreter, or "" for the interpreter that runs the driver.
+    `python` is the path of the interpreter, or "" for the interpreter that runs the driver. Function nodes are left
+    out.
     """
     return (
         placement

@@ -49,7 +49,7 @@ class PrefixedStream(io.TextIOBase):
 
 
 def _shown(line: str) -> str:
-    """Return a line without characters that could harm a terminal.
+    """Return a line without the control characters that could harm a terminal.
 
     The line break at the end is not removed.
     """
@@ -119,7 +119,7 @@ def file_name() -> str:
 
 
 def log_details(*text: str) -> None:
-    """Write details to this process's log file that are too long for an error message.
+    """Write to this process's log file the text that is too long for an error message.
 
     Without a log file, nothing is written.
     """

@@ -2,9 +2,10 @@
 
 The bytes are measured at one moment (`live_bytes`), or as the peak of a phase (`Peak`).
 
-Invariant: a storage counts once, by its present size, even if several tensors share it. Host buffers are counted
-separately from other main memory, because a CPU device and its host share one memory. Memory that a kernel allocates
-for itself while it runs is not part of a tensor and is not measured.
+Invariant: a storage counts once, by its present size, even if several tensors share it. Host buffers, such as weights
+that are swapped out, are counted separately from other tensors in main memory. If the device is a CPU, these other
+tensors are the tensors on the device. Memory that a kernel allocates for itself while it runs is not part of a tensor
+and is not measured.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ def _place(storage: torch.UntypedStorage) -> str:
 
 
 def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
-    """Convert bytes by place (`PLACES`) to the bytes of `device` and of `host`.
+    """Return the bytes of `device` and of `host`, from the bytes in each place.
 
-    `other_device` is true if some storage is on a device other than the CPU. Main memory then counts as host memory. If
-    `other_device` is false, the CPU is the device, and main memory counts as device memory.
+    The places (`PLACES`) are a device other than the CPU, host buffers, and other main memory. `other_device` is true
+    if some storage is on a device other than the CPU. Main memory then counts as host memory. If `other_device` is
+    false, the CPU is the device, and main memory counts as device memory.
     """
     main = sums[MAIN]
     return {
@@ -104,9 +106,9 @@ def live_bytes() -> dict[str, int]:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Exclude the operations inside this context from the measurement of a `Peak`.
+    """Context whose operations a `Peak` does not measure.
 
-    These operations must not need more memory than the measured operations before them.
+    These operations must not need more memory than the operations that were measured before them.
     """
     peak: Peak | None = getattr(_entered, "peak", None)
     if peak is None:

@@ -38,7 +38,7 @@ class PreloadAddress(NamedTuple):
     """The address of a preload server.
 
     - `socket`: the path of the server's socket; "" if there is no server.
-    - `session`: the process session of the server and of the workers that it forks.
+    - `session`: the id of the process session that the server and its forked workers belong to.
     """
 
     socket: str = ""
@@ -186,9 +186,11 @@ def _connected(arguments: list[str]) -> socket.socket | None:
 
 
 def serve(listening: socket.socket, folder: str) -> list[str]:
-    """Import modules and fork Ray workers until standard input is closed.
+    """Import requested modules and fork Ray workers, until standard input is closed.
 
-    The function returns only in a forked worker. The result is the arguments of the program that the worker must run.
+    The names of the modules arrive at standard input. The requests for workers arrive at `listening`. `folder` is the
+    temporary folder of this server. The function returns only in a forked worker. The result is the arguments of the
+    program that the worker must run.
     """
     import gc
     import select

@@ -60,9 +60,9 @@ MOST = 10.0  # seconds that ending processes may take: one that waits for a dead
 def worker_niceness(by: int) -> dict[str, str]:
     """Return the environment variable that sets the niceness of Ray's workers.
 
-    A worker's niceness is the niceness of the process that starts Ray, plus `by`. If `by` is 0, the value that this
-    environment variable already has is used, or 0 if the variable is not set. Ray's own default is 15. With this
-    default, a worker gets only a thirtieth of a core that other processes also use.
+    The niceness of a worker is the niceness of the process that starts Ray, plus the value of this variable. The value
+    is `by`. If `by` is 0, the variable keeps its present value, or becomes 0 if it is not set. Ray's own default is 15.
+    With this default, a worker gets only a thirtieth of a core that other processes also use.
     """
     return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
 
@@ -88,12 +88,14 @@ def wait_for_end(pids: Collection[int], seconds: float) -> None:
 
 
 class Sessions(NamedTuple):
-    """The process sessions that end with a run's temporary folder; 0 means none.
+    """The process sessions to end when a run's temporary folder is removed.
+
+    A value of 0 means that there is no such session or process.
 
     - `driver`: the session of the driver.
     - `server`: the session of a preload server (preload.py), which is also the process id of the server.
-    - `owner`: the id of a process that may use the preload server for another run. The server itself is not ended while
-      `owner` is its parent.
+    - `owner`: the id of a process that could still use the preload server for another run. While this process is the
+      parent of the server, the server itself is not ended.
     """
 
     driver: int = 0
@@ -262,7 +264,7 @@ def _read_first_line(process: subprocess.Popen[str]) -> str:
 def make_shared_folder() -> Path:
     """Make a temporary folder that is removed when no process holds it any more.
 
-    This process holds the folder from the beginning.
+    A process holds the folder while it has a lock on the folder. This process holds the folder from the beginning.
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     hold_folder(folder)
@@ -283,16 +285,17 @@ def remove_after(lock: Path, folder: Path) -> None:
 
 
 def hold_folder(folder: Path) -> None:
-    """Hold a folder until this process ends, so that no other process removes it."""
+    """Lock a folder until this process ends, so that no other process removes it."""
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def sweep() -> None:
-    """Clean up after this user's runs whose temporary folder no process holds.
+    """Clean up after the runs of this user that ended without a cleanup.
 
-    Any remaining processes of such a run are ended, and its folder is removed.
+    No process has a lock on the temporary folder of such a run. The function ends the remaining processes of the run,
+    and removes the folder.
     """
     for folder in Path(tempfile.gettempdir()).iterdir():
         if not NAME.fullmatch(folder.name):
@@ -311,10 +314,11 @@ def sweep() -> None:
 def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
     """Kill the remaining processes of a run, and remove the run's temporary folder.
 
-    A process belongs to the run if it is in one of `sessions`, or if its environment has the run's mark. The mark alone
-    is not enough: Ray's processes change their title, and the new title may overwrite the environment. Processes that
-    remove the shared memory of killed processes may run for a few more seconds to end by themselves, and are killed
-    last. The function also removes the shared memory whose name begins with the folder's name.
+    A process belongs to the run if it is in one of `sessions`, or if the environment variable MSRL_RUN of the process
+    is `folder`. The variable alone is not enough: Ray's processes change their title, and the new title may overwrite
+    the environment. Some processes of the run remove the shared memory of killed processes. These processes have a few
+    seconds to end by themselves, and are killed last. The function also removes the shared memory whose name begins
+    with the folder's name.
     """
     begin = time.monotonic()
     until = begin + MOST
@@ -346,7 +350,7 @@ def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
 def hand_over(folder: str, sessions: Sessions) -> None:
     """Start a separate keeper that immediately ends the run to which `folder` belongs.
 
-    `sessions` are the process sessions to end. The caller may be a process of the run that the keeper ends.
+    `sessions` are the process sessions to end. A process of this run can call the function, too.
     """
     command = [sys.executable, "-P", "-m", PROGRAM, folder]
     environment = {name: value for name, value in os.environ.items() if name != MARK}

@@ -1,7 +1,10 @@
 """Progress reports: how many rows of its share this process has computed.
 
-Invariant: a report needs no message and no system call, and results never depend on a report. The listener of this
-process writes the report to a place where the dock of the host reads it. Without a listener, a report has no effect.
+A report is passed to the *listener*, a function that the process has set with `listen`. The listener writes the report
+to a place where the dock of the host reads the report.
+
+Invariant: a report needs no message and no system call, and results never depend on a report. Without a listener, a
+report has no effect.
 """
 
 from __future__ import annotations

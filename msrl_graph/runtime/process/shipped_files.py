@@ -1,10 +1,11 @@
-"""Copies of the user's files that a run made at its start, by original path.
+"""Copies of the user's files, which a run makes at its start.
 
-The copies are in the run's temporary folder on each host. An original path is the path on the host where the run was
-started.
+The copies are in the run's temporary folder on each host. They are found by their *original path*: the path of the
+user's file on the host where the run was started.
 
-Invariant: a path leads to its copy, whatever file is at the path on this host. A path without a copy leads to the file
-at the path itself. Messages about a copied file name the user's own path, and show the lines of the copy.
+Invariant: an original path leads to the copy, even if this host has another file at the same path. A path without a
+copy leads to the file at the path itself. If a message is about a copied file, the message has the original path, and
+shows the lines of the copy.
 """
 
 from __future__ import annotations

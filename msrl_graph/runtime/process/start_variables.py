@@ -28,8 +28,8 @@ _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 def waits() -> dict[str, str]:
     """Return the OpenMP variables with which a compute process must start.
 
-    OpenMP reads these variables when torch is loaded. With these variables, a thread that waits for another thread soon
-    releases its core. Returns {} if the user has set one of these variables.
+    OpenMP reads these variables when torch is loaded. With these variables, a thread that waits for another thread
+    releases its core after a short time. Returns {} if the user has set one of these variables.
     """
     return {} if WAITS.keys() & os.environ.keys() else WAITS
 
@@ -38,11 +38,12 @@ def waits() -> dict[str, str]:
 def own_ray() -> dict[str, str]:
     """Return the environment variables for a Ray that serves this machine alone.
 
-    With these variables, Ray listens at the loopback address only, and requires a random token that no other process
-    has. The variables must be set before Ray is imported. A preload server is therefore started with the variables,
-    before it is known which run will use the server. The variables also let idle Ray workers live longer, so that
-    workers that Ray starts early can become actors. Ray settings that the user has made for other clusters do not
-    apply.
+    With these variables, Ray listens at the loopback address only. Ray also requires a random token, which only
+    processes with these variables have. The variables also let idle Ray workers live longer, so that workers that Ray
+    starts early can become actors. Ray settings that the user has made for other clusters do not apply.
+
+    The variables must be set before Ray is imported. So a preload server starts with these variables, although it is
+    not known at this time which run will use the server.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), _ALONE: "0", **_IDLE}
 

@@ -14,7 +14,7 @@ Part = Literal["whole", "opening", "rest"]
 class WeightFetch(NamedTuple):
     """A fetch of weights over a resharding edge, which a generation node must make.
 
-    - `version`: the version of the weights, as the number of iterations that were trained before it.
+    - `version`: the version of the weights to fetch.
     - `fetch_count`: the number of fetches over this edge that the driver has ordered since the run began.
     """
 
@@ -49,13 +49,13 @@ class Task:
 
     - `prompts`: the number of prompts in each round. The first round and each refill have the same number.
     - `samples`: for each generation node, the number of responses that it generates for each row that it reads. A node
-      is left out if the number is the one that the program states.
+      that generates the number that the program states for training is left out.
     - `position`: the index of the first new prompt in the endless sequence of the data's rows.
     - `states`: the values of the algorithm's states after the previous iteration; empty if the values are not known
       yet.
-    - `fetches`: for each resharding edge with `staleness`, the version of the weights that samples the rows of this
-      task, and the number of fetches that the driver has ordered in the run. This number may include the fetch for this
-      task.
+    - `fetches`: for each resharding edge with `staleness`, the version of the weights that generate the rows of this
+      task, and the number of fetches that the driver has ordered in the run. This number includes the fetch for this
+      task, if the driver has already ordered this fetch.
     - `sends`: the resharding edges with `staleness` over which updates send their weights at the beginning of this
       task.
     - `cut`: the prompts that were cut in the previous iteration (`partial`). These prompts come before the new prompts.
@@ -63,7 +63,7 @@ class Task:
       pipelined pool, or for the function hosts. Other processes execute the whole stream.
     - `draws`: the values of states with which the rows of this task are sampled. These values may be older than
       `states`.
-    - `wanted`: the number of prompts that must pass a filter that refills; 0 means `prompts`.
+    - `wanted`: the number of prompts that must pass the filter with `refill`; 0 means `prompts`.
     """
 
     name: str
@@ -81,13 +81,14 @@ class Task:
 
     @property
     def target(self) -> int:
-        """The number of prompts that must pass a filter that refills."""
+        """The number of prompts that must pass the filter with `refill`."""
         return self.wanted or self.prompts
 
     def rounds(self, refill: int) -> int:
-        """Return the maximum number of rounds of prompts with a filter's option `refill`.
+        """Return the maximum number of rounds, if the graph has a filter with `refill`.
 
-        The number is the smallest with which all rounds together have at least (1 + `refill`) * `target` prompts.
+        `refill` is the value of the filter's option. The result is the smallest number of rounds that together have at
+        least (1 + `refill`) * `target` prompts.
         """
         return -(-self.target * (1 + refill) // self.prompts)
 
@@ -97,7 +98,7 @@ class Task:
 
     @property
     def turn(self) -> tuple[int, bool]:
-        """A sort key for tasks: sorted by it, tasks are in the order in which they end.
+        """The sort key of the task, for the order in which tasks end.
 
         An evaluation after n iterations comes before the next iteration.
         """
@@ -122,7 +123,8 @@ class Tables(NamedTuple):
 def row_numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
     """Return the numbering of the rows of a task.
 
-    `sets` are the row sets of the graph. `refilling` is the filter that requests more prompts, or None.
+    `sets` are the graph's sets of rows, such as all prompts, or all responses of one generation. `refilling` is the
+    filter that requests more prompts, or None.
     """
     rounds = task.rounds(refilling.refill) if refilling and task.trains else 1
     return Numbers(sets, task.prompts * rounds, task.samples)

@@ -131,7 +131,7 @@ class Report:
         self.add(name, start)
 
     def add(self, name: str, start: float) -> None:
-        """Add to a phase and to the trace the interval from `start` until now.
+        """Add the interval from `start` until now to a phase and to the trace.
 
         `start` is a value of `time.perf_counter`. `name` is the name of the phase.
         """
@@ -141,7 +141,8 @@ class Report:
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add seconds to a phase without adding an interval to the trace.
 
-        This method is for seconds that are already inside another interval of the trace, or in parallel with one.
+        This method is for seconds that another interval of the trace already covers, and for seconds in parallel with
+        such an interval.
         """
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 

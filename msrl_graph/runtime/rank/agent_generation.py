@@ -81,7 +81,7 @@ class AgentGeneration(Engines):
         """Sample a reply to each request in `wanted`.
 
         An engine samples a batch with one maximal length and one list of stop strings. A reply that is longer than its
-        request wants is cut. The tokens before the cut are the same as if the engine had stopped there.
+        request permits is cut. The tokens before the cut are the same as if the engine had stopped at the cut.
         """
         replies: list[SampleReply] = []
         for stop in dict.fromkeys(request.stop for request in wanted):

@@ -109,7 +109,7 @@ def _describe_shortage(error: BaseException) -> str:
 
 
 def _explain_memory(plan: Plan, node: Node) -> list[str]:
-    """Return the memory that the plan counts for a node, and ways to need less."""
+    """Return the memory that the plan counts for a node, and ways to reduce it."""
     pool = plan.placement(node.name).pool
     engine = plan.placement(node.name).engine
     entries = [entry for entry in plan.memory if (entry.place, entry.pool, entry.phase) == ("device", pool, node.verb)]
@@ -130,9 +130,10 @@ def _explain_memory(plan: Plan, node: Node) -> list[str]:
 
 
 def _in_collective(error: BaseException) -> bool:
-    """Return whether an error, or an error that caused it, was raised in a collective.
+    """Return whether a collective raised an error, or an error that caused it.
 
-    If so, the death of another process may be the reason. A causing error may have been raised in another thread.
+    If so, the death of another process may be the reason. The error that caused it may have been raised in another
+    thread.
     """
     if isinstance(error, dist.DistError) or any(
         folder in frame.filename for frame in traceback.extract_tb(error.__traceback__) for folder in COLLECTIVES

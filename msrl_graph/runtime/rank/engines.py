@@ -145,9 +145,9 @@ class Engines:
         return (coordinates.tp, coordinates.cp, coordinates.pp) == (0, 0, layout.pp - 1)
 
     def _is_leader(self, node: Node) -> bool:
-        """Return whether this rank reports values that all groups of the node share.
+        """Return whether this rank reports the values that all its node's ranks share.
 
-        Exactly one rank does: the leader of the first data-parallel group.
+        Exactly one rank of a node does: the leader of the first data-parallel group.
         """
         return self._is_group_leader(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
@@ -237,7 +237,7 @@ class Engines:
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
     def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:
-        """Make the check that weights arrive over a resharding edge (weight_proof.py).
+        """Return the check that weights arrive over a resharding edge (weight_proof.py).
 
         This method is a collective of all ranks.
         """
@@ -254,9 +254,9 @@ class Engines:
     ) -> tuple[list[checkpoint.CheckpointFile], dict[str, int], str]:
         """Write this rank's part of a checkpoint: weights and optimizer moments.
 
-        Of several ranks that hold the same values, only the first writes them. `metadata` is written into each file.
-        Returns the files, the number of optimizer steps of each update, and the error message ("" if there was no
-        error).
+        If several ranks hold the same values, only the first of these ranks writes them. `metadata` is written into
+        each file. Returns the files, the number of optimizer steps of each update node, and the error message ("" if
+        there was no error).
         """
         files = []
         failed = ""
@@ -301,7 +301,7 @@ class Engines:
         return files
 
     def resume(self, folder: str, manifest: Manifest) -> None:
-        """Load weights and moments from a checkpoint."""
+        """Load weights and optimizer moments from a checkpoint."""
         source = checkpoint.CheckpointSource(Path(folder), manifest)
         # Only updates of this rank's pool: this rank would report outdated counts of other updates.
         here = {placement.node for placement in self.plan.placements if self.pool and placement.pool == self.pool.name}
@@ -354,7 +354,7 @@ class Engines:
 
     @contextmanager
     def _shards_on_device(self, worker: str) -> Iterator[list[Shard]]:
-        """Yield a worker's shards on the device."""
+        """Yield a worker's shards; inside the context, they are on the device."""
         if worker in self.followers:
             with self.followers[worker].on_device() as shards:
                 yield shards
@@ -364,14 +364,14 @@ class Engines:
     def _extra_shards(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
         """Return a worker's shards that a checkpoint stores in addition to its weights.
 
-        For a follower these are its moving average, for a trained worker the optimizer's moments.
+        A follower has a moving average of weights, and a trained worker has the optimizer's moments.
         """
         return self.followers[worker].extra_shards() if worker in self.followers else trainer.moments()
 
     def _weight_nodes(self) -> list[Node]:
         """Return one node for each worker whose weights change.
 
-        This is the first update of a trained worker, or the first node of a follower.
+        For a trained worker, this node is its first update. For a follower, this node is the first of its nodes.
         """
         return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.changing_workers]
 

@@ -1,9 +1,9 @@
 """The replies of environments as tokens that follow the policy's tokens.
 
-Invariant: a reply of text is encoded without changes. A reply of messages is rendered by the chat template of the
-policy's model, as part of the whole conversation: prompt, sampled tokens and replies decode to the text of the whole
-rendered conversation. Sampled tokens are never tokenized again. If the template renders the earlier part of the
-conversation differently from what was sampled, the row fails.
+Invariant: a reply that is a text is encoded without changes. A reply that is a list of messages is rendered by the chat
+template of the policy's model, as part of the whole conversation: prompt, sampled tokens and replies decode to the text
+of the whole rendered conversation. Sampled tokens are never tokenized again. If the template renders the earlier part
+of the conversation differently from what was sampled, the row fails.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class BadTurnError(ValueError):
 class Dialogue:
     """The environment's side of some rows' conversations, encoded as tokens.
 
-    `episodes` has one episode of the environment for each row. `contexts` has the tokens before each response. A row is
-    addressed by its position. A row is a conversation if its `reset` returned messages.
+    `episodes` has one episode of the environment for each row, and `contexts` has the tokens before each response.
+    Methods identify a row by its position in `contexts`. The row is a conversation if the method `reset` of its episode
+    returned messages, not text.
     """
 
     def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:

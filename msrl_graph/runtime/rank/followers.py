@@ -20,7 +20,7 @@ AVERAGE = "average"  # the name in a checkpoint for the moving average
 
 
 class Follower:
-    """The shards on one rank of a worker that follows another worker.
+    """One rank's shards of a worker that follows another worker.
 
     `offload` is set if the follower's weights are in host memory while other workers compute.
     """
@@ -39,7 +39,7 @@ class Follower:
     def on_device(self, changes: bool = False) -> Iterator[list[Shard]]:
         """Copy the follower's shards to the device if necessary; yield the shards.
 
-        With `changes`, the shards are copied back to host memory afterwards.
+        With `changes`, the shards are copied back to host memory when the context ends.
         """
         if self.offload:
             self.offload.come()
@@ -70,7 +70,7 @@ class Follower:
     def follow(self, number: int) -> None:
         """After iteration `number`, copy or average the followed weights if this is due.
 
-        The program says after how many iterations this is due.
+        The program says after which iterations this is due.
         """
         if not self.worker.due(number):
             return

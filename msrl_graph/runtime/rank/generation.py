@@ -80,7 +80,7 @@ class Generation(AgentGeneration):
         self.recording = Recording(self.plan, Path(folder))
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
-        """Yield the columns that the node writes, in chunks if a sample edge streams."""
+        """Yield the columns that the node writes, in chunks if a sample edge has `stream`."""
         partial = node.cuts and task.trains
         if not len(batch.rows) and not partial:  # a last chunk with fewer rows than there are groups
             return
@@ -160,7 +160,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnRows]:
-        """Return the columns of the prompts that the iteration uses, and all verdicts."""
+        """Return the columns of the prompts that are used, and verdicts on all responses."""
         fan = sampling.samples
         sieve = rowsets(self.plan.graph).sieves[node.name]
         attributes = GenerateAttributes.of(node)
@@ -210,7 +210,7 @@ class Generation(AgentGeneration):
         return sums
 
     def _split_stream(self, node: Node, ended: Iterator[Response]) -> Iterator[list[Response]]:
-        """Yield responses in chunks of the size that an edge streams, or all at once."""
+        """Yield responses in chunks of the size that an edge states, or as a single chunk."""
         streams = [SampleEdgeAttributes.of(edge) for edge in self.plan.graph.samples() if edge.src == node.name]
         part: list[Response] = []
         tokens = 0
@@ -236,7 +236,7 @@ class Generation(AgentGeneration):
         report: Report,
         versions: list[Array] | None = None,
     ) -> dict[str, ColumnRows]:
-        """Return the columns of responses in which only the policy wrote.
+        """Return the columns of responses in which the policy wrote all tokens.
 
         `versions`: the version of the weights that sampled each token; None: the generation's current version.
         """
@@ -370,10 +370,10 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnData]:
-        """Return the columns of responses that the policy and others wrote together.
+        """Return the columns of responses that have tokens of the policy and of others.
 
-        `response_columns` are tokens, log-probabilities, mask and, with agents, conversation starts; `values` are
-        others.
+        `response_columns`: tokens, log-probabilities, mask and, with agents, conversation starts. `values`: columns
+        that environments or agents fill.
         """
         response, as_drawn = numerics.sampled_columns(self.plan.graph, node)
         ids, logp, mask, *begins = response_columns

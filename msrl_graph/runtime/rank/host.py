@@ -62,7 +62,7 @@ class RankHost:
         return result
 
     def part(self, act: str, *arguments: Any) -> Any:
-        """Call the function `act` of `checkpoint_parts.ACTS` on this host."""
+        """Call the function of weights/checkpoint_parts.py with the name `act`."""
         return checkpoint_parts.ACTS[act](*arguments)
 
     def where(self) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """A loss with terms that need all rows of a mini-batch at once.
 
 All ranks first run the forward passes of all micro-batches. The loss is then computed from all outputs of these passes.
+A *scored column* is a column for whose tokens the model computes log-probabilities or values.
 
 Invariant: the terms see each row of the mini-batch once, in the order of the row numbers, no matter which rank computed
 the row. So neither the micro-batch nor the layout changes the result of a term. The gradient is computed by the chain
@@ -33,7 +34,7 @@ class _Part:
     - `rows`: the numbers of the rows. `strange`: for each row, whether it contains a wrong value, such as nan.
     - `lengths`: for each scored column, the number of tokens of each row.
     - `columns`: the columns that terms read.
-    - `pass_outputs`: the outputs of the rank's forward passes, by field of `Outputs` and by scored column.
+    - `pass_outputs`: for each field of `Outputs` and each scored column, the outputs of the rank's forward passes.
     """
 
     rows: Array
@@ -46,16 +47,20 @@ class _Part:
 class JointMiniBatch:
     """All rows of a mini-batch, gathered from the ranks of a process group.
 
-    - `numbers`: the row numbers, ascending; they define the positions in the mini-batch.
-    - `prepared`: the prepared rows.
+    - `numbers`: the numbers of all rows, in ascending order. `prepared`: the prepared rows, in this order.
     - `outputs`: the outputs of the forward passes, as leaves of a separate autograd graph.
     - `has_wrong_row`: whether any row contains a wrong value, such as nan, so that values computed from all rows are
       wrong.
 
-    The constructor is a collective. Each rank passes the prepared rows `seen` with the columns that terms read
-    (`has_unknown_tokens`: the rows that are known to be wrong), their row numbers `rows`, the positions `micro` of the
-    rows in each micro-batch, and the `outputs` of each micro-batch. In the methods, `rows` are positions among the
-    rank's own rows.
+    The constructor is a collective. Each rank passes its own data:
+
+    - `seen`: the rank's prepared rows, with only the columns that terms read. In these rows, `has_unknown_tokens` is
+      true for every row that is known to be wrong.
+    - `rows`: the numbers of the rank's rows.
+    - `micro`: for each micro-batch, the positions of its rows among the rank's rows.
+    - `outputs`: for each micro-batch, the outputs of the forward pass.
+
+    In the methods, `rows` are positions among the rank's own rows.
     """
 
     def __init__(
@@ -123,9 +128,10 @@ class JointMiniBatch:
         }
 
     def linearized_loss(self, outputs: Outputs, rows: Array) -> torch.Tensor:
-        """Return a scalar whose gradient with respect to the weights is that of the loss.
+        """Return a scalar that has the same gradient as the loss.
 
-        `outputs` is the output of a forward pass over the rows at the positions `rows`.
+        The gradient is with respect to the weights. `outputs` is the output of a forward pass over the rows at the
+        positions `rows`.
         """
         positions = self._mine[rows]
         total = torch.zeros(())
@@ -138,7 +144,8 @@ class JointMiniBatch:
     def value_of_rows(self, rows: Array) -> Value:
         """Return the loss, the values of terms, and the figures of some rows.
 
-        A figure that is not per token or per row is returned as it is, for all rows of the mini-batch.
+        A figure is a metric that a term reports. A figure that is not per token or per row is returned as it is, for
+        all rows of the mini-batch.
         """
         lengths = next(iter(self.prepared.lengths.values()))
         positions = self._mine[rows]
@@ -161,7 +168,10 @@ class JointMiniBatch:
 
 
 def _by_column(seen: PreparedBatch, micro: list[Array], pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:
-    """Return the outputs of forward passes by scored column, in the order of the rows."""
+    """Join the outputs of forward passes; return them by scored column.
+
+    The rows of the result are in the order of the prepared rows `seen`.
+    """
     order = np.concatenate(micro)
     split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, pass_outputs, strict=True)]
     values = {column: torch.cat([part[column] for part in split]).numpy() for column in seen.lengths}

@@ -1,5 +1,7 @@
 """The loss of an update: an expression of named terms, reduced to one number.
 
+A *scored column* is a column for whose tokens the model computes log-probabilities or values.
+
 Invariant: neither the micro-batch nor the layout changes the loss or its gradient. A term either computes each row as
 if the row were alone (loss_split_check.py checks this for a user's terms), or is computed from the whole mini-batch
 (joint_loss.py). Each micro-batch contributes a sum, which is divided by a count of the whole mini-batch, over all ranks
@@ -38,7 +40,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """The number of response tokens and of rows by which a loss is divided.
+    """The two numbers by which a loss may be divided: response tokens, and rows.
 
     Both are counted in one mini-batch, over all ranks.
     """
@@ -51,10 +53,11 @@ class LossNormalizer:
 class LossInputs:
     """The inputs of loss terms: the rows of a micro-batch or of a mini-batch.
 
-    Tensors contain all rows, one after another.
+    Tensors contain all rows, one after another. A scored column is a column for whose tokens the model computes
+    log-probabilities or values.
 
-    - `fills`: the values of parameters with the names `logp`, `entropy` and `values` (one number for each token of the
-      single scored column) and `lengths` (the number of these tokens in each row).
+    - `fills`: the values of the parameters `logp`, `entropy` and `values` (one number for each token of the only scored
+      column) and of the parameter `lengths` (the number of these tokens in each row).
     - `columns`: the values of each column that the loss reads.
     - `logps`: for each scored column, the log-probabilities of its tokens. For each column that has several token ids
       per token, the log-probabilities of these ids.
@@ -88,7 +91,7 @@ class Value:
 
 
 def list_terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
-    """Return the calls of terms in a loss, each with its signature."""
+    """Return each call of a term in a loss, with the signature of the term."""
     return ((call, _load_term(call)[1]) for call in expr.calls())
 
 
@@ -103,7 +106,7 @@ def bind_columns(term: Expr, signature: Signature, node: Node) -> dict[str, str]
 
 
 def filled_parameters(node: Node) -> set[str]:
-    """Return the parameters of an update's terms that the runtime fills in."""
+    """Return the term parameters that the runtime fills in, of an update's loss."""
     return {name for _, signature in list_terms(UpdateAttributes.of(node).loss) for name in signature.fills}
 
 
@@ -125,7 +128,7 @@ def columns_read(node: Node) -> tuple[set[str], set[str]]:
 def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
     """Return the columns of token ids whose log-probabilities the loss terms read.
 
-    Scored columns are not included.
+    Columns that the update scores are not included.
     """
     return {name: graph.column(name) for name in sorted(columns_read(node)[1] - {*sequences(graph, node).scored})}
 
@@ -179,7 +182,10 @@ def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _direct_columns(expr: Expr) -> set[str]:
-    """Return the columns and states that a loss uses outside of its terms, as factors."""
+    """Return the columns and states that a loss uses outside of the calls of terms.
+
+    Example: for a loss `weight * term()`, this is only `weight`.
+    """
     return (
         {str(expr.value)}
         if expr.kind in ("column", "state")

@@ -1,9 +1,9 @@
 """A trial of a user's loss terms before the run (loss_split_check.py).
 
-Invariant: a plan does not run with a loss term for which the trial shows that a row's result depends on the other rows
-of its micro-batch. The trial runs in a separate process, because a user's code may crash, hang or print, and because
-importing torch takes seconds. The process ends before the run starts anything else. The process is started only if the
-plan has a loss term of a user.
+Invariant: the result of a loss term for a row must not depend on the other rows of the micro-batch. If the trial finds
+such a dependence, the plan does not run. The trial runs in a separate process, because a user's code may crash, hang or
+print, and because importing torch takes seconds. The process ends before the run starts anything else. The process is
+started only if the plan has a loss term of a user.
 """
 
 from __future__ import annotations

@@ -185,9 +185,10 @@ def _loss_and_gradients(
 def _evaluate(
     graph: Graph, node: Node, seen: PreparedBatch, outputs: dict[str, dict[str, ColumnData]], rows: Array
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Evaluate the loss of some rows; return it and the outputs of forward passes.
+    """Evaluate the loss of some rows.
 
-    The outputs are leaf tensors, with respect to which the loss can be differentiated.
+    Returns the loss and the outputs of forward passes. The outputs are leaf tensors, with respect to which the loss can
+    be differentiated.
     """
     leaves = {
         name: torch.cat(

@@ -14,7 +14,7 @@ from ..data.columns import Array, ColumnData, offsets_from_lengths
 class Responses:
     """The responses of some rows, to which turns are appended.
 
-    A row is addressed by its position. Each response has room for `bound` tokens.
+    Methods identify a row by its position. Each response has room for `bound` tokens.
     """
 
     def __init__(self, rows: int, bound: int) -> None:

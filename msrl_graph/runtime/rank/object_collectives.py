@@ -47,7 +47,7 @@ def unseal(sealed: torch.Tensor) -> Any:
 
 
 def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
-    """Return on each rank of a group the value of the group's rank `source`."""
+    """Return the value of a group's rank `source`, on every rank of the group."""
     mine = dist.get_rank(group) == source
     sealed = seal(value) if mine else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(sealed)])
@@ -62,7 +62,10 @@ def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return on each rank the values of all ranks of a group, in the order of ranks."""
+    """Return the values of all ranks of a group, on every rank of the group.
+
+    The values are in the order of ranks.
+    """
     sealed = seal(value)
     size_tensors = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(size_tensors, torch.tensor([len(sealed)]), group=group)
@@ -74,7 +77,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather(value: T) -> list[T] | None:
-    """Return on rank 0 the values of all ranks, in the order of ranks; elsewhere None.
+    """Return the values of all ranks on rank 0, in the order of ranks; elsewhere None.
 
     Rank 0 receives one value at a time, because a value may be all the weights of a model.
     """

@@ -47,9 +47,10 @@ class PreparedBatch:
         return total
 
     def split(self, rows: Array, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split the output of a forward pass over these rows by scored column.
+        """Return the output of a forward pass over these rows as one tensor per column.
 
-        `values` has the outputs for all tokens of the first scored column, then for the next one.
+        The columns are the scored columns of the batch: the model computes outputs for their tokens. `values` has the
+        outputs for all tokens of the first scored column, then for the next one.
         """
         return dict(
             zip(
@@ -125,7 +126,7 @@ def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None
 
 
 def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
-    """Return the number of distinct prefixes and of distinct rows.
+    """Return the number of distinct prefixes, and the number of distinct rows.
 
     `groups` has the group of each row. Rows are compared only within a group, such as the responses to one prompt, and
     the numbers of all groups are added. The number of distinct prefixes is the number of tokens to compute if rows

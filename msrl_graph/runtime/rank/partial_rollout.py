@@ -1,9 +1,9 @@
 """Partial rollout: an iteration ends when enough prompts are complete.
 
-A prompt is complete when all responses to it have ended. All responses of an iteration grow in stretches: each response
-gets the same number of new tokens. After each stretch the data-parallel groups find out which prompts are complete.
-Once there are enough complete prompts, the iteration trains on these prompts (it *takes* them). The other prompts are
-cut: their responses continue in the next iteration, after the tokens that were already sampled.
+A prompt is complete when all responses to it have ended. Responses grow in stretches: in one stretch, each response
+that has not ended gets the same number of new tokens. After each stretch the data-parallel groups find out which
+prompts are complete. Once there are enough complete prompts, the iteration trains on these prompts (it *takes* them).
+The other prompts are cut: their responses continue in the next iteration, after the tokens that were already sampled.
 
 Invariant: which prompts an iteration takes depends only on the sampled tokens, not on the ranks that sample them. After
 each stretch, every rank knows whether each prompt of any group is complete. A token is sampled once. The noise key of a
@@ -51,7 +51,7 @@ class PartialRollout:
     """The prompts of an iteration that this rank's data-parallel group computes.
 
     - `rows`: the numbers of the prompts. `version`: the version of the weights.
-    - `takes`: the number of prompts of all groups that the iteration takes.
+    - `takes`: the total number of prompts, over all groups, that the iteration takes.
     - `sum_states`: a function that adds up an array over all groups. The array has one number for each prompt, which
       says whether the prompt is complete (`WHOLE`); it is 0 for prompts of other groups.
     """

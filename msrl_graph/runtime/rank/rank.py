@@ -1,8 +1,8 @@
 """A rank: one process on one device, which runs the nodes of its pool in turn.
 
 Invariant: a rank executes the instruction stream of its pool and nothing else. All ranks of a collective make the same
-calls in the same order, because they execute the same stream and share every answer of the dock. (Pools between which
-weights are resharded do this in one order, which the whole graph defines.) A layout numbers the ranks of one pool, and
+calls in the same order, because they execute the same stream and share every answer of the dock. (Two pools that
+reshard weights do so in the same order, which the whole graph defines.) A layout numbers the ranks of one pool, and
 torch.distributed numbers the ranks of all pools: `first` converts between the two numbers.
 """
 
@@ -151,8 +151,9 @@ class InstructionRunner(Walker):
     def _due(self, edge: WeightPublication, fetches: bool) -> bool:
         """Return whether this rank must send or fetch weights over an edge in this task.
 
-        With `fetches`, the rank receives weights, and must fetch if it has fetched less often than was ordered. Without
-        `fetches`, the rank sends weights, and must send if the task's `sends` contains the edge.
+        With `fetches`, the rank receives weights. It must fetch if it has made fewer fetches over the edge than the
+        driver has ordered. Without `fetches`, the rank sends weights. It must send if the task's `sends` contains the
+        edge.
         """
         return self.task.fetches[edge.name].fetch_count > edge.fetched if fetches else edge.name in self.task.sends
 
@@ -311,7 +312,7 @@ class Rank(Training, Generation):
         return self.client.lines.wait(self.requests.pop(node.name))
 
     def _request_batch(self, node: Node, task: Task) -> None:
-        """Request the group's next share of a node from the dock, unless it is requested."""
+        """Request the group's next share of a node from the dock, unless this was done."""
         if node.name not in self.requests:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.requests[node.name] = self.request_executor.submit(self.client.take_share, node.name, task, group)

@@ -147,7 +147,7 @@ class Training(Engines):
     ) -> None:
         """Take an optimizer step, unless rows or gradients are wrong; report its metrics.
 
-        `sums` are the sums of losses, all finite if nothing is wrong. `figures` are metrics that loss terms report.
+        `sums` are sums of the loss and its terms; no step is taken if one is not finite. `figures` are other metrics.
         """
         step = self.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
@@ -190,7 +190,7 @@ class Training(Engines):
         return prepared
 
     def _micro_batches(self, node: Node, batch: Batch, seen: PreparedBatch) -> list[Array]:
-        """Divide a batch into micro-batches; return the positions of the rows of each.
+        """Divide a batch into micro-batches; return the row positions of each micro-batch.
 
         Rows of similar length are in the same micro-batch, to save padding. All data-parallel groups have the same
         number of micro-batches, enough for the largest share; some micro-batches may be empty.
@@ -210,8 +210,8 @@ class Training(Engines):
     ) -> tuple[MicroBatches, ForwardRequest]:
         """Return the micro-batches for an engine, and what the forward passes must return.
 
-        `best` is the number of likeliest tokens to return for each token. The micro-batches also have the token ids of
-        columns whose log-probabilities loss terms read.
+        `best` is the number of likeliest tokens to return for each token. If loss terms read the log-probabilities of a
+        column of token ids, the micro-batches also have these ids.
         """
         id_columns = loss.id_columns(self.plan.graph, node).values() if node.verb == "update" else ()
         after = scores_texts(self.plan.graph, node)
@@ -282,8 +282,7 @@ class Training(Engines):
     def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
         """Return the random generator for terms of the whole mini-batch.
 
-        `first` is the first row of the mini-batch. The rows of a mini-batch, and so the random numbers, are the same in
-        any layout.
+        The random numbers are the same in any layout. `first` is the number of the mini-batch's first row.
         """
         return noise.RandomStream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
 
@@ -299,7 +298,7 @@ class Training(Engines):
         return value
 
     def _loss_normalizer(self, node: Node, batch: Batch, seen: PreparedBatch) -> loss.LossNormalizer:
-        """Count the tokens and rows of the mini-batch by which the loss is divided."""
+        """Return the mini-batch's numbers of tokens and rows, which divide the loss."""
         target = next(iter(seen.scored))
         rows = batch.share.round_units
         skips = UpdateAttributes.of(node).masked_rows == "skip"
@@ -318,9 +317,9 @@ class Training(Engines):
     def _sampled_log_probs(
         self, node: Node, seen: PreparedBatch, column: ir.Column, order: Array
     ) -> numerics.SampledLogProbs | None:
-        """Return the log-probabilities at sampling with which a column is to be compared.
+        """Return the log-probabilities at sampling, for a comparison with a column.
 
-        The column is either scored itself, or has the log-probabilities of a scored column. Returns None if the node
+        The column is a scored column, or has the log-probabilities of a scored column. Returns None if the node
         compares nothing, or if a step has changed the weights since the task began.
         """
         compared = self.watch.comparison
@@ -381,7 +380,8 @@ def _summarize(output: Outputs, value: loss.Value, total: torch.Tensor) -> _Told
 def _scored_column(column: ir.Column, seen: PreparedBatch) -> str:
     """Return the scored column to whose tokens the values of a column belong.
 
-    The result may be the column itself. It is "" if the column has one value per row.
+    A scored column is a column for whose tokens the model computes log-probabilities or values. The result may be the
+    column itself. It is "" if the column has one value per row.
     """
     return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
 
@@ -389,7 +389,7 @@ def _scored_column(column: ir.Column, seen: PreparedBatch) -> str:
 def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
     """Join the outputs of forward passes into the data of a written or scored column.
 
-    The rows of the result are in the order in which the micro-batches have them.
+    The rows of the result are in the order of the micro-batches.
     """
     scored = _scored_column(column, seen)
     width = column.dims[1].size if len(column.dims) > 1 else 0
@@ -410,7 +410,7 @@ def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], ou
 def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
     """Return the k token ids that a column has for each scored token, as [tokens, k].
 
-    The column belongs to one scored column; tokens of other scored columns get zeros.
+    The ids belong to the tokens of one scored column; tokens of other scored columns get zeros.
     """
     ids = flatten_column(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
     counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}

@@ -105,10 +105,10 @@ class WeightProof:
     # The update's ranks.
 
     def send(self, version: int, again: bool = True) -> None:
-        """Write this update rank's digests of its weights, and a due probe, into `word`.
+        """Write the digests of this update rank's weights into the tensor `word`.
 
-        `version` is the version of the weights. All ranks of the update call this method. If `again` is false, a second
-        call for the same version does nothing.
+        If a probe is due, its results are written, too. `version` is the version of the weights. All ranks of the
+        update call this method. If `again` is false, a second call for the same version does nothing.
         """
         if self.trainer is None or (version == self.version and not again):
             return
@@ -147,7 +147,7 @@ class WeightProof:
         self.spent = 0.0
 
     def _affords(self) -> bool:
-        """Return whether the next delivery is to have a probe (see the module)."""
+        """Return whether the next delivery is to have a probe, as the module describes."""
         if not self.began:
             return True  # the second delivery: a probe then finds a cache of the first delivery's weights
         return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= PROBE_EVERY
@@ -188,7 +188,7 @@ class WeightProof:
     def check_bound(self, shards: Sequence[Shard]) -> None:
         """End the run if the generation engine lacks tensors that its layout declares.
 
-        Tensors with other boxes, or tensors that the layout does not declare, also end the run.
+        The run also ends if a tensor is not in the layout, or has another box than in the layout.
         """
         self.digests = {}
         declared = {name: part.box for name, part in self.delivery.declared.items()}
@@ -239,7 +239,7 @@ class WeightProof:
     def probe(self) -> None:
         """End the run if the generator's log-probabilities differ from the trainer's.
 
-        All ranks of the generator's group call this method when `unprobed` is true.
+        All ranks of the generator's group call this method when the field `unprobed` is true.
         """
         assert self.generator is not None
         self.unprobed = False
@@ -340,7 +340,7 @@ def check_complete(
 ) -> None:
     """End the run if a new engine lacks tensors that its layout declares.
 
-    Tensors with other boxes, or tensors that the layout does not declare, also end the run.
+    The run also ends if a tensor is not in the layout, or has another box than in the layout.
     """
     if wrong := describe_mismatch(boxes_by_name(tensors, side, rank), shards):
         subject = f"`{node.name}` ({node.span.place}), engine {placement.engine.name}"

@@ -58,7 +58,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class CheckpointHost:
-    """A host that wrote files to its own disk: its address, Ray's id of it, its files."""
+    """A host that wrote files to its own disk: its address, Ray node id, and files."""
 
     address: str
     node: str
@@ -75,8 +75,8 @@ class Manifest:
     - `position`: the number of rows taken from the data's endless sequence (-1 means the number of prompts in these
       iterations).
     - `hosts`: the hosts with files on their own disks; empty if all files are in one folder.
-    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty if an older version
-      of msrl_graph, which did not record them, wrote the checkpoint.
+    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty in a checkpoint of an
+      older version of msrl_graph, which did not record them.
     """
 
     format_version: int
@@ -125,7 +125,7 @@ def write_tensors(
 def write_arrays(
     folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
 ) -> CheckpointFile:
-    """Write a file of arrays that every rank may read.
+    """Write a file of arrays, which any rank can later read.
 
     The file is synced to disk. Raises OSError.
     """
@@ -159,7 +159,7 @@ def begin(run: Path, iteration: int) -> Path:
 def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] = ()) -> Path:
     """Write the manifest, and rename the folder of a complete checkpoint.
 
-    Older checkpoints are removed, except the newest `keep` (including this one) and the iterations `best`.
+    Older checkpoints are removed, except the newest `keep` (including this one) and those of the iterations in `best`.
     """
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _digest_line(content))):
@@ -172,7 +172,7 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
 
 
 def finalize(partial: Path) -> Path:
-    """Rename a folder that `begin` has made to the checkpoint's final name."""
+    """Give a folder that `begin` has made the final name of its checkpoint."""
     target = partial.parent / partial.stem.lstrip(".")
     sync_to_disk(partial)
     if target.exists():  # the run was resumed from an older checkpoint and writes this one again with the same contents
@@ -208,7 +208,7 @@ def folder_name(iteration: int) -> str:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a folder of this name may be a checkpoint."""
+    """Return whether a name has the form of a checkpoint folder's name."""
     return name.isascii() and name.isdecimal() and name == folder_name(int(name))
 
 
@@ -233,7 +233,7 @@ def list_up_to(path: Path) -> list[Path]:
 def list_at_url(url: str, whole: bool = True) -> list[str]:
     """List the names of the checkpoints in a folder at a URL, oldest first.
 
-    With `whole`, only complete checkpoints are listed, which have a manifest. Raises the errors of files/urls.py.
+    If `whole` is true, only checkpoints with a manifest (complete ones) are listed. Raises the errors of files/urls.py.
     """
     files_by_name = {name: urls.names(urls.join(url, name)) for name in urls.names(url) if is_folder_name(name)}
     return sorted(
@@ -311,7 +311,7 @@ def verify(path: Path) -> Manifest:
 
 
 def find_corruption(path: Path, file: CheckpointFile) -> str:
-    """Return what is wrong with a file, to continue a sentence; "" if it is intact."""
+    """Return what is wrong with a file, as a sentence's end; "" if the file is intact."""
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != file.bytes:
@@ -376,7 +376,7 @@ class CheckpointSource:
     def kinds(self, worker: str) -> dict[str, set[str]]:
         """Return the kinds of data stored for a worker, and the tensors of each kind.
 
-        A kind is `weights` or data of the optimizer. An optimizer may not store each kind for every tensor.
+        A kind is `weights` or data of the optimizer. Some kinds of optimizer data exist only for some tensors.
         """
         kinds: dict[str, set[str]] = {}
         for name in self.pieces:

@@ -39,7 +39,8 @@ def _return_error(act: Callable[P, None]) -> Callable[P, str]:
 def begin(run: str, iteration: int) -> None:
     """Make the folder into which the ranks of this host write a checkpoint.
 
-    Returns an error if the run's path leads to a folder of another user, or to a folder to which other users can write.
+    It is an error if the run's path leads to a folder of another user, or to a folder to which other users can write.
+    The error is returned, not raised.
     """
     Path(run).mkdir(parents=True, exist_ok=True)
     private.check_folder(Path(run).resolve(), private.OTHERS_WRITE)
@@ -62,7 +63,7 @@ def keep(run: str, names: Sequence[str], newest: Mapping[str, bytes]) -> None:
     """Add the manifest to this host's newest checkpoint, and remove old checkpoints.
 
     `names` are the names of the checkpoints to keep, with the newest last. All other checkpoints are removed. `newest`
-    has the contents of the manifest's files.
+    maps the names of the manifest's files to their contents.
     """
     target = Path(run) / checkpoint.FOLDER / names[-1]
     for file, content in newest.items():
@@ -97,7 +98,7 @@ def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
 
 
 def listed(folder: str) -> list[CheckpointFile]:
-    """List the files of a folder that is not a checkpoint."""
+    """List the files of a folder, such as an exported model, that has no manifest."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return [replace(checkpoint.file_entry(path, ()), name=str(path.relative_to(folder))) for path in files]
 
@@ -123,9 +124,9 @@ def take(folder: str, name: str, offset: int, content: bytes) -> None:
 
 @_return_error
 def whole(folder: str, file: CheckpointFile) -> None:
-    """Rename a file that another host has sent from its temporary to its final name.
+    """Give a file its final name, after another host has sent the file.
 
-    Returns an error if the file is not complete.
+    It is an error if the file is not complete. The error is returned, not raised.
     """
     path = _partial(folder, file.name)
     if wrong := checkpoint.find_corruption(path, file):

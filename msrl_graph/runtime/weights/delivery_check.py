@@ -29,8 +29,9 @@ class TensorSlice(NamedTuple):
     - `name`: the name of the tensor.
     - `box`: the part, as a box of the whole tensor.
     - `inside`: the indices of the part in the rank's shard. None means the whole shard.
-    - `weights`: the weights of the positions in the box (digest.py).
-    - `place`: the index in the list of the update's digests, to which this part's digest is added.
+    - `weights`: the factors of the positions in the box, which the digest uses (`Digest.position_weights`).
+    - `place`: an index in the list of the update's digests. The digest of this part is added to the number at this
+      index.
     """
 
     name: str
@@ -45,10 +46,11 @@ class Delivery:
 
     - `sides`: the layouts of update and generation.
     - `ends`: the numbers of the rank in these two layouts; -1 if the rank is not in a layout.
-    - `size`: the number of different boxes, of all tensors, that the ranks of the generation hold.
+    - `size`: the number of different boxes that the ranks of the generation hold, summed over all tensors.
 
     The digests of the update are a list with one number for each of these boxes. Several ranks of the update may hold
-    parts of a box. Each of them computes the digest of its part, and the sum of these numbers is the digest of the box.
+    parts of a box. Each of these ranks computes the digest of its part, and the sum of these digests is the digest of
+    the box.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Delivery:
         return TensorSlice(tensor.name, box, inside, self.digest.position_weights(box), place)
 
     def sent_digests(self, shards: Iterable[Shard]) -> torch.Tensor:
-        """Return this rank's summands of the digests of the update.
+        """Return the numbers that this rank adds to the update's digests.
 
         The result has one number for each box that the generation holds. The sum of the results of all update ranks is
         the list of the update's digests. `shards` are the weights of the update on this rank.
@@ -135,7 +137,7 @@ class Delivery:
 
 
 def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
-    """Return the ranks of a layout that hold each box of a tensor."""
+    """Return each box of a tensor, with the ranks of a layout that hold the box."""
     ranks_by_box: dict[Box, list[int]] = {}
     for rank in range(side.devices):
         if elements(box := shard(tensor, side, rank)):
@@ -144,10 +146,10 @@ def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
 
 
 def describe_mismatch(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
-    """Describe how the tensors that an engine holds differ from those it should hold.
+    """Describe how an engine's tensors differ from the tensors of its layout.
 
-    `declared` has the boxes that the layout assigns to the engine's rank, by tensor. Returns "" if there is no
-    difference.
+    `declared` has, for each tensor, the box that the layout assigns to the engine's rank. `shards` are the tensors that
+    the engine holds. Returns "" if there is no difference.
     """
     bound = [shard for shard in shards if shard.tensor.numel()]
     times = Counter(shard.name for shard in bound)
@@ -167,7 +169,7 @@ def describe_mismatch(declared: Mapping[str, Box], shards: Iterable[Shard]) -> s
 
 
 def boxes_by_name(tensors: Iterable[Tensor], side: Side, rank: int) -> dict[str, Box]:
-    """Return the boxes that a rank of a layout holds, by tensor.
+    """Return, for each tensor, the box that a rank of a layout holds.
 
     Tensors of which the rank holds nothing are left out.
     """

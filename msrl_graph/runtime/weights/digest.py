@@ -1,11 +1,11 @@
-"""An additive digest of tensors: the digests of parts sum to the whole's digest.
+"""An additive digest of tensors: the sum of the digests of a tensor's parts.
 
 Invariant: the digest is the sum of bits(e) * weight(position of e in the whole tensor) over all elements e, modulo
-2^64. The weight of a position is the product of one odd pseudo-random number for its index in each dimension. An odd
-number times a change of at most 32 bits is never 0, so a change of one element always changes the digest. Any other
-change, for example if rows swap places or the values are of another version, leaves the digest equal only by chance. If
-only signs change, this chance is less than 1 in 10^8. In all other cases it is far smaller. The digest does not depend
-on layout, device or order, because it is a sum of integers.
+2^64. In each dimension, each index has an odd pseudo-random number. The weight of a position is the product of the odd
+numbers of its indices. An odd number times a change of at most 32 bits is never 0, so a change of one element always
+changes the digest. Any other change, for example if rows swap places or the values are of another version, leaves the
+digest equal only by chance. If only signs change, this chance is less than 1 in 10^8. In all other cases it is far
+smaller. The digest does not depend on layout, device or order, because it is a sum of integers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Odd = list[torch.Tensor]  # by dim, the odd numbers of a range of indices
 class Digest:
     """The computation of digests for tensors on one device.
 
-    - `shapes`: the shapes of all whole tensors of which parts will be digested. They say for how many indices of each
-      dimension odd numbers are needed.
+    - `shapes`: the shapes of all whole tensors of which parts will be digested. The largest size of a dimension is the
+      number of odd numbers for this dimension.
     - `dtype`: the type to which elements are converted before they are digested.
     - `place`: the device.
     - `at_once`: the number of elements that are summed at a time, in a buffer of WIDTH bytes for each element.

@@ -3,7 +3,7 @@
 Source: arXiv:2507.19017, figure 5.
 
 Invariant: after `Resharder.run`, each rank holds exactly its boxes of the generation layout. Their values are bit for
-bit the values of the update's weights. In mode swap, the update's storages on the device are empty after the run, and
+bit the values of the update's weights. In mode `swap`, the update's storages on the device are empty after the run, and
 their bytes are in host buffers. `HostSwap` copies these bytes back to the device bit for bit. This module uses nothing
 of an engine except the engine's shards.
 """
@@ -72,7 +72,7 @@ class HostSwap:
         self._seconds += time.perf_counter() - start
 
     def take_seconds(self) -> float:
-        """Return the seconds of copies to the device since this method was last called."""
+        """Return the seconds that copies to the device have taken since the last call."""
         seconds = self._seconds
         self._seconds = 0.0
         return seconds
@@ -81,9 +81,9 @@ class HostSwap:
 class Resharder:
     """The allgather-swap of one resharding edge on one rank.
 
-    `sides` are the layouts of update and generation. `blocks` has, for each way (a kind of tensors,
-    transfer_routes.py), the ranks that gather or exchange these tensors with each other. `swap` has the update weights
-    of this rank.
+    `sides` are the layouts of update and generation. `swap` has the update weights of this rank. A *way* is the
+    transfer of one kind of tensors, such as experts (transfer_routes.py). `blocks` has, for each way, the ranks that
+    gather or exchange these tensors with each other.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Resharder:
         """Run the five steps of the allgather-swap.
 
         The steps allocate a buffer, gather the weights, select what the generation needs, release the buffer, and swap
-        the update weights out (only in mode swap). With the order `staged`, the swap comes first. `allocate` returns
+        the update weights out (only in mode `swap`). With the order `staged`, the swap comes first. `allocate` returns
         the generation's shards, which this method fills. Afterwards, the attribute `seconds` has the time of each step.
         """
         self.seconds = {}

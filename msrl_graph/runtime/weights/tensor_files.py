@@ -66,7 +66,7 @@ def write_arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mappin
 
 @contextmanager
 def _file_conventions(path: Path) -> Iterator[None]:
-    """Context in which a safetensors file is written with normal errors and mode.
+    """Context for writing a safetensors file, with OSError and the umask's mode.
 
     Without this context, a full disk does not raise OSError, and only the owner may read the file.
     """

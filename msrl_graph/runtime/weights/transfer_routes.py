@@ -1,13 +1,14 @@
-"""The transfer of weights to a generating rank, for one way of a resharding edge.
+"""The transfer of one kind of weights to a rank, over one resharding edge.
 
-A *way* has the tensors of one kind: experts, embeddings, or all other tensors. A *block* is a set of ranks that gather
-or exchange these tensors with each other. The other ranks of a rank's block are its *neighbors*.
+The kinds are experts, embeddings, and all other tensors. The transfer of one kind is a *way* of the edge. A *block* is
+a set of ranks that gather or exchange these tensors with each other. The other ranks of a rank's block are its
+*neighbors*.
 
 Invariant: all ranks of a block make the same calls in the same order. If several ranks hold the same box, one of them
 sends the box. The senders are chosen so that all ranks send about the same amount. If an all-gather would bring a rank
 more than twice the amount that the rank wants, the plan says all-to-all, and only boxes that a rank wants are sent. If
-each rank of a block already has what it wants of a tensor, the tensor is not sent. The list of transfers is computed
-once; each resharding only copies and calls collectives.
+each rank of a block already has the box of a tensor that it wants, the tensor is not sent. The list of transfers is
+computed once; each resharding only copies and calls collectives.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ Index = tuple[slice, ...]
 
 
 class Block(NamedTuple):
-    """The ranks of a layout that gather or exchange tensors, and their process group."""
+    """The ranks of a layout that gather or exchange tensors, with their process group."""
 
     ranks: tuple[int, ...]
     group: Any = None
 
 
 def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
-    """Return the block of the rank `rank` for each way of a resharding edge.
+    """Return the block of the rank `rank` for each kind of tensors (`ways`).
 
     All ranks must call this function together, because it makes process groups. `source` is the layout of the update.
     `per_host` is the number of devices of a host.
@@ -109,7 +110,7 @@ class LocalCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class RouteLoad:
-    """The transfers of one way on this rank for one bucket.
+    """The transfers of one kind of tensors in one bucket, on this rank.
 
     - `group`: the process group of the block.
     - `index`: the number of this rank in the group.
@@ -137,8 +138,8 @@ class RouteLoad:
     def fetch(self, source: Tensors, buffer: torch.Tensor) -> None:
         """Copy this rank's boxes into the buffer, and run the collective.
 
-        `source` has the tensors of the update. The range `stretch` of the buffer then has the boxes that this rank
-        gets.
+        `source` has the tensors of the update. Afterwards, the range `stretch` of the buffer contains the boxes that
+        this rank receives.
         """
         for name, inside, place in self.packs:
             piece = source[name][inside]
@@ -172,7 +173,7 @@ class RouteLoad:
 
 
 class TransferRoute:
-    """The transfers of one way on one rank.
+    """The transfers of one kind of tensors on one rank.
 
     `boxes` has, for each tensor, the box that the rank holds in the update layout. `target` has, for each tensor, the
     box that the rank must hold in the generation layout.
@@ -286,9 +287,10 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _have_all(holders: Mapping[Box, Sequence[int]], wants: Sequence[Box]) -> bool:
-    """Return whether each rank of a block already has all that it wants of a tensor.
+    """Return whether each rank of a block already has the box that it wants.
 
-    `holders` maps each box to the ranks that hold it. `wants` has the box that each rank wants.
+    The boxes are parts of one tensor. `holders` maps each box to the ranks that hold the box. `wants` has the box that
+    each rank wants.
     """
     own = {index: box for box, owners in holders.items() for index in owners}
     return all(not elements(want) or (i in own and overlap(want, own[i]) == want) for i, want in enumerate(wants))

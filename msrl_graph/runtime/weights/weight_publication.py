@@ -53,7 +53,7 @@ class WeightPublication(Sender):
             threading.Thread(target=self._serve_requests, daemon=True).start()
 
     def publish(self, version: int, fetch_count: int) -> None:
-        """Copy the update's weights and the numbers in `word`, for ranks to fetch.
+        """Copy the update's weights and `Sender.word`, so that ranks can fetch the copy.
 
         `version` is the version of the weights. If the copy already has this version, nothing is done. `fetch_count` is
         the number of fetches that the driver has ordered in the run. The copy is overwritten only after all of these

@@ -48,10 +48,10 @@ class Message:
 class Sender:
     """One resharding edge between two pools, on one rank.
 
-    - `model`: the model with the type of the update's weights.
+    - `model`: the model of the weights. It has the type (`dtype`) of the update's weights.
     - `rank`: the number of the rank among the ranks of all pools.
     - `sides`: the layouts of update and generation.
-    - `shards`: the update's weights; none on a rank that generates.
+    - `shards`: the update's weights; empty on a rank that generates.
     - `word`: numbers in host memory that the ranks of the update have, and that the ranks of the generation receive.
 
     All ranks of all pools must make a Sender for the edge, because the constructor makes process groups.
