@@ -140,10 +140,10 @@ def export(
 ) -> dict[str, Path]:
     """Export a checkpoint as Hugging Face folders; return the folders by worker.
 
-    `checkpoint` is the folder or URL of a checkpoint. It may also be the folder or URL of a run, whose newest
-    checkpoint is then exported. The weights of each worker are written to `to/WORKER`. With `worker`, only the weights
-    of this worker are written, to `to` itself. The default of `to` is `exported/` in the run's folder. `plan` describes
-    the models; the default is the plan in the run's folder. The function starts no process.
+    `checkpoint` is the folder or URL of a checkpoint, or of a run. For a run, its newest checkpoint is exported. The
+    weights of each worker are written to `to/WORKER`. With `worker`, only the weights of this worker are written, to
+    `to` itself. The default of `to` is `exported/` in the run's folder. `plan` describes the models; the default is the
+    plan in the run's folder. The function starts no process.
 
     Raises Fault if the checkpoint is damaged or belongs to another model, or if a folder to write is not empty.
     """
@@ -190,7 +190,10 @@ def _flags_to_arguments(text: str) -> str:
 
 
 def _check_arguments(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
-    """Check the arguments of `run`; return the `numbers` that are not None, by name."""
+    """Check arguments of `run`; return the arguments in `numbers` that are not None.
+
+    `numbers` and `folders` have the arguments that must be numbers and folders, by parameter name.
+    """
     if not isinstance(plan, Plan):
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
     for name, folder in folders.items():

@@ -47,26 +47,26 @@ class RandomStream:
         self.key = _keys(seed, int.from_bytes(digest, "little"))
 
     def keys(self, *parts: Any) -> NDArray[np.uint64]:
-        """Return 64 random bits for each key, given the keys as integer arrays `parts`.
+        """Return 64 random bits for each key; `parts` are arrays of the keys' integers.
 
         The arrays are broadcast against each other. The elements at one position of all arrays form one key.
         """
         return _keys(self.key, *parts)
 
     def uniform(self, *parts: Any) -> NDArray[np.float64]:
-        """Return a float in [0, 1) for each key, given the keys as integer arrays.
+        """Return a float in [0, 1) for each key; `parts` are arrays of the keys' integers.
 
-        The arrays `parts` are broadcast against each other, as in `keys`.
+        The arrays are broadcast against each other, as in `keys`.
         """
         return _floats(self.keys(*parts))
 
     def generator(self, *parts: int) -> np.random.Generator:
-        """Return a numpy generator that is seeded with this stream and the key `parts`."""
+        """Return a numpy generator with a seed from this stream and the key `parts`."""
         return np.random.Generator(np.random.Philox(key=int(self.keys(*parts))))
 
 
 def uniform(keys: NDArray[np.uint64], steps: Any) -> NDArray[np.float64]:
-    """Return a float in [0, 1) for each pair of a stream's key and a step.
+    """Return a float in [0, 1) for each pair of a key and a step.
 
     `keys` are results of `RandomStream.keys`. The arrays `keys` and `steps` are broadcast against each other.
     """

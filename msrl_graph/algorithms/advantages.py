@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @function(scope="group")
 def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[Array]:
-    """GRPO's advantage: (reward - mean) / (std + 1e-6), over a prompt's responses.
+    """GRPO's advantage: (reward - mean) / (deviation + 1e-6), in each group.
 
-    `mean` and `std` are the mean and the standard deviation of the rewards of all responses to the same prompt. Every
-    token of a response gets the same advantage (arXiv:2402.03300, section 4.1.2). The standard deviation is the
-    unbiased estimate. `std = false` omits the division (arXiv:2503.20783).
+    A group is all responses to one prompt. The mean and the standard deviation are over the group's rewards. Every
+    token of a response gets the same advantage (arXiv:2402.03300, section 4.1.2). The deviation is the unbiased
+    estimate. `std = false` omits the division (arXiv:2503.20783).
 
-    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
-    long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
-    advantage is nan if a reward of the group is nan.
+    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, with
+    one number per token of the row's response. The advantage is 0 if the group has one response or if all its rewards
+    are equal. The advantage is nan if a reward of the group is nan.
     """
     centred = _center(reward)
     if std and centred.any():
@@ -45,14 +45,14 @@ def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32
 
 @function(scope="group")
 def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """RLOO's advantage: a response's reward minus the mean of the others' rewards.
+    """RLOO's advantage: the reward minus the mean reward of the other responses.
 
     The mean is over all other responses to the same prompt. Every token of a response gets the same advantage
     (arXiv:2402.14740).
 
-    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
-    long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
-    advantage is nan if a reward of the group is nan.
+    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, with
+    one number per token of the row's response. The advantage is 0 if the group has one response or if all its rewards
+    are equal. The advantage is nan if a reward of the group is nan.
     """
     size = len(reward)
     return _each_token(response, _center(reward) * (size / (size - 1) if size > 1 else 0.0))  # s - (sum - s) / (n - 1)
@@ -65,9 +65,9 @@ def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.f
     The mean is over all responses to the same prompt. The weight of a response's reward is the length of the response
     in tokens. Every token of a response gets the same advantage (arXiv:2505.23585).
 
-    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, as
-    long as the row's response. The advantage is 0 if the group has one response or if all its rewards are equal. The
-    advantage is nan if a reward of the group is nan.
+    `response` has one array of token ids per row, and `reward` has one number per row. Returns one array per row, with
+    one number per token of the row's response. The advantage is 0 if the group has one response or if all its rewards
+    are equal. The advantage is nan if a reward of the group is nan.
     """
     import numpy as np
 
@@ -122,11 +122,11 @@ def discounted(
     includes the row's `reward`. `gamma` is the discount per token. If the node reads no log-probabilities, there is no
     KL penalty.
 
-    Whitening replaces each sum A by (A - mean) / sqrt(variance + 1e-8). The mean and the unbiased variance are over
-    all tokens of the batch. If all sums are equal, the advantages are 0.
+    Whitening replaces each sum A by (A - mean) / sqrt(variance + 1e-8). The mean and the unbiased variance are over all
+    tokens of the batch. If all sums are equal, the advantages are 0.
 
     The tokens that `mask` excludes were written by an environment: they are skipped, and their advantage is 0. Returns
-    one array per row, as long as the row's response. The array of an empty response is empty.
+    one array per row, with one number per token of the row's response.
     """
     rewards = _token_rewards(response, reward, old_logp, ref_logp, kl, mask)
     return _place_tokens(_whiten([_sum_returns(row, gamma) for row in rewards]), mask)
@@ -160,8 +160,8 @@ def gae(
       The mean and the unbiased variance are over all tokens of the batch. If all advantages are equal, the result is 0.
     - The tokens that `mask` excludes were written by an environment: they are skipped, and their results are 0.
 
-    Returns the advantages and the returns. Both are lists with one array per row, as long as the row's response. The
-    array of an empty response is empty.
+    Returns the advantages and the returns. Both are lists with one array per row. An array has one number per token of
+    the row's response.
     """
     import numpy as np
 
@@ -208,7 +208,8 @@ def _token_rewards(
 ) -> list[Array]:
     """Return the rewards of the tokens that the mask selects, one array per row.
 
-    The reward of a token is its KL penalty. The reward of a row's last selected token also includes the row's score.
+    The reward of a token is -kl (old_logp - ref_logp), or 0 without log-probabilities. The reward of a row's last
+    selected token also includes the row's `score`.
     """
     import numpy as np
 
@@ -226,9 +227,9 @@ def _token_rewards(
 
 
 def _select_policy_tokens(mask: Sequence[NDArray[np.bool_]] | None, row: int) -> NDArray[np.bool_] | slice:
-    """Return an index that selects the tokens of a row that the policy wrote.
+    """Return an index that selects the tokens that the policy wrote in a row.
 
-    Without a mask, the index selects all tokens.
+    `row` is the number of the row. Without a mask, the index selects all tokens.
     """
     return slice(None) if mask is None else mask[row]
 

@@ -1,9 +1,9 @@
 """Extraction of the final answer from a text, and comparison of two answers.
 
 Invariant: a comparison in this file is either exact or returns None. If a comparison returns None, the caller compares
-the answers by computer algebra (judge.py). Every pattern takes time linear in the length of the text. Otherwise a long
-response would be slow to check, and a model that is rewarded by these comparisons could learn to write text that makes
-a pattern slow.
+the answers by computer algebra (judge.py). Every regular expression takes time linear in the length of the text.
+Otherwise a long response would be slow to check, and a model that is rewarded by these comparisons could learn to write
+text that makes a regular expression slow.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ParsedNumber:
     rounded: bool = False
 
     def __str__(self) -> str:
-        """Format the number as LaTeX: a rounded number as a decimal, others as a fraction."""
+        """Format the number as LaTeX: as a decimal if `rounded`, otherwise as a fraction."""
         numerator, denominator = self.value.as_integer_ratio()
         exact = (
             str(numerator)
@@ -340,8 +340,8 @@ def _equal_numbers(a: ParsedNumber, b: ParsedNumber) -> bool:
     """Return whether two numbers are equal.
 
     If only one of the numbers has a percent sign, two readings of the sign are tried: 50% is 0.5, and 50% is 50. The
-    numbers are equal if they are equal in one of these readings. A rounded number is equal to every number that
-    rounding can turn into it.
+    numbers are equal if they are equal in one of these readings. If one of the numbers has a decimal point, the numbers
+    are also equal if they agree to about six decimals.
     """
     pairs = [(a.value, b.value)]
     if a.percent != b.percent:

@@ -1,6 +1,6 @@
 """Filters: functions that choose which rows the nodes after a filter get.
 
-A row that the nodes after the filter get is said to continue. A `keep` function returns one truth value per row. A
+A row *continues* if the nodes after the filter get the row. A `keep` function returns one truth value per row. A
 `select` function returns the positions of the rows that continue, counted from 0, in the order in which the rows
 continue. A position may occur several times. Each function raises ValueError if a score is not a finite number, because
 such scores have no order.

@@ -3,8 +3,9 @@
 A judge reads one question per line from its input and writes one verdict per line. This file runs as a program, so it
 imports nothing from msrl_graph.
 
-Invariant: whatever the answers are, a question takes at most its limit of CPU time, ten times its `timeout` of
-wall-clock time, and MEMORY bytes of address space.
+Invariant: every question is answered within three limits, whatever the answers are. The limits are `limit` seconds of
+CPU time, 10 * `timeout` seconds of wall-clock time, and MEMORY bytes of address space. `limit` and `timeout` are part
+of a question (see `serve`).
 
 - sympy may compute for days without returning to Python. So comparisons are computed in a child process, which timers
   of the operating system kill. The parent process has already loaded and used math-verify, so it can replace a killed
@@ -85,9 +86,11 @@ def serve(memory: int) -> None:
     """Read questions from standard input and write verdicts, until the input ends.
 
     A question is one line with the JSON list `[response, marked, answer, limit, timeout]`. JudgeRequest in judges.py
-    describes the first three elements. `limit` is in seconds of CPU time, and ten times `timeout` is the limit in
-    seconds of wall-clock time. A verdict is one line: `1` (equal), `0` (different), or the reason why the comparison
-    was not finished, such as `time`. `memory` is the limit of this process's address space, in bytes.
+    describes the first three elements. The comparison is limited to `limit` seconds of CPU time, and to 10 * `timeout`
+    seconds of wall-clock time.
+
+    A verdict is one line: `1` (equal), `0` (different), or the reason why the comparison was not finished, such as
+    `time`. `memory` is the limit of this process's address space, in bytes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the caller
     for timer in TIMERS:

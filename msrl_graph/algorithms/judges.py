@@ -82,7 +82,7 @@ class Judge:
     def ask(self, question: JudgeRequest, limit: float, timeout: float) -> Verdict | None:
         """Send a question and return the verdict, or None if the judge was killed.
 
-        `limit` is the limit of CPU time, in seconds. Ten times `timeout` is the limit of wall-clock time, in seconds.
+        The comparison is limited to `limit` seconds of CPU time, and to 10 * `timeout` seconds of wall-clock time.
         """
         line = json.dumps([question.response, question.marked, question.answer, limit, timeout]).encode() + b"\n"
         with suppress(BrokenPipeError):
@@ -121,8 +121,8 @@ def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -
     """Compare each pair of answers with math-verify; return one verdict per pair.
 
     A pair takes at most `timeout` seconds of CPU time. `budget` limits the total CPU time, in seconds, that is spent on
-    pairs whose comparison does not finish. Each pair may take LEAST seconds even if the budget is spent. Raises
-    RuntimeError if no judge process starts.
+    pairs whose comparison does not finish. Even if the budget is spent, the limit of a pair is at least the smaller of
+    LEAST and `timeout`. Raises RuntimeError if no judge process starts.
     """
     verdicts = {
         question: Verdict(False, judge.REFUSED[b"size"])
@@ -144,7 +144,7 @@ def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -
 def _asked(questions: Sequence[JudgeRequest], limit: float, timeout: float) -> list[Verdict]:
     """Send questions to several judges in parallel; return one verdict per question.
 
-    `Judge.ask` describes `limit` and `timeout`.
+    Each comparison is limited to `limit` seconds of CPU time, and to 10 * `timeout` seconds of wall-clock time.
     """
 
     def ask(question: JudgeRequest) -> Verdict:

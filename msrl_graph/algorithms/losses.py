@@ -5,8 +5,8 @@ follow one another. A term returns a tensor of the same shape, or one value per 
 attribute `reduce` of the update node decides how the values are reduced to one number.
 
 A term may also return figures for the metrics, as (loss, {name: values}). The mean of each figure is a metric of the
-run. ir/signatures.py describes the arguments that the update node fills. Gradients flow through `logp`, `entropy`,
-`values`, `LogProbs` and `Scores`. `lengths` has integers.
+run. ir/signatures.py describes arguments such as `logp`, which the run fills in. `lengths` has one integer per row.
+Gradients flow through `logp`, `entropy`, `values`, `LogProbs` and `Scores`.
 
 Invariant: the values of a row depend on that row alone, unless the term is marked `scope="mini_batch"`. A term with
 this mark is called once with all rows of the mini-batch, and may draw random numbers from `rng`.
@@ -105,12 +105,12 @@ def kl_cov(
     The ratio is r = exp(logp - old_logp). The penalty is coef |logp - old_logp| (arXiv:2505.22617, section 4.2).
 
     The penalty applies to the fraction `share` of the mini-batch's tokens, but to one token at least. These are the
-    tokens with the largest covariance (logp - mean)(A - mean), where both means are over the mini-batch. Of tokens
-    with equal covariance, the first are chosen.
+    tokens with the largest covariance (logp - mean)(A - mean), where both means are over the mini-batch. Of tokens with
+    equal covariance, the first are chosen.
 
-    Where |logp - old_logp| is at most `rounding`, the penalty has no gradient: the sign of so small a difference is
-    noise. In the first step of an iteration, the difference is so small for every token. Reports the `ratio` of each
-    token, whether the token is `chosen` for the penalty, and `kl` as defined in `clip`.
+    Where |logp - old_logp| is at most `rounding`, the penalty has no gradient, because the sign of the difference is
+    noise. In the first optimizer step of an iteration, this is true of every token. Reports the `ratio` of each token,
+    whether the token is `chosen` for the penalty, and `kl` as defined in `clip`.
     """
     import torch
 
@@ -140,7 +140,7 @@ def clip_cov(
     Source: arXiv:2505.22617, section 4.2. The tokens without gradient are drawn at random, and their loss is 0. The
     number of these tokens is the fraction `share` of the mini-batch's tokens, but at least one. The draw is among the
     tokens that `clip` does not clip and whose covariance (logp - mean)(A - mean) is between `least` and `most`; both
-    means are over the mini-batch. If there are fewer such tokens than are to be drawn, all of them are drawn.
+    means are over the mini-batch. If fewer tokens meet these two conditions, all of them are drawn.
 
     Reports the `ratio` of each token, whether the token is `chosen` by this draw, whether the token is `clipped` (by
     `clip` or by this draw), and `kl` as defined in `clip`.
@@ -162,9 +162,9 @@ def kl(
 ) -> Tokens:
     """The KL divergence of the policy from the reference, in nats per token.
 
-    `form` selects the estimate. `k1` is logp - ref_logp. `abs` is |logp - ref_logp|, without gradient where it is at
-    most `rounding`. `mse` is (logp - ref_logp)^2 / 2. `low_var` (k3) is exp(d) - d - 1 with d = ref_logp - logp
-    (arXiv:2402.03300, eq. 4); d is clamped to +-20 and the estimate to +-10.
+    `form` selects the estimate. `k1` is logp - ref_logp. `abs` is |logp - ref_logp|, without gradient where the
+    estimate is at most `rounding`, the rounding error of `logp`. `mse` is (logp - ref_logp)^2 / 2. `low_var` (k3) is
+    exp(d) - d - 1 with d = ref_logp - logp (arXiv:2402.03300, eq. 4); d is clamped to +-20 and the estimate to +-10.
     """
     d = ref_logp - logp
     if form == "k1":

@@ -77,9 +77,9 @@ def loss_term(*, scope: Literal["row", "mini_batch"]) -> Callable[[F], F]: ...
 def loss_term(target: Any = None, *, scope: Literal["row", "mini_batch"] = "row") -> Any:
     """Mark a term of a loss: a function of tensors that returns a tensor.
 
-    losses.py describes the arguments, which are columns and values that the update node fills in. `scope` is "row" if
-    the term can be called with any subset of the rows, such as a micro-batch. `scope` is "mini_batch" if the term needs
-    all rows of the mini-batch in one call.
+    The run fills in the arguments: columns, and values such as `logp` (losses.py). `scope` is "row" if the term can be
+    called with any subset of the rows, such as a micro-batch. `scope` is "mini_batch" if the term needs all rows of the
+    mini-batch in one call.
     """
 
     def mark(target: F) -> F:
@@ -96,7 +96,8 @@ def optimizer(target: F) -> F:
 def schedule(target: F) -> F:
     """Mark a learning-rate schedule (optimizers.py).
 
-    The function takes options and values that the update node fills in, such as `step`, and returns the learning rate.
+    The function returns the learning rate. Its parameters are options, and values such as `step`, which the update node
+    fills in.
     """
     return target
 

@@ -32,7 +32,7 @@ def _match_rows(response: Sequence[str], answer: Sequence[str], prompt: Sequence
 
 @function(many=_match_rows)
 def exact_match(response: str, answer: str, prompt: str = "") -> float:
-    """1 if the response is the answer, ignoring blanks at both ends, else 0."""
+    """1 if the response equals the answer, ignoring blanks at both ends, else 0."""
     return _match_rows([response], [answer])[0]
 
 
@@ -83,8 +83,8 @@ def math_verify(
     The result is 0 if math-verify needs too much memory for the comparison, or more than `timeout` seconds of CPU time.
     The result is also 0 if the answer is too large for math-verify: more than 1,000 characters, brackets nested more
     than 16 deep, or integers of more than 32,768 bits. The metric `verify/cut_off` counts these answers, and the run's
-    log shows some of them. The comparisons of a batch that do not finish take at most `budget` seconds in total, or
-    0.05 seconds each if that is more. Raises RuntimeError if math-verify cannot be started.
+    log shows some of them. In a batch, all unfinished comparisons together take at most `budget` seconds, or 0.05
+    seconds each if that is more. Raises RuntimeError if math-verify cannot be started.
     """
     return _verify_rows([response], [answer], timeout=timeout, budget=budget)[0]
 
@@ -104,9 +104,9 @@ def f1(response: str, answer: str, prompt: str = "") -> float:
     """The F1 score of SQuAD, from 0 to 1: the overlap of response and answer in words.
 
     The score is 2 c / (n + m), where n and m are the numbers of words of the response and the answer, and c is the
-    number of words that the two texts share (arXiv:1606.05250, section 6.1). A word adds to c the number of its
-    occurrences in the text in which it occurs less often. Words are compared in lower case, without punctuation; the
-    articles a, an and the are left out. The score is 1 if neither text has a word.
+    number of words that the two texts share (arXiv:1606.05250, section 6.1). A word that occurs i times in the response
+    and j times in the answer adds min(i, j) to c. Words are compared in lower case, without punctuation; the articles
+    a, an and the are left out. The score is 1 if neither text has a word.
     """
     response_words = Counter(_split_words(response))
     answer_words = Counter(_split_words(answer))

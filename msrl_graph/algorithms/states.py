@@ -72,9 +72,9 @@ def around(state: NDArray[np.float32], *, target: Share = 0.5, floor: Share = 0.
     """Weights for drawing prompts, highest for prompts whose state is near `target`.
 
     Use the weights as the attribute `weights` of the source. `state` has one number from 0 to 1 per prompt. The weight
-    of a prompt is 1 if its state equals `target`. The weight falls linearly with the distance of the state from
-    `target`, and is 0 for the number from 0 to 1 that is farthest from `target`. `floor` is the smallest weight, so
-    that every prompt can be drawn again. Returns one weight per prompt.
+    of a prompt is 1 if its state equals `target`, and falls linearly with the distance of the state from `target`. The
+    weight would be 0 at the state 0 or 1, whichever is farther from `target`. A weight below `floor` is raised to
+    `floor`, so that every prompt can be drawn again. Returns one weight per prompt.
 
     The reason for the weights: if advantages are relative to a group, prompts that are always or never solved teach
     nothing.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @function()
 def text(response: str) -> str:
-    """The text of a column of tokens, without special tokens.
+    """The text of a response, decoded from tokens, without special tokens.
 
     Use this function to write a `text` column that a model with another tokenizer reads. The end token is a special
     token, so the text does not contain it. If a response was cut in the middle of a character, this character becomes

@@ -1,4 +1,4 @@
-"""Table of engines, and the device kinds that are untested.
+"""Table of engines, and the names of device kinds on which no test has run.
 
 Each engine has two halves: a spec, which the compiler reads, and the engine class, which computes. The spec is in a
 file of its own, so that the compiler does not import the engine class.
@@ -24,5 +24,8 @@ SINGLE_DEVICE_KINDS = (CUDA.name,)
 
 
 def can_build(engine: str) -> bool:
-    """Return whether an engine can compute, and not only be planned for."""
+    """Return whether this version can run an engine.
+
+    If not, the compiler can only make plans for the engine.
+    """
     return bool(ENGINES[engine].build)

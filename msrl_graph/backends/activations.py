@@ -31,7 +31,7 @@ LEAST = 1 << 10  # bytes; copying smaller storages gains nothing
 
 
 class Activations:
-    """Hooks on a model's `layers` that offload the tensors saved by the layers."""
+    """Hooks that offload the tensors saved by the layers of a model."""
 
     def __init__(self, device: TorchDevice, layers: Sequence[torch.nn.Module]) -> None:
         self.device = device
@@ -70,7 +70,8 @@ class Activations:
 class _Kept:
     """A storage that was copied to the host.
 
-    `uses` is the number of saved tensors that are views of this storage and that the backward pass has not yet read.
+    Some of the tensors that the forward pass saved are views of this storage. `uses` is the number of these tensors
+    that the backward pass has not yet read.
     """
 
     def __init__(self, storage: torch.UntypedStorage, buffer: torch.Tensor, group: int) -> None:
@@ -118,9 +119,9 @@ class _Pass:
     def begin(self, weights: set[int]) -> None:
         """Start the forward pass of the next layer.
 
-        Also release the device memory of the storages that the layer two positions earlier saved, after their copies to
-        the host are complete. `weights` identifies the storages of the started layer's weights, which are not
-        offloaded.
+        Also release the device memory of the storages saved by the layer two positions earlier, after the copies of
+        these storages to the host are complete. `weights` identifies the storages of the started layer's weights, which
+        are not offloaded.
         """
         self.weights = weights
         self.marks.append(self.out_lane.mark())

@@ -11,8 +11,8 @@ All layers except attention work on a rank's own nodes. Attention is one of two 
 
 - Ulysses (arXiv:2309.14509): an all-to-all sends each rank the queries, keys and values of all nodes, for the rank's
   share of the heads.
-- Ring (arXiv:2310.01889): keys and values are passed from rank to rank. A rank computes one attention result per rank
-  that keys come from. It uses the log-sum-exp of the scores to merge these results.
+- Ring (arXiv:2310.01889): keys and values are passed from rank to rank. A rank computes one attention result for the
+  keys and values of each rank, and merges these results by the log-sum-exp of the scores.
 
 A requested token is a token whose outputs (for example its log-probability) the micro-batch asks for.
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class ContextGroup:
     """The `size` ranks that shard a micro-batch's tree; this rank is the `rank`-th.
 
-    With `ulysses`, attention is Ulysses attention; without it, ring attention.
+    If `ulysses` is true, attention is Ulysses attention, otherwise ring attention.
     """
 
     size: int = 1
@@ -62,10 +62,10 @@ class ContextGroup:
     def share(self, tree: Tree, micro_batch: MicroBatch, multiple: int = 1) -> tuple[Tree, MicroBatch]:
         """Return this rank's part of a tree and of the tree's micro-batch.
 
-        All ranks get the same number of nodes: the nodes are padded to a multiple of `multiple`. The returned
-        micro-batch has only this rank's requested tokens, which are tokens whose outputs the micro-batch asks for. A
-        token's outputs are computed from the hidden state of one node (`Tree.before`). The rank that has this node gets
-        the requested token.
+        All ranks get the same number of nodes: the nodes are padded to a multiple of `multiple`. A requested token is a
+        token whose outputs the micro-batch asks for. The returned micro-batch has only the requested tokens of this
+        rank. A token's outputs are computed from the hidden state of one node (`Tree.before`). The rank that has this
+        node gets the requested token.
         """
         import torch
         from tensordict import TensorDict
@@ -149,7 +149,7 @@ class ContextShard(Tree):
 
     - `asked`: the number of tokens whose outputs the whole micro-batch asks for.
     - `tokens`: the indices, among the `asked` tokens, of the tokens whose outputs this rank computes.
-    - `before`: for each token of `tokens`, the node from whose hidden state the outputs are computed.
+    - `before`: one node for each token of `tokens`. The token's outputs are computed from the node's hidden state.
     """
 
     tokens: torch.Tensor

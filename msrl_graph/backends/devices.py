@@ -181,13 +181,13 @@ class Lane:
 
 @dataclass(frozen=True)
 class Devices:
-    """The device, rank and process mesh that an engine is built on.
+    """The device, rank and process mesh with which an engine is built.
 
     - `device`: this rank's device.
     - `rank`: this rank's number in the layout.
     - `mesh`: the mesh of all ranks of the layout. It has the axes dp and tp, and each other axis that is larger than 1.
       None if the layout has a single rank.
-    - `per_host`: the number of the mesh's ranks on each host; consecutive ranks share a host. 0 if one host has all
+    - `per_host`: the number of ranks of the mesh on each host; consecutive ranks share a host. 0 if one host has all
       ranks.
 
     An engine that needs more process groups creates them from its own ranks (`make_group`).
@@ -215,8 +215,9 @@ class Devices:
 
         The group has all ranks of `layout` whose coordinates on the axes `shared_axes` equal this rank's coordinates.
         The ranks of the group are ordered by their number in the layout. If the ranks hold different experts, the
-        experts are in the same order as the ranks. Only a `Layout.inner` greater than 1 would change this order, and
-        `Layout.inner` is 1 for every node that trains. The first call for a group is a collective of the group's ranks.
+        experts are in the same order as the ranks. Only a `Layout.inner` (the number of data-parallel replicas with
+        adjacent ranks) greater than 1 would change this order, and `Layout.inner` is 1 for every node that trains. The
+        first call for a group is a collective: all ranks of the group must make the call.
         """
         from torch import distributed as dist
 
@@ -241,7 +242,7 @@ class Devices:
 
 
 def device_of(tensor: torch.Tensor) -> TorchDevice:
-    """Return the TorchDevice on which a tensor is."""
+    """Return the TorchDevice whose memory holds a tensor."""
     kind = next(candidate for candidate in DEVICE_KINDS.values() if candidate.torch == tensor.device.type)
     return TorchDevice(kind, tensor.device.index or 0)
 
@@ -251,9 +252,10 @@ def is_host_buffer(storage: torch.UntypedStorage) -> bool:
 
 
 def sleep(tensors: Iterable[torch.Tensor]) -> None:
-    """Mark tensors as asleep: they have no memory until `wake`.
+    """Mark tensors as asleep: until `wake`, they count as having no memory.
 
-    The allocator of a sleeping tensor may use the tensor's memory for other purposes, without torch's knowledge.
+    While a tensor sleeps, the allocator of its memory may use the memory for other purposes. Torch itself does not know
+    that a tensor sleeps.
     """
     for storage in [tensor.untyped_storage() for tensor in tensors]:
         _sleeping_storages[storage.data_ptr()] = weakref.ref(storage)
@@ -268,9 +270,9 @@ def wake(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def watch_storages(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Within the context, call `watcher` with each storage whose memory changes.
+    """Within the context, report each storage whose memory changes to `watcher`.
 
-    The watcher is called, for changes in any thread, with a storage that:
+    `watcher` is called with a storage, in any thread, each time the storage:
 
     - becomes a host buffer,
     - falls asleep or wakes (`sleep`, `wake`),
@@ -321,7 +323,7 @@ def is_making_buffer() -> bool:
 
 
 def get_local_tensor(tensor: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or the tensor itself if it is no DTensor."""
+    """Return the local tensor of a DTensor; return any other tensor unchanged."""
     inner: Any = getattr(tensor, "_local_tensor", tensor)
     local_tensor: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be in flight
     return local_tensor

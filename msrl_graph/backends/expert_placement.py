@@ -55,7 +55,7 @@ class ExpertPlacement:
         return ", ".join([*parts, *[f"cp_kind = {layout.cp_kind}"] * (layout.cp_kind != Layout.cp_kind)])
 
     def can_run(self, layout: Layout, model: Model) -> bool:
-        """Return whether a run can use a layout of a model with this engine.
+        """Return whether a run can use this engine with a layout for a model.
 
         A model without experts can run with any layout.
         """
@@ -95,8 +95,8 @@ def _fits_vllm(layout: Layout) -> bool:
     """Return whether vLLM supports a layout's ep and etp.
 
     Without ep, each expert is sharded over tp. With vLLM's option --enable-expert-parallel, whole experts are
-    distributed over all ranks of one vLLM instance. An instance has tp ranks times the size of vLLM's own data
-    parallelism.
+    distributed over all ranks of one vLLM instance. An instance has tp x d ranks, where d is the size of vLLM's own
+    data parallelism.
     """
     if layout.ep == 1:
         return layout.etp == layout.tp

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels: Kernels) -> None:
     """Replace the experts in a transformers model by modules with this rank's experts.
 
-    The model is on the meta device. With ep, a rank has the experts of its coordinate on the axis ep, and each of these
-    experts is whole (not sharded). If the layout has neither tp nor ep, each rank computes all experts for all its
-    tokens.
+    The model is on the meta device. With ep, the rank's coordinate on the axis ep determines which experts the rank
+    has, and each of these experts is whole (not sharded). If the layout has neither tp nor ep, each rank computes all
+    experts for all its tokens.
     """
     tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.make_group(layout, "pp", "etp", "edp") if layout.ep > 1 else None
@@ -37,7 +37,7 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
-    """Build a module for the experts that this rank has of one layer.
+    """Build a module for this rank's experts of one layer.
 
     - `theirs`: transformers' module of the experts, which determines the sizes and the activation.
     - `number`: the number of experts that this rank has.
@@ -90,8 +90,8 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
         def _exchange_tokens(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             """Send hidden states to the ranks of their experts; return the experts' results.
 
-            `rows` has one hidden state for each pair of a token and an expert, sorted by expert. `counts` is the number
-            of rows for each expert, over the experts of all ranks.
+            `rows` has one hidden state for each pair of a token and an expert, sorted by expert. `counts` has the
+            number of rows of each expert, for all experts of the layer.
             """
             received_counts = torch.empty_like(counts)
             torch.distributed.all_to_all_single(received_counts, counts, group=ep)
@@ -111,7 +111,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
         def _apply_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             """Return the results of this rank's experts for the hidden states `rows`.
 
-            `rows` is sorted by expert. `counts` is the number of rows for each of this rank's experts.
+            `rows` is sorted by expert. `counts` has the number of rows for each of this rank's experts.
             """
             ends = counts.cumsum(0).to(torch.int32)
 

@@ -3,8 +3,8 @@
 Tensor parallelism is implemented with DTensor. Context parallelism is in context_parallel.py.
 
 Invariant: outside of forward and backward passes, a rank holds one box of each weight: one index range per dimension,
-as computed by layout.shard. The boxes are called the weights at rest. The optimizer updates them (optimizer/steps.py).
-The ZeRO stages are:
+as computed by layout.shard. The boxes are called the weights at rest. The optimizer updates the weights at rest
+(optimizer/steps.py). The ZeRO stages are:
 
 - 0: everything is replicated.
 - 1: the optimizer states are sharded.
@@ -326,8 +326,8 @@ def _outputs(
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
     """Return the entropy of each token's distribution, without a gradient.
 
-    The entropy is computed for a few tokens at a time, so that the computation needs less memory than a cross-entropy
-    over all tokens.
+    The entropy is computed for a few tokens at a time, so that the computation needs less memory than the cross-entropy
+    of all tokens needs.
     """
     import torch
 

@@ -48,7 +48,7 @@ def build_empty_model(model: Model) -> Any:
 
 
 def load_fixed_tensors(model: Model) -> dict[str, Any]:
-    """Load the tensors of a model that training never changes (Model.fixed).
+    """Load a model's fixed tensors, which training never changes (Model.fixed).
 
     Returns a dictionary from names to tensors.
     """
@@ -89,8 +89,8 @@ def named_weights(module: Any) -> dict[str, Any]:
 def parameter_path(name: str) -> str:
     """Return the path of a weight's parameter in a transformers module.
 
-    `name` is the weight's name in msrl_graph. A projection of all experts of a layer is one parameter (experts.py), so
-    the weights of these experts have the same path.
+    `name` is the weight's name in msrl_graph. In a layer with experts, one parameter holds the weights of all experts
+    for a projection (experts.py). So these weights have the same path.
     """
     return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 

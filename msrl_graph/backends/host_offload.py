@@ -75,6 +75,6 @@ class HostOffload:
         self.buffers = []
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the host buffer of `tensor`, with the contents of the last `store`."""
+        """Return the host buffer of `tensor`, with the contents that `store` copied last."""
         self.device.finish()
         return next(buffer for candidate, buffer in zip(self.tensors, self.buffers, strict=True) if candidate is tensor)

@@ -32,8 +32,9 @@ def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> 
     """Return a command or a hint to install an engine's missing packages.
 
     The command installs an extra (a set of optional dependencies of msrl-graph): the extra for the device kind, or else
-    the extra for the engine. If msrl-graph has neither extra, the command installs the missing packages by name. For a
-    device kind that needs adapted packages, no single command is enough, so the result is a hint.
+    the extra for the engine. If msrl-graph has neither extra, the command installs the missing packages by name. Some
+    device kinds need packages that adapt other packages to the kind. For these kinds no single command is enough, so
+    the result is a hint.
     """
     if device in DEVICE_KINDS and DEVICE_KINDS[device].adaptors:
         return f"install {', '.join(missing)} as described at the top of constraints/{device}.txt, or run msrl-doctor"

@@ -232,8 +232,8 @@ def _update(s: _Layer) -> Moments:
 def _backward(s: _Layer) -> dict[str, dict[str, int]]:
     """Return the change in bytes during the backward pass of each half of a layer.
 
-    The change is relative to the start of the layer's backward pass, when all tensors that the layer saved exist. A
-    change is negative if more bytes of saved tensors are freed than are allocated.
+    The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer
+    exist. A change is negative if more bytes are freed than allocated.
     """
     feed = s.hidden + (max(3 * s.routed, 2 * s.inner - s.routed) if s.work.model.experts else 2 * s.wide)
     freed = s.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
@@ -251,8 +251,9 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
 def generator(verb: str, work: Workload) -> Moments:
     """Return the bytes at each moment of a generation by transformers (hf.py).
 
-    Responses to `work.rows` prompts are generated at the same time, `work.samples` responses to each. The KV cache of a
-    layer is one tensor of keys and one tensor of values. Both tensors are copied whenever the cache grows.
+    `work.rows` prompts have responses that are generated at the same time: `work.samples` responses to each prompt. The
+    KV cache of a layer is one tensor of keys and one tensor of values. Both tensors are copied whenever the cache
+    grows.
     """
     if verb != "generate":
         raise ValueError(f"no generator has the verb `{verb}`")

@@ -29,11 +29,11 @@ ATTENTION = "msrl_prefixes"
 class Tree:
     """The nodes of a micro-batch's prefix tree, one per distinct prefix of a row.
 
-    - `ids`, `depth`: each node's token id, and its depth, which is the token's position in the row.
+    - `ids`, `depth`: each node's token id, and each node's depth: the position of the token in the row.
     - `rows` [distinct rows, width]: the nodes of each row, padded at the right.
-    - `place`: for each node, the index of an entry of the flattened `rows` that is this node.
-    - `before`: for each token whose outputs the micro-batch asks for, the node from whose hidden state the outputs are
-      computed.
+    - `place`: for each node, an index at which the node occurs in the flattened `rows`.
+    - `before`: one node for each token whose outputs the micro-batch asks for. The token's outputs are computed from
+      the node's hidden state.
     - `attention`: the function that computes attention.
 
     With context parallelism, a rank's part of a tree is also a Tree (context_parallel.py).
@@ -121,7 +121,7 @@ def prepare(module: Any) -> None:
 
 
 def compute_states(module: Any, tree: Tree) -> torch.Tensor:
-    """Return each node's last hidden state, [nodes, hidden].
+    """Return the last layer's hidden state for each node, [nodes, hidden].
 
     `module` is a transformers model that was changed by `prepare`.
     """

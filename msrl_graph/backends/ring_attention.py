@@ -86,7 +86,7 @@ def _make_function() -> Any:
 def _find_visible_keys(
     q: torch.Tensor, step: int, context: ContextGroup, window: int | None
 ) -> tuple[int, torch.Tensor | None]:
-    """For each query of this rank, return which keys of another rank it sees.
+    """Return which keys of another rank each query of this rank sees.
 
     The other rank is `step` ranks before this rank in the ring. The result is a pair (first, mask):
 
@@ -118,8 +118,8 @@ def _merge_block(
     """Merge a block's attention result into `out` and `lse`, in place.
 
     A block is the keys and values of one rank. `lse` are the log-sum-exps of the scores. `first` and `mask` are results
-    of `_find_visible_keys`. A rank's own block must be merged first, because each query sees at least its own key in
-    that block.
+    of `_find_visible_keys`. A rank's own block must be merged first, because that block has at least one key that a
+    query sees: the key at the query's position.
     """
     import torch
 
@@ -144,7 +144,7 @@ def _add_gradients(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> None:
-    """Add the gradients from attention to one block, in place.
+    """Add the gradients of the attention to one block to `dq` and `sums`, in place.
 
     A block is the keys and values of one rank. `dq` is the gradient of this rank's queries. `sums` are the gradients of
     the block's keys and values. `first` and `mask` are results of `_find_visible_keys`.
@@ -161,9 +161,9 @@ def _add_gradients(
 
 
 def _select_keys(q: torch.Tensor, keys_values: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the keys and values that the queries from index `first` on see.
+    """Return the keys and values that are visible to queries.
 
-    Each key-value head is repeated for the query heads that share it.
+    The queries are those from index `first` on. Each key-value head is repeated for the query heads that share it.
     """
     repeats = q.shape[1] // keys_values.shape[2]
     cut = keys_values[:, :, :, : keys_values.shape[3] - first]
@@ -201,7 +201,7 @@ def _backward(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values from attention to one block.
+    """Return the gradients of queries, keys and values for the attention to one block.
 
     A block is the keys and values of one rank. `out` and `lse` are the output and the log-sum-exp of attention to the
     blocks of all ranks.

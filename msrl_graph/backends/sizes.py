@@ -56,8 +56,7 @@ class Sizes:
     def tokens(self) -> int:
         """Number of distinct tokens that a layer computes.
 
-        A prompt's tokens count once, not once per response. Of a response, only the tokens that are inputs of the model
-        count.
+        A prompt's tokens count once, not once per response. A response's tokens count if they are inputs of the model.
         """
         work = self.work
         return max(1, self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed)))
@@ -103,7 +102,7 @@ class Sizes:
 
     @cached_property
     def keys(self) -> int:
-        """Bytes of one token's keys; the token's values need as many bytes."""
+        """Bytes of one token's keys; the token's values need the same number of bytes."""
         return self.split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
 
     @cached_property
@@ -117,7 +116,10 @@ class Sizes:
 
     @cached_property
     def wide(self) -> int:
-        """Bytes of gate, or of up, in a dense feed-forward network, for all tokens."""
+        """Bytes of the gate projection's output in a dense feed-forward network.
+
+        The size is for all tokens. The output of the up projection has the same size.
+        """
         return self.tokens * self.split(self.work.model.intermediate) * self.item
 
     @cached_property
@@ -137,17 +139,20 @@ class Sizes:
 
     @cached_property
     def inner(self) -> int:
-        """Bytes of gate, or of up, in the experts on a rank.
+        """Bytes of the gate projection's output in the experts on a rank.
 
-        Gate and up are computed for all tokens that the experts receive. Each etp rank of an expert receives the tokens
-        of all etp ranks.
+        The output of the up projection has the same size. Both outputs are computed for all tokens that the experts
+        receive. Each etp rank of an expert receives the tokens of all etp ranks.
         """
         experts = self.work.model.experts
         return self.sent * experts.intermediate * self.item if experts else 0
 
     @cached_property
     def shared(self) -> int:
-        """Bytes of gate, or of up, in the shared experts, for all tokens."""
+        """Bytes of the gate projection's output in the shared experts, for all tokens.
+
+        The output of the up projection has the same size.
+        """
         experts = self.work.model.experts
         return self.tokens * self.split(experts.shared) * self.item if experts else 0
 
@@ -225,7 +230,7 @@ class Sizes:
 
     @cached_property
     def table(self) -> int:
-        """Bytes of the weights of the embedding; the head is as large."""
+        """Bytes of the weights of the embedding; the head has the same size."""
         return self._sum_bytes(self.work.model.tensors[:1])
 
     @cached_property
@@ -248,7 +253,7 @@ class Sizes:
         return Side(self.work.layout, self.work.divided)
 
     def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
-        """Return the number of elements that a rank has of some kinds of tensors.
+        """Return the number of elements that a rank has of tensors of the given kinds.
 
         The result is a pair: the number of elements of dense tensors, and the number of elements of tensors of experts.
         """
@@ -272,7 +277,7 @@ def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
 def context_parallel_extra(s: Sizes, backward: bool) -> int:
     """Return the bytes that context parallelism adds to the memory of attention.
 
-    With ring attention, the bytes are for four things. A block is the keys and values of one rank.
+    A block is the keys and values of one rank. With ring attention, the bytes are for:
 
     - the current block,
     - the block that is being received,

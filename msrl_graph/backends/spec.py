@@ -97,7 +97,7 @@ class EngineSpec:
 
     Support:
     - `axes`: the axes of a layout that may be larger than 1. `families`: the model architectures.
-    - `options`: the engine's options (`EngineOptions`, ir/options.py), in addition to `EVERY`.
+    - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY` has the options of all engines.
     - `off_host`: axes and families that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
     - `needs`: the required packages. `settings`: environment variables for the engine's processes.
@@ -105,7 +105,7 @@ class EngineSpec:
     - `lints`: returns warnings about combinations of options that are known to fail or to be slow.
 
     Weights:
-    - `divided_from`: the ZeRO stage from which weights are sharded over dp, also between passes (4: never).
+    - `divided_from`: the lowest ZeRO stage that keeps weights sharded over dp between passes (4: no stage).
     - `vocabulary_multiple`: each rank's part of the vocabulary is padded to a multiple of this number (1: no padding).
       With `pads_whole`, the whole vocabulary is padded to such a multiple instead.
     - `spread`: the rule by which experts, or shards of experts, are placed on ranks.
@@ -170,7 +170,7 @@ class EngineSpec:
         return None if where in self.fused else self.calls
 
     def list_plan_only(self, where: Where) -> tuple[str, ...]:
-        """Return the axes and families that plans for `where` can use but runs cannot."""
+        """Return the axes and families that a plan can use on `where`, but a run cannot."""
         return self.off_host if where == "host" else ()
 
     def divides_weights(self, layout: Layout) -> bool:
@@ -184,7 +184,7 @@ class EngineSpec:
         return self.divides_weights(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
-        """Return how the engine shards weights under `layout`, starting at device `first`."""
+        """Return the Side: how the engine shards weights, and on which devices."""
         return Side(layout, self.divides_weights(layout), self.multiple(layout), first, each)
 
     def multiple(self, layout: Layout) -> int:
@@ -218,7 +218,7 @@ def can_compile(model: Model, layout: Layout) -> bool:
 class Weights:
     """The weights that an engine is built to hold.
 
-    - `model`: the model, with the dtype of the weights that the plan chose.
+    - `model`: the model. Its `dtype` is the dtype that the plan chose for the weights.
     - `node`: the node that the engine is built for; for a trained worker, the worker's first update. The engine may
       read the node's attributes: `GenerateAttributes.of(weights.node)`. A trainer may compute several nodes: each call
       names its node (`ForwardRequest.node`).
@@ -257,10 +257,11 @@ MicroBatch: TypeAlias = "TensorDict"
 class ForwardRequest:
     """The outputs that a forward pass must return for each requested token.
 
-    A forward pass always returns the token's log-probability, and the log-probabilities of the other token ids in the
-    micro-batch's column `given`. With `entropy`, it also returns the entropy of the token's distribution. `best` is the
-    number of likeliest tokens to return. `temperature` applies to all tokens, unless the micro-batch has temperatures.
-    `node` is the update that requests the pass. Its attributes are `UpdateAttributes.of(request.node)`."""
+    A forward pass always returns the token's log-probability. If the micro-batch has a column `given`, the pass returns
+    the log-probabilities of the token ids in this column as well. With `entropy`, the pass also returns the entropy of
+    the token's distribution. `best` is the number of likeliest tokens to return. `temperature` applies to all tokens,
+    unless the micro-batch has temperatures. `node` is the update that requests the pass. The update's attributes are
+    `UpdateAttributes.of(request.node)`."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -368,7 +369,7 @@ class Trainer(Protocol):
         options for the rules that the engine was built with. `node` is the update that makes the step."""
 
     def moments(self) -> dict[str, list[Shard]]:
-        """Return the optimizer states by kind. The box of a state is the box of its weight.
+        """Return the optimizer states by kind. A state has the same box as its weight.
 
         The call is a collective. The result is empty before the first step."""
 
@@ -405,15 +406,15 @@ class Generator(Protocol):
         begun: NDArray[np.int64] | None = None,
         stretch: int = 0,
     ) -> Iterator[Response]:
-        """Generate `sampling.samples` responses to each prompt; yield each when it ends.
+        """Generate `sampling.samples` responses per prompt; yield each one at its end.
 
         All ranks of one copy of the model yield the same responses in the same order. A response includes its end
         token. If the caller stops iterating, no more tokens are drawn. `keys` has one noise key per response: the key
         and the step (the number of the token in the response) decide what is drawn (noise.py).
 
         `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
-        prompt per response, which ends with these tokens. These tokens count in the steps and in `max_tokens`, which is
-        larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
+        prompt per response, and the prompt ends with these tokens. They count as steps and towards `max_tokens`, which
+        is larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
 
         With a `stretch`, each response is yielded in parts of `stretch` tokens. After one part of each unfinished
         response has been yielded, the next parts are drawn only if the caller continues to iterate."""

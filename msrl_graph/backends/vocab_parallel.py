@@ -1,7 +1,7 @@
 """Outputs of a policy whose vocabulary is sharded over ranks.
 
-Invariant: values and gradients equal the results of a computation with the whole vocabulary on one rank. They are the
-same on all ranks of the group. No rank holds logits of another rank's part of the vocabulary.
+Invariant: values and gradients equal the results of a computation with the whole vocabulary on one rank. Values and
+gradients are the same on all ranks of the group. No rank holds logits of another rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def outputs(
 
 
 def _best(logps: torch.Tensor, first: int, number: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `number` largest log-probabilities of each token, and their ids.
+    """Return the log-probabilities and ids of the `number` likeliest next tokens.
 
-    Each rank finds the likeliest ids of its own part of the vocabulary. The result is chosen from the likeliest ids of
-    all parts.
+    `logps` [tokens, ids on this rank] are log-probabilities of consecutive ids, the first of which is `first`. Each
+    rank finds the likeliest ids of its own part of the vocabulary. The result is chosen from the likeliest ids of all
+    parts.
     """
     import torch
     from torch import distributed as dist

@@ -144,10 +144,10 @@ class Arguments:
         return edge
 
     def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """Return the sample edge that a text with arrows, or several node lists, describe.
+        """Return the sample edge that the items of `groups` describe.
 
-        The text is the only item of `groups`. If there are several `groups` of nodes, an arrow leads from each group to
-        the next group.
+        `groups` is either a single text with arrows, or several lists of nodes. From each list of nodes, an arrow leads
+        to the next list.
         """
         attrs = self.attrs(("sample edge",), attributes)
         if len(groups) == 1 and (edge := self.edge("groups", groups[0], "sample")):
@@ -161,7 +161,7 @@ class Arguments:
     def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.EdgeDecl:
         """Return the resharding edge from `src` to `dst`.
 
-        If `dst` is None, `src` is a text with an arrow and both ends of the edge.
+        If `dst` is None, `src` is a text such as `A => B`, with both ends of the edge.
         """
         attrs = self.attrs(("resharding edge",), attributes)
         if dst is None and (edge := self.edge("src", src, "reshard")):
@@ -177,8 +177,8 @@ class Arguments:
         """Return keyword arguments as attributes of a statement.
 
         `statements` are the kinds of statement that may declare the attributes. With `quoted`, each str becomes a
-        quoted string of the language. Otherwise a str becomes a quoted string if the attribute is declared as a string,
-        and is parsed as an expression if not.
+        quoted string of the language. Without `quoted`, a str becomes a quoted string only if the attribute is declared
+        as a string. Every other str is parsed as an expression.
         """
         attributes = []
         for key, value in values.items():
@@ -319,7 +319,7 @@ class Arguments:
 
 
 def text_span(part: CallArgument, text: str, start: int, end: int) -> Span:
-    """Return the span in the Python file of `text[start:end]`.
+    """Return the place of `text[start:end]` in the Python file, as a span.
 
     `part` is the argument that contains `text`.
     """
@@ -337,7 +337,7 @@ def _signed(literal: ast.Literal_, negative: bool) -> ast.Expr:
 def _as_integer(value: object) -> int | None:
     """Return a value as a whole number; None if the value is not a whole number.
 
-    An array has `__index__`, but calling it may raise TypeError.
+    The result is also None if the method `__index__` of the value raises TypeError, as for an array.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None

@@ -58,7 +58,10 @@ class CallArgument:
         return Span(self.span.file, *place(span.line, span.column), *place(span.end_line, span.end_column))
 
     def shows(self, value: str) -> bool:
-        """Return whether the file contains `value` as a string literal without escapes."""
+        """Return whether the argument is written as the string literal `value`.
+
+        Returns False if the literal in the Python file has escapes.
+        """
         return self._quote(value) is not None
 
     def _quote(self, value: str) -> str | None:
@@ -83,7 +86,7 @@ class CallSite:
     def argument(self, name: str, index: int = 0) -> CallArgument:
         """Return the argument for the parameter `name`.
 
-        For a parameter such as `*groups`, `index` selects one of the parameter's arguments.
+        If several arguments belong to the parameter, as for `*groups`, `index` selects one of these arguments.
         """
         if self._call is not None:
             for keyword in self._call.keywords:
@@ -106,7 +109,7 @@ class CallSite:
 
 
 def caller(inner: Path, parameters: tuple[str, ...]) -> CallSite:
-    """Return the call in the user's code that entered code under the folder `inner`.
+    """Return the call by which the user's code entered code in the folder `inner`.
 
     `parameters` are the names of the parameters that can be positional.
     """

@@ -2,9 +2,10 @@
 
 Examples are lambdas, functions inside functions or under an `if`, and functions of notebooks.
 
-Invariant: the result is a Python file like any other. The compiler reads the function's signature from that file, and
-the processes of a run load the function from that file. The function itself is in a second file in the same folder, as
-cloudpickle wrote it. A plan that names the function can be run as long as both files exist.
+Invariant: for each stored function, there is a Python file that looks like any other. The compiler reads the function's
+signature from this file, and the processes of a run load the function from this file. The function itself is in a
+second file in the same folder, as cloudpickle wrote it. A plan that names the function can be run as long as both files
+exist.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def ship(function: Given) -> tuple[Path, str]:
 def _signature_text(signature: inspect.Signature) -> str:
     """Return a signature as Python source.
 
-    Annotations are those of the function. Each default is written as `None`, since the compiler only needs to know
-    whether there is a default.
+    The annotations are written as in the signature. Each default is written as `None`, since the compiler only needs to
+    know whether there is a default.
     """
 
     def annotation(value: object) -> object:

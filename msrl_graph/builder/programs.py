@@ -32,7 +32,7 @@ class Program:
     """An algorithm, a cluster or a deploy, with all programs that it depends on."""
 
     def __init_subclass__(cls) -> None:
-        """Apply `public` to the methods of a subclass that this module defines."""
+        """Decorate the public methods of each subclass in this module with `public`."""
         super().__init_subclass__()
         for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
             if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
@@ -44,7 +44,7 @@ class Program:
         self._span = span
 
     def tree(self) -> ast.File:
-        """Return the program's syntax tree, which `compile` also accepts."""
+        """Return the program as a syntax tree, a form that `compile` accepts."""
         return tree(self)
 
     def to_rlg(self) -> str:
@@ -105,7 +105,7 @@ class StatementBuilder(Program, Generic[S]):
 
 
 class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
-    """`algorithm NAME { … }`; `extends` is an algorithm, or a built-in's name."""
+    """`algorithm NAME { … }`; `extends` is an algorithm, or the name of an algorithm."""
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
@@ -280,7 +280,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         return self._state(call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.span))
 
     def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
-        """Add `data NAME = "file" { column = "field" }`; `source` is the training data."""
+        """Add `data NAME = "file" { column = "field" }`; training data have NAME `source`."""
         call = Arguments("name", "target")
         # `source` is a reserved word, but is allowed as a name here.
         source = isinstance(name, str) and name == "source"
@@ -378,7 +378,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
 
 
 def tree(*programs: Program) -> ast.File:
-    """Return the syntax tree of programs and of the programs that they depend on."""
+    """Return the syntax tree of some programs, with all programs on which they depend."""
     order: dict[int, Program] = {}
 
     def add(program: Program) -> None:

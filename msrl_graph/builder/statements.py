@@ -170,7 +170,10 @@ def _add(entries: list[StatementSlot], statement: Statement) -> None:
 
 
 def _add_change(entries: list[StatementSlot], change: ast.NodeDecl) -> None:
-    """Add a change of a node's attributes, merged with earlier changes of the node."""
+    """Add a change of a node's attributes to `entries`.
+
+    Earlier changes of the same node are merged into the new change, unless a `drop` statement is between them.
+    """
     keys = keys_of(change)
     node_key = frozenset({("node", node_name(change))})
     begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & node_key), default=0)
@@ -206,7 +209,7 @@ def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -
 
 
 def _place_slot(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
-    """Insert a slot in `entries`, and remove the statements that it replaces.
+    """Insert the slot `new` in `entries`; remove the statements that it replaces.
 
     Only the slots from the position `begin` on can be replaced. A slot is replaced if all its keys are keys of the new
     slot. The new slot gets the position of the first slot that it replaces. If the new slot replaces no slot, the new
@@ -230,9 +233,9 @@ def _find_drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple
 
 
 def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement) -> None:
-    """Remove the `drop` statements that would drop a statement that is stated again.
+    """Remove the `drop` statements that would remove a restated statement.
 
-    `after` is the position of the statement. Only `drop` statements after this position are removed.
+    `after` is the position of `statement`. Only `drop` statements after this position are removed.
     """
     for i, drop in _find_drops(entries, after):
         if _apply_drop(drop, statement) != (statement,):

@@ -3,8 +3,8 @@
 A check of a graph is a pure function `(graph, library) -> diagnostics`. `library` has the signatures of all functions
 and loss terms that a program may call.
 
-Invariant: checks never change a graph. Each mistake is reported once. If a mistake only follows from another mistake,
-only the other mistake is reported.
+Invariant: checks never change a graph. Each mistake is reported once. If one mistake causes a second mistake, only the
+first mistake is reported.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def check(
 
     - `earlier`: the diagnostics of the compiler pass that made the graph from the program.
     - `reported`: the columns that evaluations read.
-    - `dropped`: the `drop` statements of an algorithm that extends other algorithms, by the dropped name.
+    - `dropped`: the `drop` statements of an algorithm that extends other algorithms. The keys are the dropped names.
     """
     only_values = all(diagnostic.code in VALUES for diagnostic in earlier if diagnostic.severity == "error")
     last = partial(columns.unused, reported=reported)

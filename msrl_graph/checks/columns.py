@@ -1,7 +1,7 @@
 """Checks of columns: their writers, their readers, and the paths between them.
 
-Invariant: a mistake that only follows from another mistake is not reported. So the path from a writer to a reader is
-not checked if the column has two writers, or if no path leads from the source to the reader.
+Invariant: a mistake that is only a consequence of another mistake is not reported. So the path from a writer to a
+reader is not checked if the column has two writers, or if no path leads from the source to the reader.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
     The keys of the result are the columns with two writers. Each value has two items:
 
     - the names of the writers that were probably meant to write another column: one name, or both if both are possible,
-    - the name of the column that was probably meant. It has the same type, and is read but never written.
+    - the name of this other column. It has the same type, and is read but never written.
     """
     guesses: dict[str, tuple[list[str], str]] = {}
     doubled = {name: writers for name, writers in graph.writers.items() if len(writers) == 2}
@@ -121,7 +121,7 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes to which no path leads from the writer of a column that they read."""
+    """Report nodes that read a column without any path from the column's writer."""
     reached = _list_reachable(graph)
     diagnostics = []
     for node in graph.nodes:
@@ -148,7 +148,8 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
 
     - A column is read if a node, an evaluation (`reported`) or the sampling weights of the source read the column.
     - A column counts as read if the type of another column names this column as its length.
-    - The column with the weights' version for each token counts as read, since a replay of a run needs this column.
+    - A column counts as read if it holds, for each token, the version of the weights that drew the token. A replay of a
+      run needs this column.
     """
     read = (
         {column for node in graph.nodes for column in node.reads}
@@ -188,9 +189,10 @@ def _list_reachable(graph: Graph) -> set[str]:
 
 
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
-    """Return the writers of the columns that a node reads, without earlier writers.
+    """Return the nearest writers of the columns that a node reads.
 
-    A writer is earlier if a path of sample edges leads from it to another of these writers.
+    A writer is not among the nearest if a path of sample edges leads from this writer to another writer of these
+    columns.
     """
     writers = sorted(
         {writer.name for column in node.reads for writer in graph.writers.get(column, [])[:1]} - {node.name}

@@ -1,8 +1,8 @@
 """Checks of data files: the fields that the deploy reads, and the number of rows.
 
 Invariant: the compiler reads only the beginning of a file (`head` in data/datafile.py). A file at a URL is read only if
-it is so short that the beginning is the whole file. Before a run starts, it checks all rows of the file for the same
-mistakes.
+it is so short that the beginning is the whole file. A run checks all rows of the file for the same mistakes before it
+starts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report one cycle for each strongly connected component of sample edges.
 
     The reported cycle is the shortest cycle through the first node of the component. If a sample edge of a cycle should
-    be a resharding edge, this edge is reported, and the cycles through the edge are not.
+    be a resharding edge, this edge is reported, and the cycles that contain the edge are not reported.
     """
     if not graph.flow.knots:
         return []
@@ -115,7 +115,7 @@ def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report resharding edges that are not from an update to a matching generation.
+    """Report resharding edges not leading from an update to a matching generation.
 
     A generation matches an update if both have the same model and the same kind of worker. At most one resharding edge
     may lead to a generation.

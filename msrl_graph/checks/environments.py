@@ -46,7 +46,7 @@ def _check_interpreters(plan: Plan, placed: list[Placement]) -> Iterator[Diagnos
 
 
 def _check_packages(plan: Plan, placed: list[Placement], engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
-    """Report each environment whose engines need packages that clash."""
+    """Report each environment whose engines need packages that exclude each other."""
     kind = plan.cluster.device.kind
     needs: dict[str, dict[str, Placement]] = {}  # by interpreter and package, the first placement that needs it
     # Nodes with a stated engine come before nodes that follow them.

@@ -137,7 +137,7 @@ def unfiltered_updates(graph: Graph, library: Library) -> list[Diagnostic]:
 def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report each filter with `refill` that comes after another filter with `refill`.
 
-    With two such filters, each filter would wait for the prompts that the other filter requests.
+    With two filters of this kind, each filter would wait for the prompts that the other filter requests.
     """
     refills = [node for node in graph.nodes if CallAttributes.of(node).refill]
     diagnostics = []
@@ -151,7 +151,7 @@ def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
 def adaptive_refills(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report filters with `adaptive` that do not keep or drop whole prompts.
 
-    `adaptive` needs the share of prompts that pass the filter. This share is known only if the filter makes one
+    `adaptive` needs the fraction of prompts that pass the filter. This fraction is known only if the filter makes one
     decision per prompt.
     """
     diagnostics = []

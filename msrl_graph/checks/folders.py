@@ -35,7 +35,7 @@ def check(plan: Plan) -> list[Diagnostic]:
 def check_unchanged(plan: Plan) -> list[Diagnostic]:
     """Report model folders whose config.json has changed since the plan was made.
 
-    A change is reported only if the config.json now describes other tensors than the plan has for the model.
+    A change is reported only if the tensors that config.json describes differ from the model's tensors in the plan.
     """
     diagnostics: list[Diagnostic] = []
     for model in plan.deploy.models.values():
@@ -51,10 +51,11 @@ def check_unchanged(plan: Plan) -> list[Diagnostic]:
 
 
 def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
-    """Report a model with fewer positions than a node's longest sequence has tokens.
+    """Report a model that does not support the longest sequence of one of its nodes.
 
-    The number of positions is the length of the longest sequence that the model supports. Only nodes that use this
-    model are checked. The length of a sequence does not include columns of text, since the length of a text is unknown.
+    A model supports sequences up to its number of positions. `name` is the name of the model, and only nodes that use
+    this model are checked. The length of a sequence does not include columns of text, since the length of a text is
+    unknown.
     """
     model = plan.deploy.models[name]
     limit = count_positions(models.read_config(Path(model.path), model.name, model.span), model.family)
@@ -80,7 +81,10 @@ def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
 
 
 def _check_end_tokens(plan: Plan, name: str) -> Diagnostic | None:
-    """Warn of a model that generates, but whose files do not name an end token."""
+    """Warn of a model that generates, but whose files do not name an end token.
+
+    `name` is the name of the model.
+    """
     model = plan.deploy.models[name]
     graph = plan.graph
     folder = Path(model.path)

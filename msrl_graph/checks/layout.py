@@ -2,8 +2,8 @@
 
 A layout must fit its pool, the model and the engine. The pools must fit the cluster.
 
-Invariant: a layout statement gets at most one diagnostic, for its first mistake, since other mistakes may only follow
-from the first. The help text names the nearest layout that works.
+Invariant: a layout statement gets at most one diagnostic, for its first mistake. Other mistakes in the statement are
+often consequences of the first mistake. The help text names the nearest layout that works.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _span(plan: Plan, pool: Pool) -> Span:
     """Return the span of the statement that decides the size of a pool.
 
     The statement is the layout of the first node in the pool for which a layout is stated. If no layout is stated for a
-    node in the pool, the statement is the one that made the pool.
+    node in the pool, the statement is the statement that made the pool.
     """
     return next((plan.deploy.layouts[node].span for node in pool.nodes if node in plan.deploy.layouts), pool.span)
 
@@ -171,7 +171,10 @@ def _find_update(graph: Graph, worker: str) -> str | None:
 
 
 def _list_capable_engines(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineSpec], bool]) -> str:
-    """Return a help text with the engines that can run `verb` and satisfy `can`."""
+    """Return a help text with the engines that can run a verb and have a capability.
+
+    `can` returns whether an engine has the capability.
+    """
     names = sorted(name for name, engine in engines.items() if verb in engine.verbs and can(engine))
     return f"these can: {', '.join(f'`{name}`' for name in names)}" if names else ""
 
@@ -180,10 +183,9 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     """Return a help text with the nearest layout that works; "" if none works.
 
     A layout works if the engine and the model support the layout, and the layout uses all devices of the pool. Only
-    layouts that differ from the wrong layout in tp, dp and the expert axes (ep, etp) are considered. The nearest of
-    these layouts is the layout with the smallest change of the stated sizes. If the program states no etp and several
-    layouts are equally near, a layout with the etp that the engine would choose is preferred, and after that the
-    smallest etp.
+    layouts that differ from the wrong layout in tp, dp and the expert axes (ep, etp) are considered. The nearest layout
+    is the layout with the smallest change of the stated sizes. The program may state no etp, and several layouts may be
+    equally near. A layout with the etp that the engine would choose is then preferred, and after that the smallest etp.
     """
     devices = plan.pool(placement.pool).devices
     layout = placement.layout
@@ -232,7 +234,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 def _check_mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
     """Report an update whose dp does not divide the rows of an optimizer step.
 
-    All data-parallel ranks need equal shares of these rows.
+    All data-parallel ranks need the same number of these rows.
     """
     size = rows_in_step(graph, node)
     stated = UpdateAttributes.of(node).mini_batch

@@ -45,8 +45,8 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
 def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report columns whose writer cannot compute one value for each row of the column.
 
-    For example, the writer reads no column of these rows. Or a value must be computed from several rows, and one call
-    of the writer gets only some of them.
+    For example, the writer reads no column of these rows. Another example is a value that must be computed from several
+    rows, although one call of the writer gets only some of these rows.
     """
     diagnostics = []
     kinds = {worker.name: worker.kind for worker in graph.workers}

@@ -1,4 +1,4 @@
-"""Warnings of settings that are slow, or that fail without another setting.
+"""Warnings about settings that are slow, or that fail without another setting.
 
 The nodes of the plan must be placed.
 
@@ -43,7 +43,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
     """Warn of a cluster that counts dies, although its device is a package of dies.
 
-    The `devices_per_node` of such a cluster must be the number of packages.
+    A die is one of the chips in a package. The `devices_per_node` of the cluster must be the number of packages.
     """
     cluster = plan.cluster
     device = plan.cluster.device
@@ -57,9 +57,10 @@ def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _shares_stated_layout(plan: Plan, placement: Placement) -> bool:
-    """Return whether a node has the layout that the program states for some node.
+    """Return whether the layout of a node equals a layout that the program states.
 
-    Only nodes in the same pool are compared. Mistakes in the layout are reported at the node for which it is stated.
+    `placement` is the placement of the node. Only layouts stated for nodes in the same pool are compared. A mistake in
+    such a layout is reported at the node for which the layout is stated.
     """
     stated = [plan.placement(node) for node in plan.deploy.layouts]
     return any(

@@ -1,8 +1,9 @@
 """Checks for starvation: a node waits for a batch that is never complete.
 
-Invariant: a node is reported only if it starves whatever the functions return and however long the rows are. Rows that
-a filter could drop are counted. The number of rows after a `select` is unknown, since a `select` may repeat rows. So
-nodes after a `select` are not reported. Sizes in bytes are for columns of maximum length, as in the plan.
+Invariant: a node is reported only if it starves for all possible results of functions and for all possible lengths of
+rows. Rows that a filter could drop are counted as rows that remain. The number of rows after a `select` is unknown,
+since a `select` may repeat rows. So nodes after a `select` are not reported. Sizes in bytes are for columns of maximum
+length, as in the plan.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Itera
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report a dock whose `capacity` is smaller than the rows that a node waits for.
+    """Report a dock whose `capacity` is too small for the rows that a node waits for.
 
     The dock must hold all these rows at the same time. The memory section of the plan must be filled.
     """

@@ -58,9 +58,9 @@ def table(phases: list[PhaseMemory]) -> str:
 def _span(plan: Plan, worst: PhaseMemory) -> Span:
     """Return the span of the layout statement that decides the memory of a phase.
 
-    The statement is the layout of a node in the phase's pool. A phase such as generate is named after the verb of this
-    node. For the phases load, reshard and swap, the node is an update, or a generation if the pool has no update. If no
-    layout is stated for the node, the result is the span of the deploy.
+    `worst` is the phase, and the statement is the layout of a node in the phase's pool. A phase such as generate is
+    named after the verb of this node. For the phases load, reshard and swap, the node is an update, or a generation if
+    the pool has no update. If no layout is stated for the node, the result is the span of the deploy.
     """
     nodes = [node for node in plan.graph.nodes if plan.placement(node.name).pool == worst.pool]
     verb = worst.phase
@@ -73,7 +73,10 @@ def _span(plan: Plan, worst: PhaseMemory) -> Span:
 
 
 def _advice(plan: Plan, worst: PhaseMemory) -> str:
-    """Return advice on the cheapest change that reduces a phase's largest memory item."""
+    """Return advice on the cheapest change that reduces a phase's largest memory item.
+
+    `worst` is the phase.
+    """
     largest = max(worst.items, key=lambda name: worst.items[name])
     if worst.place == "host":
         return "add hosts, which share the rows; `reshard { mode = naive }` swaps nothing to the host"

@@ -20,7 +20,10 @@ from .columns import Library
 
 
 def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report functions and loss terms that need a column their node does not read."""
+    """Report calls of functions and loss terms for which a node reads too few columns.
+
+    A call needs one column for each parameter that is not optional.
+    """
     diagnostics = []
     for node in graph.nodes:
         for call, signature in known_calls(node, library):
@@ -246,9 +249,10 @@ def _list_columns(loss: Expr) -> set[str]:
 
 
 def known_calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
-    """Yield each call of a node whose signature is known, together with the signature.
+    """Yield the calls in a node's attributes, each with the signature of its function.
 
-    The calls are in the attributes of the node, such as `call` and `loss`. Calls of optimizers are left out.
+    These attributes are, for example, `call` and `loss`. Calls of optimizers are left out. A call is also left out if
+    the signature of its function is unknown.
     """
     stated = node.attributes
     for key, form in CALLED.items():
@@ -279,9 +283,9 @@ def _suggest_column(graph: Graph, node: Node, column: str, call: Expr, signature
 
 
 def missing_inputs(graph: Graph, node: Node, signature: Signature) -> list[str]:
-    """Return the inputs of a loss term that the worker of a node does not provide.
+    """Return the loss term's inputs that the worker of a node does not provide.
 
-    The inputs are keys of GIVEN_BY (ir/signatures.py).
+    `signature` is the signature of the loss term. The inputs are keys of GIVEN_BY (ir/signatures.py).
     """
     kind = kind_of(graph, node.worker)
     return signature.unfit(kind) if signature.kind == "loss" and kind in KINDS else []

@@ -108,10 +108,10 @@ def missing_staleness(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def delayed_states(plan: Plan) -> list[Diagnostic]:
-    """Warn of a sampling temperature that reacts to the sampled rows with a delay.
+    """Warn of a sampling temperature that reacts late to the sampled rows.
 
-    A generation samples at a temperature that is a state, and a function sets this state from the sampled rows. With
-    `staleness`, the generation may use an older value than the last value that the function set.
+    The temperature of a generation is a state, and a function sets this state from the sampled rows. With `staleness`,
+    the generation may use an older value than the last value that the function set.
     """
     graph = plan.graph
     late = late_states(plan)
@@ -138,7 +138,7 @@ def delayed_states(plan: Plan) -> list[Diagnostic]:
 def check(plan: Plan) -> list[Diagnostic]:
     """Report resharding edges on which `staleness` or `every` has no effect.
 
-    Neither attribute has an effect in each of these cases:
+    In each of these cases, neither attribute has an effect:
 
     - The two nodes of the edge share devices and take turns.
     - The pool of the generation must be in step with the updates.

@@ -34,8 +34,8 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
 def scope_mistakes(graph: Graph, node: Node) -> list[State]:
     """Return the states that a node sets although its `per` does not match the state.
 
-    A node that sets a state with one value for the run must have `per = batch`. A node that sets a state with one value
-    per row of a column must have `per` of that column.
+    A node that sets a state with one value for the run must have `per = batch`. If a state has one value per row of a
+    column, the node that sets the state must have this column as its `per`.
     """
     return [state for state in graph.states if state.name in node.sets and node.per != (state.per or "batch")]
 
@@ -43,8 +43,9 @@ def scope_mistakes(graph: Graph, node: Node) -> list[State]:
 def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes whose rows do not match the rows of a state that they set or read.
 
-    - A state with one value per row of a column must be set by a node that gets, in one call, all rows below that row.
-    - A state with one value for the run must be set by a node that gets all rows of the batch in one call.
+    - A state can have one value for each row of a column. A node that sets the state must get, in one call, all rows
+      below one row of this column.
+    - A state can have one value for the run. A node that sets the state must get all rows of the batch in one call.
     - Only a function may set a state.
     - For each row of a node that reads a state, the state must have exactly one value.
     """

@@ -24,7 +24,7 @@ TAKEN = {"values": "predictions of values", "entropy": "entropies", "Scores": "s
 
 
 def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report loss terms with an input that the worker of the update does not provide."""
+    """Report loss terms that need an input which the update's worker does not provide."""
     diagnostics = []
     for node in graph.verb("update"):
         kind = kind_of(graph, node.worker)
@@ -40,7 +40,7 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _list_fitting_terms(library: Library, kind: str) -> str:
-    """Return a help text that lists the loss terms for a kind of worker."""
+    """Return a help text that lists the loss terms for workers of the kind `kind`."""
     known = [signature for (call_kind, _), (signature, _) in sorted(library.items()) if call_kind == "loss"]
     terms = [
         signature
@@ -54,8 +54,8 @@ def _list_fitting_terms(library: Library, kind: str) -> str:
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report parameters that need a column of scored tokens, but get another column.
 
-    Such a parameter of a loss term receives the log-probabilities of the column's tokens, or the score of a text that
-    ends with these tokens.
+    A parameter of this kind belongs to a loss term. It receives the log-probabilities of the column's tokens, or the
+    score of a text that ends with these tokens.
     """
     diagnostics = []
     for node in graph.verb("update"):
@@ -214,8 +214,8 @@ def _suggest_removal(graph: Graph, node: Node, column: str) -> str:
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
     """Warn of nodes that treat an environment's or agent's text as the policy's text.
 
-    Such a node is an update that trains on the text, or a function that has an optional mask but is called without a
-    mask.
+    Such a node is an update that trains on the text, or it calls a function that has an optional parameter for a mask,
+    without passing a mask.
     """
     diagnostics = []
     for node in (

@@ -2,9 +2,9 @@
 
 The columns of the source are tokens of the policy's tokenizer.
 
-Invariant: a mismatch is reported only if both tokenizers are known and differ. The tokenizer of a preset is known by
-its name, the tokenizer of a folder by its tokenizer.json. Two tokenizers of folders differ if some token of the
-writer's tokenizer does not have the same id in the reader's tokenizer.
+Invariant: a mismatch is reported only if both tokenizers are known and differ. The tokenizer of a preset is identified
+by its name, and the tokenizer of a folder by the folder's tokenizer.json. Two tokenizers of folders differ if some
+token of the writer's tokenizer does not have the same id in the reader's tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = ("policy", "value", "reward_model")
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Report each node whose model would misread tokens of another tokenizer.
+    """Report each node whose model would misread tokens that another tokenizer made.
 
     Each node gets at most one diagnostic. If possible, the diagnostic names a column that the node scores.
     """

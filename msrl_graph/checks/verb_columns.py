@@ -82,10 +82,11 @@ def check_written_columns(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _check_reads(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> None:
-    """Call `wrong` for each column that a node with weights reads but cannot read.
+    """Call `wrong` for each input column of a node that the node's model cannot read.
 
-    The model of a node reads columns of tokens or text. An update also reads the columns that its loss terms need: one
-    number for each token of a column that the update reads, or one number for each row.
+    `wrong` reports a diagnostic: its arguments are the node, the message and the help text. The model of a node reads
+    columns of tokens or text. An update also reads the columns that its loss terms need: one number for each token of a
+    column that the update reads, or one number for each row.
     """
     tokens = {name for name in node.reads if is_tokens(graph, name) or graph.column(name).element == "text"}
     for column in map(graph.column, node.reads):
@@ -134,8 +135,10 @@ def _reads_mask(graph: Graph, node: Node, response: str) -> bool:
 def _check_inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:
     """Call `wrong` if an infer node writes columns that it cannot write.
 
-    An infer node may write one number for each token of a column that it reads. A policy may also write the k highest
-    log-probabilities for each token, together with their token ids. A reward model may also write one number per row.
+    `columns` are the columns that the node writes. `wrong` reports a diagnostic: its arguments are the node, the
+    message and the help text. An infer node may write one number for each token of a column that it reads. A policy may
+    also write the k highest log-probabilities for each token, together with their token ids. A reward model may also
+    write one number per row.
     """
     if (
         kind_of(graph, node.worker) == "reward_model"
@@ -183,7 +186,7 @@ def _check_inferred(graph: Graph, node: Node, columns: list[Column], wrong: Call
 
 
 def too_long(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report generations that may write more tokens than their response column holds."""
+    """Report generations that can write more tokens than their response column holds."""
     diagnostics = []
     for node in graph.verb("generate"):
         wanted = GenerateAttributes.of(node).max_tokens

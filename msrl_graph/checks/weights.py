@@ -33,8 +33,8 @@ Held = dict[str, tuple[Path, dict[str, Any]]]  # by tensor name: its file, and i
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
     """Report weights that are missing or wrong in the folders of models.
 
-    `folders` are the paths of the folders to check; None means all folders. Unused weights cause a warning, but only in
-    a folder without mistakes. A folder without any weights is not checked.
+    `folders` are the paths of the folders to check; None means all folders. Unused weights cause a warning, but only if
+    the folder has no missing or wrong weights. A folder without any weights is not checked.
     """
     graph = plan.graph
     diagnostics = []
@@ -90,7 +90,7 @@ def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
 def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
     """Warn of stored weights that no model of a folder uses.
 
-    Like transformers, the function does not report these unused weights:
+    Some unused weights are not reported, as in the library transformers:
 
     - the frequencies of rotary embeddings, which can be computed,
     - an output head that is tied to the embedding, or that a critic does not use,

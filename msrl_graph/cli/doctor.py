@@ -206,7 +206,7 @@ def _figure_rows(calibrated: Calibration, path: Path) -> list[tuple[str, str]]:
 
 
 def _rank_rows(calibrated: Calibration) -> list[tuple[str, str]]:
-    """Return a table row for each measured number of ranks.
+    """Return a table row for each number of ranks with which rates were measured.
 
     A row is a label and a text. The text has the rates of one rank while all ranks are busy: FLOP/s, memory bandwidth
     and others.

@@ -178,7 +178,7 @@ _TRAINING_FLAGS = {"iterations", "replay", "measure_memory"}
 
 
 def _check_flags(command_line: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with bad usage if flags are given that cannot be combined.
+    """Exit with the status for bad usage if flags are given that cannot be combined.
 
     For example, flags of a run cannot be combined with `--export`.
     """

@@ -147,7 +147,10 @@ def _check_program(plan: Plan) -> Iterator[str]:
 
 
 def _lower_again(plan: Plan) -> LoweredProgram:
-    """Restore the program of a plan, and lower the program again. Raises Fault."""
+    """Restore the program of a plan, and lower the program again.
+
+    Raises a Fault if the program has a mistake.
+    """
     if odd := next((name for name in _list_names(plan) if not NAME.fullmatch(name)), ""):
         raise Fault(Diagnostic("bad-plan", f"`{odd}` is not a name"))
     context = LoweringContext(

@@ -17,10 +17,10 @@ from ..dsl.derive import node_name
 
 
 def add_undo_help(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
-    """Add to a diagnostic how to undo the addition of a wrong attribute to a node.
+    """Add help to a diagnostic: how to remove a wrong attribute from a node.
 
     If several statements change a node, all their attributes are kept. So in a notebook, a wrong attribute remains when
-    the user executes the corrected cell.
+    the user corrects a cell and executes the cell again.
     """
     name = dict(_list_changes(tree)).get(diagnostic.span)
     if diagnostic.code != "unknown-attribute" or name is None:

@@ -1,1 +1,1 @@
-"""Seconds and bytes of a plan, computed with closed formulas from its sizes."""
+"""Closed formulas for the seconds and the bytes of a plan."""

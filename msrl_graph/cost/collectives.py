@@ -1,10 +1,10 @@
 """Seconds that the devices of a sharded node spend on communication.
 
 The communication is: all-reduces over tp, rings or all-to-alls over cp, all-to-alls over ep, gathers of sharded
-weights, and the exchange of gradients. Invariant: a number of bytes is the number that one device receives while all
-devices of its process group communicate. A process group that spans several hosts uses the links between hosts, even
-for its ranks on the same host. The seconds assume that communication does not overlap with computation or with other
-communication.
+weights, and the exchange of gradients. Invariant: every number of bytes in this module is the number that one device
+receives while all devices of its process group communicate. A process group that spans several hosts uses the links
+between hosts, even for its ranks on the same host. The seconds assume that communication does not overlap with
+computation or with other communication.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
 def total(*parts: Figure) -> Figure:
-    """Return the sum of figures; its basis lists the bases of all nonzero figures.
+    """Return the sum of figures; its basis is a list of all nonzero figures' bases.
 
-    The basis of a figure is the text that says how the figure was computed. The values are added with `math.fsum`, as
-    are all seconds of a plan. Since Python 3.12, the built-in `sum` rounds differently than before, and a plan must be
+    The basis of a figure is the text that says how the figure was computed. The values are added with `math.fsum`, like
+    all seconds of a plan. The built-in `sum` is not used, because Python 3.12 changed how it rounds, and a plan must be
     the same in all Python versions.
     """
     nonzero = [part for part in parts if part.value] or list(parts[:1])
@@ -54,7 +54,7 @@ class Collectives:
     dtype: str
 
     def stride(self, axis: Axis) -> int:
-        """Return the number of devices from one rank of an axis, such as tp, to the next."""
+        """Return the distance, in devices, between two neighbors on an axis such as tp."""
         layout = self.placement.layout
         before: dict[Axis, int] = {
             "tp": layout.inner,
@@ -98,8 +98,8 @@ class Collectives:
     def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
         """Look up a collective's latency in seconds and its bandwidth in bytes/s.
 
-        Also returns a figure with the value 0. Its source is the least certain source of the latency and the bandwidth.
-        Its basis is the formula of the collective's seconds, as text.
+        Also returns a figure with the value 0. The figure has the source of the latency or of the bandwidth, whichever
+        source is less certain. The basis of the figure is the formula for the collective's seconds, as text.
         """
         known = self.cluster.device.collective(kind)
         near = self.is_on_one_host(axis)
@@ -121,7 +121,7 @@ class Collectives:
 
     @cached_property
     def device_parameters(self) -> tuple[float, float]:
-        """Numbers of dense and expert parameters per device of the largest pipeline stage."""
+        """The numbers of dense and of expert parameters on a device of the largest stage."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 

@@ -2,9 +2,8 @@
 
 An infer node computes one forward pass. The tensors that a layer's backward pass needs are counted as in
 arXiv:2205.05198. Attention scores are never stored. Invariant: the formulas return the peak memory of each pipeline
-stage, as a dictionary from items, such as "activations", to bytes. All stages are counted with the weights and
-gradients of the largest stage: the first stage holds the embedding, and the last stage holds the head, which is as
-large as the embedding.
+stage, as a dictionary from items, such as "activations", to bytes. For every stage, the weights and gradients of the
+largest stage are counted. The embedding on the first stage and the head on the last stage have the same size.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ def _gathered_bytes(work: Workload) -> int:
 
 
 def _micro_batch_tokens(work: Workload) -> int:
-    """Return the number of a micro-batch's tokens on one context-parallel rank."""
+    """Return how many tokens of a micro-batch one context-parallel rank computes."""
     return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
 
 
 def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -> int:
-    """Return the elements per token that a layer saves for its backward pass.
+    """Return how many elements per token a layer saves for its backward pass.
 
     - A dense layer saves 4 h + (2 a d + 2 k d + 4 f) / tp elements, with the hidden size h, a heads and k key-value
       heads of size d, and the intermediate size f. If the engine shards sequences, the 4 h are also divided by tp.
     - With latent attention, a layer saves the latents and the expanded heads (arXiv:2405.04434).
-    - A layer with experts sends a copy of each token to each of `active` experts. The copies are spread evenly over ep.
-      For each copy, the layer saves the input, the output and 4 f elements.
+    - A layer with experts sends a copy of each token to each expert that the router chooses for the token. The copies
+      are spread evenly over ep. For each copy, the layer saves the input, the output and 4 f elements.
     """
     tp = work.layout.tp
     replicated = 4 * model.hidden
@@ -98,10 +97,10 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
 def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
     """Return the activation bytes of a pipeline stage, in all micro-batches in flight.
 
-    `sizes` has the number of elements that a layer saves per token: first without experts, then with experts. An update
-    saves the activations of all layers. With full recomputation, an update saves the input of each layer, and all
-    activations of one layer. If activations are offloaded, only the activations of two layers are on the device. An
-    infer node holds the activations of one layer.
+    `sizes` has the numbers of elements that two kinds of layers save per token: a layer without experts, and a layer
+    with experts. An update saves the activations of all layers. With full recomputation, an update saves only the input
+    of each layer, and all activations of one layer. If activations are offloaded, only the activations of two layers
+    are on the device. An infer node holds the activations of one layer.
     """
     model = work.model
     layout = work.layout
@@ -124,7 +123,7 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
 
 
 def stored(work: Workload, spec: EngineSpec) -> int:
-    """Return the activation bytes that a device saves from forward to backward passes.
+    """Return the bytes of activations that a device saves for later backward passes.
 
     The bytes are those of the pipeline stage that saves the most. They include all micro-batches whose forward pass is
     done and whose backward pass is not.

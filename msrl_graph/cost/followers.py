@@ -16,10 +16,11 @@ from .time import Costs
 def follower_seconds(update: Costs) -> Figure:
     """Return the mean seconds per iteration to update the followers of a worker.
 
-    Followers are the workers whose weights follow the worker of `update`. For each follower, the trained worker's
-    weights are read and the follower's weights are written. For a moving average, the follower's weights are also read.
-    If the follower's weights are in host memory, the follower's node counts the seconds to copy them to the device and
-    back (`Costs.fetch`). The result is 0 if `update` is not the first update of its worker.
+    `update` has the costs of an update node. Followers are the workers that regularly copy the weights of this node's
+    worker, or add them to a moving average. For each follower, the trained worker's weights are read and the follower's
+    weights are written. For a moving average, the follower's weights are also read. If the follower's weights are in
+    host memory, the follower's node counts the seconds to copy them to the device and back (`Costs.fetch`). The result
+    is 0 if `update` is not the first update of its worker.
     """
     plan = update.plan
     worker = update.graph_node.worker

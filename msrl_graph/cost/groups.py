@@ -1,9 +1,9 @@
-"""The process groups of a device, and the buffers of its collectives library.
+"""The process groups of a device, and the buffers that these process groups need.
 
-Invariant: only process groups that send tensors between devices count, because a library allocates buffers when a group
-first sends a tensor. The process groups that count are created by layouts (runtime/rank/engines.py), by engines, by
-optimizers (backends/optimizer/shards.py), and by resharding edges (runtime/weights). A process group of one rank does
-not count.
+Invariant: only process groups that send tensors between devices are counted, because a collectives library allocates
+buffers when a group first sends a tensor. The counted process groups are created by layouts (runtime/rank/engines.py),
+by engines, by optimizers (backends/optimizer/shards.py), and by resharding edges (runtime/weights). A process group of
+one rank is not counted.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def _count_copy_groups(spec: EngineSpec, layout: Layout) -> int:
 def _count_edge_groups(plan: Plan, reshard: Reshard, pool: str) -> int:
     """Return how many process groups of a resharding edge a rank of a pool belongs to.
 
-    A resharding edge has these process groups:
-    - If both nodes are in one pool: one group for each combination of block size and stages in which ranks gather
-      weights.
-    - If the nodes are in two pools: one group of all ranks, for messages from one rank to another. The generation's
-      pool has one more group, of the ranks that receive the same weights.
-    - In the update's pool: one group of the ranks that sent the weights, to check that the weights arrived correctly.
+    A rank belongs to these process groups:
+    - If both nodes are in one pool: one group for each different way in which ranks gather weights. Ways differ in the
+      number of consecutive ranks (the block), and in whether all pipeline stages take part.
+    - If the nodes are in two pools: the group of all ranks, for messages from one rank to another. A rank of the
+      generation's pool also belongs to the group of the ranks that receive the same weights.
+    - If the rank is in the update's pool: the group of the ranks that sent the weights, to check that the weights
+      arrived correctly.
     """
     source = plan.placement(reshard.src)
     target = plan.placement(reshard.dst)

@@ -2,7 +2,7 @@
 
 An item is a named part of the memory. Resident items, such as weights, remain on the device between computations. A
 moment is an instant of a computation. Invariant: bytes are those of the busiest device, with the longest rows that the
-columns allow. `RESERVE` covers the overhead of the memory allocator. All functions need a plan with placements.
+columns allow. The constant `RESERVE` is for the memory allocator's overhead. All functions need a plan with placements.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
 
 
 def dtype(plan: Plan, node: str) -> str:
-    """Return the type of a node's weights: the stated `dtype`, or else the model's."""
+    """Return the type of a node's weights: the stated `dtype`, or the model's `dtype`."""
     return str(plan.placement(node).engine.options.get("dtype") or plan.model(node).dtype)
 
 
@@ -102,7 +102,7 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Add up `bytes_of(rule)` (bytes per element) over the busiest rank's elements."""
+    """Return the busiest rank's bytes; `bytes_of(rule)` are the bytes per element."""
     layout = plan.placement(node).layout
     update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
@@ -115,7 +115,7 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Return the most tokens of a row, over all its sequences with their contexts."""
+    """Return the most tokens of all sequences of a row, each with its context."""
     graph = plan.graph
     row = sequences(plan.graph, plan.graph.node(node))
     return row.count * sum(bound(graph, name) for name in row.context) + sum(bound(graph, name) for name in row.scored)
@@ -130,12 +130,12 @@ def written_tokens(plan: Plan, node: str) -> int:
 
 
 def row_count(plan: Plan, node: str) -> int:
-    """Return a node's rows per iteration; for a generation, the responses it writes."""
+    """Return how many rows a node reads (a generation: writes) in an iteration."""
     return plan.graph.rows[plan.graph.row_level(plan.graph.node(node))]
 
 
 def group_rows(plan: Plan, node: str) -> int:
-    """Return the rows per iteration that one data-parallel group of a node reads."""
+    """Return how many rows one data-parallel group of a node reads in an iteration."""
     rows = plan.graph.rows[plan.graph.level(plan.graph.node(node))]
     return -(-rows // plan.placement(node).layout.dp)
 
@@ -161,7 +161,7 @@ def fan(plan: Plan, node: str) -> int:
 
 
 def micro_batch(plan: Plan, node: str) -> int:
-    """Return a node's micro-batch size; for a generation, the prompts in flight."""
+    """Return the micro-batch size; for a generation, the number of prompts in flight."""
     stated = plan.placement(node).engine.options.get("micro_batch")
     return stated if isinstance(stated, int) and stated > 0 else 1
 
@@ -169,7 +169,7 @@ def micro_batch(plan: Plan, node: str) -> int:
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
     """Return the workload of a node's micro-batch, with the longest possible rows.
 
-    Micro-batches keep the order of rows of equal length, so the responses to a prompt are next to each other.
+    Rows of equal length keep their order in micro-batches, so the responses to a prompt are next to each other.
     """
     placement = plan.placement(node)
     graph_node = plan.graph.node(node)
@@ -236,7 +236,7 @@ def _differentiates_entropy(term: str) -> bool:
 
 
 def looks_ahead(plan: Plan, node: str) -> bool:
-    """Return whether the loss needs a pass over all micro-batches before any gradient."""
+    """Return whether all micro-batches need a forward pass before the first gradient."""
     graph_node = plan.graph.node(node)
     step = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node))
     layout = plan.placement(node).layout
@@ -267,19 +267,19 @@ def _moments(verb: str, own_work: Workload, own: EngineSpec) -> Moments:
 
 
 def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
-    """Return the name of the moment with the most bytes, and its nonzero items."""
+    """Return the moment with the most bytes: its name, and the bytes of nonzero items."""
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     return name, {item: size for item, size in moments[name].items() if size}
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
-    """Return the tokens of each prompt that tests weights sent from `src` to `dst`."""
+    """Return the length of a test prompt for the weights that `src` sends to `dst`."""
     bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
-    """Return the bytes by item that `src` needs to test the weights sent to `dst`."""
+    """Return the bytes by item that `src` needs to test the weights it sent to `dst`."""
     probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
@@ -300,7 +300,7 @@ def kv_sequence(plan: Plan, node: str) -> int:
 
 
 def offloads(plan: Plan, node: str, kind: str) -> bool:
-    """Return whether the "weights" or "optimizer" states of a node are in host memory."""
+    """Return whether a node's weights or optimizer states (`kind`) are in host memory."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
     return trained == (kind == "optimizer") and stated_away(plan.placement(node), kind)
 
@@ -330,7 +330,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
 
 
 def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes by item of float32 copies of moving averages in other types."""
+    """Return the bytes of each float32 copy of a moving average that has another type."""
     copies = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
@@ -374,7 +374,7 @@ def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[st
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of float32 masters on a device, which `optimizer` also counts."""
+    """Return the bytes of float32 masters by item (part of the result of `optimizer`)."""
     sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -414,7 +414,7 @@ def kv_room(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def waves(plan: Plan, node: str) -> tuple[int, int]:
-    """Return how many prompts a dp group decodes at once (a wave), and how many waves."""
+    """Return a dp group's wave size (prompts decoded at once) and its number of waves."""
     rows = group_rows(plan, node)
     at_once = min(rows, micro_batch(plan, node))
     return at_once, -(-rows // at_once)

@@ -16,10 +16,10 @@ class Rows:
     """Token counts of a set of rows, each with one prompt and one response.
 
     - `count` is the number of rows. `prompt` and `response` are the sums of prompt and response tokens over all rows.
-    - `squares` is the sum of the squared lengths of the rows, which attention needs. The length of a row is the length
-      of its prompt and response together. `longest` is the length of the longest row.
+    - `squares` is the sum of the squared lengths of the rows; attention needs this sum. The length of a row is the
+      length of its prompt and response together. `longest` is the length of the longest row.
     - If several rows begin with the same tokens, these tokens are computed once. `alike_prompt` and `alike_response`
-      are the numbers of prompt and response tokens that are saved in this way.
+      are the numbers of prompt tokens and of response tokens that need no computation for this reason.
     - `twins` is the number of rows that equal another row.
     """
 
@@ -46,9 +46,9 @@ class Rows:
 
     @classmethod
     def equal_rows(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
-        """Return the sums over `count` rows of equal length, `samples` rows per prompt.
+        """Return the sums over `count` rows of equal length.
 
-        `prompt` and `response` are the numbers of tokens of one row.
+        `prompt` and `response` are the numbers of tokens of one row. `samples` is the number of rows per prompt.
         """
         return cls(
             count,

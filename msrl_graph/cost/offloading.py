@@ -1,6 +1,6 @@
 """Device memory that offloading needs, and the seconds that it adds.
 
-Invariant: optimizer states are cut into the same parts as backends/optimizer/steps.py cuts them. Therefore all engines
+Invariant: this module and backends/optimizer/steps.py cut optimizer states into the same parts. Therefore all engines
 whose optimizer step uses steps.py need the same memory.
 """
 
@@ -61,8 +61,8 @@ def step_moments(work: Workload, gradients: int) -> Moments:
 def uncovered_seconds(copies: Figure, device: Device, computing: float) -> Figure:
     """Return the seconds that copies add to `computing` seconds of computation.
 
-    If the device runs asynchronously to Python, the copies overlap with the computation. Only the seconds by which the
-    copies take longer than the computation are then returned.
+    `copies` has the seconds of the copies. If the device runs asynchronously to Python, the copies overlap with the
+    computation. Only the seconds by which the copies take longer than the computation are then returned.
     """
     hidden = computing if device.kind.runs_ahead else 0.0
     return replace(copies, value=max(0.0, copies.value - hidden))

@@ -23,7 +23,7 @@ class ForwardWork:
     - `tokens`: the number of tokens that pass through the layers.
     - `scored`: the number of positions at which the head computes logits.
     - `sequences`: the number of sequences in attention.
-    - `pairs`: the number of pairs of a query and a key in each sequence.
+    - `pairs`: the number of (query, key) pairs in each sequence.
     - `moved`: the number of bytes that operators read from memory or write to memory, excluding the weights.
     """
 

@@ -1,10 +1,10 @@
 """Seconds of the operations of a node, for rows of given lengths.
 
 Invariant: each method returns the seconds of one operation and assumes no order of operations. passes/estimate.py adds
-up the seconds for rows of the greatest length, and a simulation for rows of other lengths. Seconds are those of one
-data-parallel group, whose devices all work on the same rows. Seconds never decrease with more rows or tokens. The
-operators of a pass are matrix products (at the rate for their size), attention and memory accesses. On a device that
-runs asynchronously to Python, only the longer of two times counts: launching the operators, or running them.
+up the seconds for rows of the greatest length. A simulation adds up the seconds for rows of other lengths. Seconds are
+those of one data-parallel group, whose devices all work on the same rows. Seconds never decrease with more rows or
+tokens. A pass has matrix products (at a rate that depends on their size), attention and memory accesses. If a device
+runs asynchronously to Python, only the longer of two times counts: launching operators or running operators.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds of a node's operations; cached if they do not depend on rows."""
+    """The seconds of a node's operations. They are cached unless they depend on rows."""
 
     plan: Plan
     engines: holdings.Engines
@@ -70,7 +70,7 @@ class Costs:
 
     @cached_property
     def group(self) -> int:
-        """The number of devices of one data-parallel group; all compute the same rows."""
+        """The number of devices of one dp group; all these devices compute the same rows."""
         return self.layout.devices // self.layout.dp
 
     @cached_property
@@ -90,12 +90,12 @@ class Costs:
 
     @cached_property
     def _slowest_stage_factor(self) -> float:
-        """The layers of the largest pipeline stage, divided by the mean over all stages."""
+        """The largest number of layers of a pipeline stage, divided by the mean number."""
         return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
 
     @cached_property
     def _bubble_factor(self) -> float:
-        """The factor for pipeline bubbles (arXiv:2104.04473, section 2.2)."""
+        """The factor by which bubbles slow a pipeline (arXiv:2104.04473, section 2.2)."""
         layout = self.layout
         steps = self.steps() if self.graph_node.verb == "update" else 1
         return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._update.epochs)))
@@ -150,7 +150,7 @@ class Costs:
         )
 
     def prefill(self, lengths: Sequence[float]) -> Figure:
-        """Return the seconds to prefill prompts of `lengths` tokens, each prompt once."""
+        """Return the seconds to prefill one prompt per entry of `lengths` (token counts)."""
         count = len(lengths)
         tokens = sum(lengths)
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING)
@@ -162,7 +162,7 @@ class Costs:
         """Return the seconds to generate one more token for each sequence.
 
         `cached` is the sum of the sequences' context lengths. In this step, `diverged` sequences begin to differ from
-        another one after `prompt` equal tokens. These sequences recompute the tokens after the last full cache block.
+        another sequence after `prompt` equal tokens. They recompute the tokens after the last full cache block.
         """
         passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
         tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
@@ -188,7 +188,7 @@ class Costs:
     def micro_batch(self, rows: Rows) -> Figure:
         """Return the seconds of a micro-batch: forward, and in an update also backward.
 
-        Full recomputation adds a forward pass, and so does a loss that needs a pass before it can compute any gradient.
+        Full recomputation adds a forward pass. A loss that needs a pass before any gradient adds another forward pass.
         """
         update = self.graph_node.verb == "update"
         tokens = rows.tokens
@@ -257,7 +257,7 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the seconds to copy offloaded weights in and, if they are updated, back."""
+        """Return the seconds to copy offloaded weights in; followers are also copied back."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
@@ -281,7 +281,7 @@ class Costs:
         return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
     def exchange(self) -> Figure:
-        """Return the seconds of a step's gradient exchange; 0 if in the micro-batches."""
+        """Return a step's seconds to exchange gradients (0 if micro-batches include them)."""
         if self.graph_node.verb != "update" or self.spec.divides_weights(self.layout):
             return Figure(
                 0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
@@ -345,8 +345,8 @@ class Costs:
     def _backward_reads(self, tokens: float, moved: float) -> Figure:
         """Return the seconds in which a CPU writes and reads tensors for a backward pass.
 
-        The tensors do not fit into the CPU's caches; results that only the next operator reads do fit. A third of the
-        bytes that an operator moves is counted as the operator's result. Results of matrix products are counted
+        These tensors do not fit into the CPU's caches. (Results that only the next operator reads do fit.) A third of
+        the bytes that an operator moves is counted as the operator's result. Results of matrix products are counted
         separately.
         """
         device = self.device
@@ -363,7 +363,7 @@ class Costs:
         return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
-        """Return a head's FLOP per query-key pair (latents: arXiv:2405.04434, sec. 2.1.2)."""
+        """Return a head's FLOP per pair of query and key (arXiv:2405.04434, sec. 2.1.2)."""
         if latent := self.model.latent:
             return 2 * (
                 2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value
@@ -380,7 +380,7 @@ class Costs:
     def _decode_weight_bytes(self, sequences: float) -> float:
         """Return the bytes of weights that a device reads for one token per sequence.
 
-        With even routing, some experts get no tokens and are not read. Each pipeline stage reads its weights pp times.
+        At random routing, some experts get no tokens and are not read. A pipeline stage reads its weights pp times.
         """
         dense, routed = self.collectives.device_parameters
         touched = 1.0
@@ -393,7 +393,7 @@ class Costs:
         """Return the bytes that a layer's operators move between its matrix products.
 
         Elements per token: norms 14 h and residuals 6 h (h: hidden size), rotation 10 per query and key element, gating
-        5 f (f: intermediate size). The result is 0 for a fused engine, whose assumed FLOP/s include these bytes.
+        5 f (f: intermediate size). The result is 0 for a fused engine, whose assumed FLOP/s allow for these bytes.
         """
         if self._eager is None:
             return 0.0
@@ -402,12 +402,12 @@ class Costs:
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
-        """Return the bytes of `times` accesses to float32 logits; every tp rank samples."""
+        """Return the bytes of `times` accesses to float32 logits; each tp rank samples."""
         copies = self.layout.tp if times == DRAWING else 1
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
     def micro_batches(self) -> int:
-        """Return the number of micro-batches in a dp group's pass over all its rows."""
+        """Return how many micro-batches a dp group computes in one pass over its rows."""
         rows = holdings.group_rows(self.plan, self.node)
         step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":

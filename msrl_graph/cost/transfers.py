@@ -63,7 +63,7 @@ def iteration_overhead(plan: Plan) -> Figure:
 
 
 def function_overhead(plan: Plan, rows: float) -> Figure:
-    """Return the seconds of overhead of calling a Python function on `rows` rows.
+    """Return the overhead, in seconds, of a Python function that gets `rows` rows.
 
     The seconds in which the function itself runs are not included.
     """
@@ -84,11 +84,12 @@ def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds of a reshard, except to copy the update's weights back.
+    """Return the seconds of a reshard, without the seconds of the swap-in.
 
-    The update's weights are copied back (swap-in) while other nodes compute. The result is the sum of the seconds of
-    the reshard's steps, and of the minimum times of its operators. For each tensor, operators pack the tensor into a
-    bucket, copy it out of the bucket, and swap it out. For each bucket, an operator gathers the bucket.
+    The swap-in copies the update's weights back to the device, while other nodes compute. The result has two summands:
+    the seconds of the reshard's steps, and the minimum seconds of the reshard's operators. For each tensor, operators
+    pack the tensor into a bucket, copy it out of the bucket, and swap it out. For each bucket, an operator gathers the
+    bucket.
     """
     device = plan.cluster.device
     tensors = sum(map(len, edge.buckets))
@@ -101,10 +102,10 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
 
 
 def publish(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds in which an update makes a copy for generations to fetch.
+    """Return the seconds in which an update copies its weights for generations.
 
-    The update copies its weights at its beginning, with one operator per tensor. If generations do not fetch weights
-    from a copy, the result is 0.
+    Generations fetch the weights from this copy. The update makes the copy at its beginning, with one operator per
+    tensor. If generations do not fetch weights from a copy, the result is 0.
     """
     if edge.copied is None:
         return Figure(0.0, "derived", "nothing is copied")

@@ -1,7 +1,7 @@
 r"""Checks that text consists of whole characters.
 
-Invariant: a Python string can contain half of a character (a lone surrogate, such as `json.loads('"\\ud83d"')`), which
-no tokenizer, file or message accepts. All text that enters a run is checked by this module.
+Invariant: a Python string can contain half of a character (a lone surrogate, such as `json.loads('"\\ud83d"')`). No
+tokenizer, file or message accepts such a half. All text that enters a run is checked by this module.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def half_character_within(value: Any) -> str:
 def escape_half_characters(text: str) -> str:
     r"""Replace each half character of a text by an escape sequence, for messages.
 
-    The escape sequence has the form `\udXXX`. Logs contain it, too.
+    The escape sequence has the form `\udXXX`. A half character in a log has the same form.
     """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

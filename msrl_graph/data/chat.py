@@ -1,7 +1,7 @@
 """Messages of a conversation, as they occur in data and in values of functions.
 
-Invariant: this module only decides whether a value is a list of messages. Messages become text by the chat template of
-the model that reads them.
+Invariant: this module only decides whether a value is a list of messages. The chat template of the model that reads the
+messages makes text of them.
 """
 
 from __future__ import annotations

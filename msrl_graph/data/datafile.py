@@ -52,7 +52,7 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
     """Count the rows of a file, up to `most`, and check the first `LOOKED` rows.
 
     If a JSON lines file has `CHARACTERS` bytes or more, the result is `most`, because such a file is not read to its
-    end. Raises Fault as `rows` and `take_row` do.
+    end. Raises Fault for the same mistakes as `rows` and `take_row`.
     """
     with _report_errors(data):
         if is_parquet(data):
@@ -76,10 +76,10 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
 
 
 def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
-    """Return the values of a row by column, converted by `fields.take`.
+    """Return the converted values of a row, by the column that reads each value.
 
-    `number` is the number with which messages name the row. Raises Fault if a value does not fit the type of its
-    column.
+    `fields.take` converts the values. `number` is the number with which messages name the row. Raises Fault if a value
+    does not fit the type of its column.
     """
     values = {}
     for column, name in data.fields.items():
@@ -92,9 +92,10 @@ def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph
 
 
 def _suggest_read(value: Any, column: Column, name: str) -> str:
-    """Return help for an object or a list that does not fit the column that reads it.
+    """Return help for a value that does not fit its column: an object or a list.
 
-    The help suggests nested fields to read, or a column of type `json`.
+    The help suggests nested fields to read, or a column of type `json`. `name` is the name of the field that has the
+    value.
     """
     json_hint = "a column of type `json` takes any object or list as it is, for functions"
     if column.element == "json":
@@ -323,7 +324,10 @@ def _missing_field(
 
 
 def _list_fields(present: Mapping[str, Any], name: str) -> str:
-    """List the fields of the object `name` for a message; "" is the row itself."""
+    """List the fields of an object as text, for a message.
+
+    `present` is the object, and `name` is its dotted name; "" means that the object is the row itself.
+    """
     first = ", ".join(f"`{key}`" for key in islice(present, NAMED)) or "none"
     subject = f"the fields of `{name}`" if name else "its fields"
     return f"{subject} are {first}" + (f" and {len(present) - NAMED:,} more" if len(present) > NAMED else "")
@@ -332,10 +336,10 @@ def _list_fields(present: Mapping[str, Any], name: str) -> str:
 def _find_close_field(name: str, column: str, candidates: Mapping[str, bool]) -> str:
     """Return the field that the user probably means instead of `name`, or "".
 
-    `name` is the missing field, and `column` is the column that reads the field. `candidates` maps dotted field names
-    to whether the field is an object. A field matches if its name is close to the missing name or to the name of the
-    column. A nested field also matches if the last part of its name is close to one of the two names. An object matches
-    only by its full name.
+    `name` is the missing field, and `column` is the column that reads the field. `candidates` maps each dotted field
+    name to True if the field is an object. A field matches if its name is close to the missing name or to the name of
+    the column. A nested field also matches if the last part of its name is close to one of the two names. An object
+    matches only by its full name.
     """
     written = {candidate: candidate for candidate, is_object in candidates.items() if not is_object}
     for field in list(written):

@@ -94,7 +94,7 @@ def take(value: Any, column: Column) -> str | Messages | Array:
 def holds_tokens(column: Column) -> bool:
     """Return whether a column holds tokens, so that a file can have text for it.
 
-    Such a column has one dimension of integers, and the number of integers may differ from row to row.
+    A column of tokens has one dimension of integers, and the number of integers may differ from row to row.
     """
     return column.element in ("i32", "i64") and len(column.dims) == 1 and column.dims[0].ragged
 

@@ -13,9 +13,9 @@ from typing import Any
 class Absent(LookupError):
     """An error for a row that does not have a field of the requested name.
 
-    - `inside`: the longest prefix of the name that is the name of a field of the row; "" means the row itself.
-    - `part`: the rest of the name.
-    - `found`: the value of `inside`. This value is not an object, or is an object without the field `part`.
+    - `inside`: the longest prefix of the requested name that is a field of the row; "" means the row itself.
+    - `part`: the rest of the requested name.
+    - `found`: the value of the field `inside`. This value is not an object, or is an object without the field `part`.
     """
 
     def __init__(self, inside: str, part: str, found: Any) -> None:

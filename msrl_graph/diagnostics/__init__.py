@@ -32,7 +32,7 @@ Severity = Literal["error", "warning", "hint"]
 class Span:
     """A range of source text: lines and columns from 1, with an exclusive end.
 
-    A column is one character, including a tab or a wide character.
+    Every character counts as one column, even a tab or a wide character.
     """
 
     file: str

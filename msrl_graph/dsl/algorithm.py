@@ -222,7 +222,7 @@ class _Algorithm(Declarations):
     def _find_likely_names(self) -> None:
         """Guess the correct names of nodes with a misspelt worker or verb.
 
-        An edge that uses such a name gets no further error: the misspelling is reported at the node.
+        An edge with a guessed name gets no error: the misspelling is reported at the node.
         """
         for name, node in self.nodes.items():
             kind = self.workers[node.worker].kind if node.worker in self.workers else ""
@@ -238,7 +238,7 @@ class _Algorithm(Declarations):
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Split the names that a node reads or writes into columns and states.
 
-        Reports every other name. `verb`: "reads" or "writes". `stateful`: whether help can suggest to declare a state.
+        Reports any other name. `verb`: "reads" or "writes". `stateful`: whether help can suggest to declare a state.
         """
         columns = dict[str, None]()
         states = dict[str, None]()

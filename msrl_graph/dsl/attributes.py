@@ -35,7 +35,7 @@ from .expressions import Names, Problems, evaluate, mistake
 
 
 class FormReader(Protocol):
-    """A reader for attributes whose value depends on the node.
+    """A reader for attributes whose possible values depend on the node.
 
     `read` converts the expression of an attribute to a value, or raises a Fault.
     """
@@ -183,7 +183,7 @@ def read_attributes(
     """Read the attributes of a statement; report mistakes to `problems`.
 
     - `kinds`: for each attribute that the statement declares, the kind of value that the attribute accepts.
-    - `form_readers`: the readers for attributes whose value depends on the node.
+    - `form_readers`: the readers for attributes whose possible values depend on the node.
     """
     values: dict[str, Expr] = {}
     seen: dict[str, Span] = {}
@@ -215,7 +215,7 @@ def read_attributes(
 def origin(expr: ast.Expr, names: Names) -> tuple[tuple[Span, str], ...]:
     """Return a note with the position at which a param gets its value.
 
-    `expr` is an expression. If `expr` is not the name of a param, the result is empty.
+    `expr` is the name of the param. For any other expression, the result is empty.
     """
     value = names.params.get(expr.text) if isinstance(expr, ast.NameExpr) else None
     return ((value.span, f"`{value}` comes from here"),) if value is not None and value.span.line else ()

@@ -225,7 +225,7 @@ class CallingNode:
     def report_untaken(
         self, node: ast.NodeDecl, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None
     ) -> None:
-        """Report columns that the node reads, but that its function has no parameter for.
+        """Report columns that a node reads, but that its function has no parameter for.
 
         `key` is the attribute that names the function. `only` limits the check to some columns (default: all). Usually
         the error is reported at each column. However, a patch (a statement that changes an inherited node) may have
@@ -265,9 +265,9 @@ class CallingNode:
         self.problems.diagnostics += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
     def _taking_help(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
-        """Return help for a node that reads a column that its function cannot take.
+        """Return help for a node that reads more columns than its function takes.
 
-        `free` are the parameters that no argument of the call is bound to.
+        `free` are the parameters to which no argument of the call is bound.
         """
         call = next((attr.value for attr in node.attrs if attr.key.text == key), None)
         per = any(attr.key.text == "per" for attr in node.attrs)
@@ -378,7 +378,7 @@ class CallingNode:
 def _node_head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
     """Return the text of a node statement without attributes.
 
-    In the text, the node reads `reads`, whatever `node` reads.
+    The text names `reads` as the columns and states that the node reads, even if `node` reads others.
     """
     label = f"{node.label.text}: " if node.label else ""
     writes = f" -> {', '.join(name.text for name in node.writes)}" if node.writes else ""

@@ -42,9 +42,9 @@ LoadModel = Callable[[str, Path, str | None, Span], Model]
 
 
 def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[ClusterSpec, Deployment]:
-    """Create a deploy for a program without one, for the model on the command line.
+    """Create a deploy for a program that has none.
 
-    The deploy uses the current machine, and the model `target` for every worker.
+    The deploy uses the current machine. For every worker, the deploy uses the model `target` from the command line.
     """
     cluster = ClusterSpec("here", calibration.preset_of_this_machine("here", 1)[0], 1, 1, NETWORK)
     model = load_model(target, folder, None, Span("", 0, 0, 0, 0))

@@ -92,8 +92,9 @@ def collect_lineage(
 def _inherited_attributes(old: ast.NodeDecl, new: ast.NodeDecl) -> list[ast.Attr]:
     """Return the attributes that a node inherits when it is stated again.
 
-    `old` is the statement of the base, and `new` is the statement that replaces `old`. If the worker, the verb or the
-    kind of call of `new` differs from that of `old`, the node inherits no attributes.
+    `old` is the statement of the base, and `new` is the statement that replaces `old`. The node inherits no attributes
+    if `new` has another worker or verb than `old`, or another of several exclusive attributes, such as `keep` instead
+    of `call`.
     """
     stated, had = ({attr.key.text for attr in node.attrs} for node in (new, old))
     other = any(stated & names and had & names and not stated & had & names for names in EXCLUSIVE_ATTRIBUTES)
@@ -159,7 +160,7 @@ class _Written:
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
-        """Remove from `dropped` the attributes that a node states again."""
+        """Remove attributes that a node states again from the record of dropped names."""
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 

@@ -1,4 +1,4 @@
-"""Notes in diagnostics about names that a derived algorithm drops.
+"""Notes about names that a derived algorithm drops, added to diagnostics.
 
 Invariant: only notes and help are added to a diagnostic. The diagnostic's message and span do not change.
 """
@@ -37,7 +37,7 @@ class Dropped:
 
 
 def add_drop_notes(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
-    """Add a note to a diagnostic for each dropped name that may be its cause."""
+    """Add a note to a diagnostic for each dropped name that may have caused the error."""
     for name, gone in dropped.items():
         if not gone.is_missed(name, diagnostic):
             continue

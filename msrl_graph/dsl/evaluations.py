@@ -79,14 +79,14 @@ def data_help(evaluation: Evaluation, known: Collection[str]) -> str:
 
 
 def _named_columns(value: Expr) -> dict[str, Expr]:
-    """Return the expressions in an attribute's value that name columns, by column."""
+    """Return each column in an attribute's value, with the expression that names it."""
     return {str(word.value): word for word in (value.args if value.kind == "list" else (value,))}
 
 
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """Check that each name in `draws` is a generation, and that no name occurs twice.
 
-    The evaluation must run each of the generations.
+    Also checks that the evaluation runs each of these generations.
     """
     generations = [node.name for node in graph.verb("generate")]
     needed = nodes_upstream(graph, evaluation.columns)
@@ -109,8 +109,8 @@ def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> No
 def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """Check that each prompt has enough values of each reported column.
 
-    `counts` is the value of the attribute `at`. The largest number in `counts` is the number of values that is
-    necessary.
+    `counts` is the value of the attribute `at`. There must be at least as many values as the largest number in
+    `counts`.
     """
     most = max(int(count.value) for count in counts.args if isinstance(count.value, int | float))
     for column in (

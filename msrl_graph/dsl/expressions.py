@@ -87,7 +87,7 @@ def mistake(code: str, message: str, span: Span, help: str = "", related: tuple[
 class Names:
     """The meanings of the names that an expression can use.
 
-    - `params`: the value of each param. None if the param has a mistake, which is already reported.
+    - `params`: the value of each param. The value is None for a param with a mistake, which is already reported.
     - `others`: the other declared names, each with its kind.
     """
 

@@ -3,17 +3,16 @@
 Invariant: the layout depends only on the program's tokens, its comments and the author's blank lines, so formatting is
 idempotent. The tree and all comments, in order, do not change. The formatter checks both before it returns the text.
 
-- Indentation is two spaces. Each statement, column or attribute has its own line. No line of code is longer than
-  `WIDTH` if it can be broken. One blank line is kept where the author had one or more between statements, columns,
-  attributes or comments. Blank lines at the start or end of a block are removed.
+- Indentation is two spaces. Each statement starts on a line of its own. No line of code is longer than `WIDTH` if it
+  can be broken. One blank line is kept where the author had one or more between statements, columns, attributes or
+  comments. Blank lines at the start or end of a block are removed.
 - Attributes are on the line of their statement, separated by commas, if the line is short enough and no comment or
   blank line is among them. Otherwise each attribute has its own line, without commas. Each column has its own line if
   there are several columns, without a comma unless the grammar needs one. The braces of an algorithm or a deploy are
   always on lines of their own.
 - A run is a group of consecutive lines without a blank line or comment between them. The `=` are aligned in a run of
-  params, sets, attributes, engines, or models and data. The `:` are aligned in a run of columns, states or workers.
-  The `{` of attributes on the same line are aligned in these runs, and in runs of layouts and of nodes without
-  parentheses.
+  params, sets, attributes, engines, or models and data. The `:` are aligned in a run of columns, states or workers. The
+  `{` of attributes on the same line are aligned in these runs, and in runs of layouts and of nodes without parentheses.
 - A comma is followed by a space. A binary operator, `->`, `=>`, `=` and `:` have a space on each side.
 - A statement that is too long continues on lines that are indented by four more spaces. A line is broken before an
   arrow, after a comma or before an operator. Of these positions, the one at the operator or comma of lowest precedence
@@ -187,7 +186,7 @@ class _Reader:
             blank |= last
 
         def settle() -> None:
-            """If a comment is at the end of the previous part's line, assign it to this part.
+            """Assign a comment at the end of a part's line to that part, the last one read.
 
             Also drops a blank line at the start of the block.
             """
@@ -376,7 +375,7 @@ def _join_pieces(pieces: list[_Piece]) -> str:
 def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
     """Break code into lines that fit in WIDTH columns after an indent of `indent`.
 
-    The last line has room for `tail` more columns. Every line except the first begins with FURTHER.
+    The last line has room for `tail` more columns. Every line except the first is indented further, by FURTHER.
     """
     lines = list[str]()
     lead = ""
@@ -390,7 +389,7 @@ def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
 def _find_break(pieces: list[_Piece], room: int, tail: int) -> int | None:
     """Return the index of the piece that begins the next line.
 
-    Returns None if all pieces fit on one line, or if the line cannot be broken.
+    Returns None if all pieces fit in `room` columns with `tail` more at the end, or if the line cannot be broken.
     """
     column = -pieces[0].spaces
     best = None

@@ -138,7 +138,7 @@ class ReduceReader:
 
 
 def form_readers(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
-    """Return the readers of the attributes whose value depends on the node.
+    """Return the readers of the attributes whose possible values depend on the node.
 
     `columns` are the columns that `per` can name. `above` is a column of the source's rows, for the help on a wrong
     `per`.

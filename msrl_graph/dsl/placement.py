@@ -22,7 +22,8 @@ from .expressions import ALREADY_REPORTED, Problems, mistake
 class _Group:
     """Nodes that must be in one pool.
 
-    `apart` is the name in the `apart` statement that gives the nodes their own pool, or None.
+    `apart` is None unless an `apart` statement gives the nodes a pool of their own. It is then the node or worker that
+    the statement names.
     """
 
     members: set[str]

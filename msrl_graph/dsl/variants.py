@@ -80,7 +80,7 @@ def _apply_statements(
 
 
 def split_statement(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
-    """Split a statement about several nodes or edges into one statement for each."""
+    """Split a statement into one statement for each node or edge that it names."""
     match statement:
         case ast.LayoutDecl() | ast.EngineDecl():
             yield from (replace(statement, nodes=(ref,)) for ref in statement.nodes)
@@ -167,7 +167,7 @@ def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.Un
 
 
 def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
-    """Return the keys of the statements that a `drop` removes, if the base is unknown.
+    """Return the keys of the statements that a `drop` removes, without the base.
 
     A key is the kind of a statement and the subject of the statement, such as a node. Which `place` or `apart`
     statements a `drop` removes depends on the base. Therefore the result has a single key for all `place` statements,

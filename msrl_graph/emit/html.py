@@ -41,9 +41,9 @@ WIDEST = 16  # devices of a host that are drawn one by one
 
 @dataclass(frozen=True)
 class BusyInterval:
-    """A time interval of an iteration in which devices of a pool worked on one node.
+    """A time interval in which devices of a pool worked on one node.
 
-    `begin` and `end` are in seconds from the start of the iteration. `share` is the share of the pool's devices that
+    `begin` and `end` are in seconds from the start of the iteration. `share` is the fraction of the pool's devices that
     worked.
     """
 
@@ -312,7 +312,7 @@ def _memory_bar(memory: PhaseMemory, scale: float) -> dict[str, Any]:
 
 
 def _memory_kind(item: str) -> int:
-    """Return the index in KINDS of the kind of memory that an item belongs to.
+    """Return the kind of memory of an item, as an index in KINDS.
 
     `item` is the name of a line in the plan's table of memory.
     """
@@ -357,9 +357,10 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 def _join_stretches(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
-    """Join time intervals with small gaps between them; return (begin, end) for each.
+    """Join time intervals with small gaps between them; return the joined intervals.
 
-    Two intervals are joined if the gap between them is at most `least` seconds.
+    Two intervals are joined if the gap between them is at most `least` seconds. A joined interval is a pair of its
+    begin and end, in seconds.
     """
     joined: list[tuple[float, float]] = []
     for stretch in sorted(stretches, key=lambda stretch: (stretch.begin, stretch.end)):

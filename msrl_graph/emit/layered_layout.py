@@ -124,7 +124,8 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
 def _assign_ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) -> list[int]:
     """Return the rank of each box: twice the length of the longest path to the box.
 
-    So boxes have even ranks, and labels are in the layers with odd ranks.
+    The rank of a box is the number of its layer. So boxes are in layers with even numbers, and labels are in layers
+    with odd numbers. `ends` has the start and end of each arrow.
     """
     ranks = dict.fromkeys(boxes, 0)
     for name in boxes:
@@ -167,7 +168,7 @@ def _count_crossings(layers: Sequence[Sequence[Item]]) -> int:
 
 
 def _set_positions(layers: Sequence[Sequence[Item]]) -> None:
-    """Set the horizontal positions: each item is centered between its neighbors.
+    """Center each item horizontally between the items that arrows connect with it.
 
     The items keep the order of their layer and do not overlap.
     """
@@ -186,9 +187,10 @@ def _set_positions(layers: Sequence[Sequence[Item]]) -> None:
 
 
 def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item]]) -> None:
-    """Give all passages of an arrow the same x, if the neighboring items leave room.
+    """Give all passages of an arrow the same x, if the items next to them leave room.
 
-    A passage is the point at which the arrow passes through a layer.
+    A passage is the point at which the arrow passes through a layer. `chains` has the items of each arrow: its first
+    box, its passages and its last box.
     """
     neighbours = {
         id(item): (one, two)
@@ -242,7 +244,8 @@ def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) 
     """Return the points of an arrow from its first box to its last box.
 
     The arrow starts at the lower edge of the first box, and ends at the upper edge of the last box. Between the two
-    boxes, the arrow passes each layer vertically.
+    boxes, the arrow passes each layer vertically. `path` has the arrow's items, and `heights` has the upper and lower
+    end of each layer.
     """
     first = path[0]
     last = path[-1]
@@ -253,9 +256,10 @@ def _arrow_points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) 
 
 
 def _port_position(item: Item, near: Sequence[Item], other: Item, width: float) -> float:
-    """Return the x at which an arrow ends on the edge of a box.
+    """Return the x of an arrow's end on the edge of a box.
 
-    If several arrows end at one edge, their ends have the same horizontal order as the boxes from which they come.
+    `item` is the box, whose edge is `width` wide, and `other` is the arrow's next item. `near` has the next items of
+    all arrows that end at this edge. The ends have the same horizontal order as these next items.
     """
     ordered = sorted(range(len(near)), key=lambda index: near[index].x)
     place = next((position for position, index in enumerate(ordered) if near[index] is other), 0)

@@ -37,7 +37,7 @@ class Arrow:
     """An arrow of a picture.
 
     `kind` is `sample`, `reshard` (drawn dashed) or `kept` (drawn dotted). A `kept` arrow shows a state of the
-    algorithm: it leads from the node that sets the state to a node that reads this value an iteration later.
+    algorithm: it leads from the node that sets the state to a node that reads the new value in the next iteration.
     """
 
     src: str

@@ -2,7 +2,7 @@
 
 Invariant: the page contains everything that it shows, except the data of the run. The page requests these data from the
 server that served the page, and from no other server. All text that comes from a program is escaped. Messages that
-arrive later are inserted only as text, never as HTML.
+arrive while the page is open are inserted only as text, never as HTML.
 """
 
 from __future__ import annotations

@@ -94,8 +94,9 @@ def _format_seconds(candidate: Candidate) -> str:
 def _describe_loss(candidate: Candidate, best: float) -> str:
     """Describe how much slower a candidate is than the chosen plan.
 
-    `best` is the seconds of the chosen plan. The text has the total difference and the four phases that differ most. If
-    a candidate cannot be used, the text is the reason why.
+    A candidate is another combination of pools and layouts. `best` is the number of seconds that an iteration of the
+    chosen plan takes. The text has the total difference in seconds, and the four phases with the largest differences.
+    If a candidate cannot be used, the text is the reason why.
     """
     if candidate.wrong:
         return f"does not fit: {candidate.wrong}"

@@ -1,7 +1,7 @@
 """Checks of paths that a user wrote.
 
-Invariant: the functions accept any text as a path. For a name that is too long or contains a NUL, they return False,
-although methods of `Path` raise an error.
+Invariant: the functions accept any text as a path. For a name that is too long or contains a NUL, methods of `Path`
+raise an error, but these functions return False.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HUB = re.compile(r"(?:hf://|https://huggingface\.co/)?(?:datasets/)?([A-Za-z0-9
 
 
 def hub_name(target: str) -> str:
-    """Return the Hugging Face Hub name of the model that a text may mean, else "".
+    """Return the Hugging Face Hub name of the model that a text may mean, or "".
 
     For example, the function returns `Qwen/Qwen2.5-7B` for `https://huggingface.co/Qwen/Qwen2.5-7B`. A file name such
     as `data/train.jsonl` is not a Hub name.

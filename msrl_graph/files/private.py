@@ -50,7 +50,8 @@ def make_folder(path: Path) -> None:
 def check_folder(path: Path, mode: int = ANY) -> None:
     """Raise NotPrivate unless `path` is a folder of this user.
 
-    The folder's mode must have none of the permission bits in `mode`. By default, `mode` has all bits of other users.
+    The folder's mode must have none of the permission bits in `mode`. By default, these bits are all permissions of the
+    group and of others.
     """
     os.close(open_folder(path, mode))
 
@@ -75,7 +76,7 @@ def open_folder(path: Path, mode: int = ANY) -> int:
 
 
 def check_link(path: Path) -> None:
-    """Raise NotPrivate if a path is a link that neither this user nor root owns.
+    """Raise NotPrivate if a path is a link whose owner is neither this user nor root.
 
     Raises OSError if the path does not exist.
     """

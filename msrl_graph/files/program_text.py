@@ -28,7 +28,7 @@ def read(path: Path, name: str, span: Span = NOWHERE) -> str:
 def decode(data: bytes, name: str, span: Span = NOWHERE) -> str:
     """Decode the bytes of a program; `name` is the file's name in messages.
 
-    Raises Fault at `span` if the bytes are not UTF-8.
+    Raises Fault if the bytes are not UTF-8. `span` is the position of the Fault.
     """
     try:
         return normalize(data.decode(), name)
@@ -39,7 +39,8 @@ def decode(data: bytes, name: str, span: Span = NOWHERE) -> str:
 def normalize(text: str, name: str) -> str:
     r"""Remove the byte order mark of a text, and end each line with `\n`.
 
-    Raises Fault if the text contains half of a surrogate pair, which UTF-8 cannot encode.
+    `name` is the file's name in messages. Raises Fault if the text contains half of a surrogate pair, which UTF-8
+    cannot encode.
     """
     if not text.isascii():
         try:

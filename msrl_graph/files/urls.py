@@ -141,7 +141,7 @@ def _explain_error(url: str, error: Exception, span: Span) -> Diagnostic:
 def list_remote(url: str, folder: bool = False, span: Span = NOWHERE) -> RemoteListing:
     """List the file at a URL, or with `folder` all files in the folder at a URL.
 
-    For a folder, files in its subfolders are included, but not files in deeper folders. Raises Fault.
+    For a folder, files in its direct subfolders are included, but not files in deeper folders. Raises Fault at `span`.
     """
     with report_errors(url, span):
         return _with_timeout(lambda: _list_files(url, folder))
@@ -177,8 +177,8 @@ def _list_files(url: str, folder: bool) -> RemoteListing:
 def _leads_outside(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bool:
     """Return whether a file is a link to a target outside its folder.
 
-    Such a file is not fetched, because a copy would contain the content of the target. The target of a link is known
-    only for files on this host. In other file systems this function returns True for every link.
+    A link of this kind is not fetched, because a copy would contain the content of the target. The target of a link is
+    known only for files on this host. In other file systems this function returns True for every link.
     """
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         return escape(Path(path, file), Path(path)) is not None
@@ -219,8 +219,8 @@ def pin_version(url: str, folder: bool = False, span: Span = NOWHERE) -> str:
 def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = NOWHERE) -> Path:
     """Return the path of this host's copy of a file or folder at a URL. Raises Fault.
 
-    If the host has no copy, the files are fetched. `only` has the names of the files to copy from a folder; if `only`
-    is empty, all files are copied.
+    If the host has no copy, the files are fetched. `folder` says whether the URL is the URL of a folder. `only` has the
+    names of the files to copy from a folder; if `only` is empty, all files are copied.
     """
     match = _PIN.fullmatch(url)
     if match and (existing := _copy_path(url, match[2], only)).is_dir():

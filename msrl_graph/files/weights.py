@@ -1,8 +1,8 @@
 """The weight files of a model's folder, found by the same rule as in transformers.
 
-Invariant: the weights are in `model.safetensors`. If that file does not exist, they are in the files that
-`model.safetensors.index.json` names. From each of these files, only the tensors that the index assigns to the file are
-read. No other file is read for weights.
+Invariant: the weights are in `model.safetensors`. If `model.safetensors` does not exist, the weights are in the files
+that `model.safetensors.index.json` names. From each of these files, only the tensors that the index assigns to the file
+are read. No other file is read for weights.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def candidate_weight_files(folder: Path | str) -> list[Path]:
 
 
 def _read_index(index: Path) -> dict[Path, frozenset[str]]:
-    """Return the files that an index names, each with the names of its tensors.
+    """Return the files that an index names, each with the names of the file's tensors.
 
     Raises UnclearError if the index is malformed.
     """

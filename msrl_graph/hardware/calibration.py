@@ -1,8 +1,8 @@
 """Measurements of this machine by `msrl-doctor --calibrate`.
 
 Invariant: if the default calibration file does not exist, assumed figures are used without a warning. If a calibration
-file exists or the user named it, but it cannot be used, assumed figures are used with one warning. The measuring is in
-runtime/calibrate/measure.py.
+file exists or the user named it, but it cannot be used, assumed figures are used with one warning. The code that takes
+the measurements is in runtime/calibrate/measure.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Calibration:
     """The measurements of a machine.
 
     The keys of `busy` are numbers of busy processes; the values are the rates of each process. `noise` is the median
-    relative spread of repeated measurements. `turn`, `handover`, `share` and `function` are seconds, as in `Overheads`.
+    relative spread of repeated measurements. `turn`, `handover`, `share` and `function` are seconds, and have the
+    meanings of the fields of `Overheads` with the same names (cluster.py).
     """
 
     version: int
@@ -72,7 +73,7 @@ class Calibration:
         """Return the rates of each rank when `ranks` ranks are busy.
 
         The rates were measured with certain numbers of busy processes. If `ranks` exceeds the largest of these numbers,
-        each rank gets a smaller fraction of the rates at this number.
+        n, each rank gets the fraction n / `ranks` of the rates that were measured with n processes.
         """
         measured_counts = sorted(self.busy)
         nearest = next((count for count in measured_counts if count >= ranks), measured_counts[-1])

@@ -54,9 +54,9 @@ Curve = tuple[tuple[float, float], ...]
 def rate_at(curve: Curve, size: float) -> float:
     """Return the rate at a size, from a curve of measured rates.
 
-    Between two sizes of the curve, the rate is interpolated linearly on logarithmic scales. Beyond the first and the
-    last size, it is constant. So the time size / rate never falls as the size grows, unless it falls between two points
-    of the curve.
+    Between two sizes of the curve, the rate is interpolated linearly on logarithmic scales. Below the curve's smallest
+    size and above its largest size, the rate is constant. So in these ranges the time, size / rate, is proportional to
+    the size.
     """
     before = [point for point in curve if point[0] <= size] or [curve[0]]
     after = [point for point in curve if point[0] >= size] or [curve[-1]]
@@ -72,7 +72,7 @@ def rate_at(curve: Curve, size: float) -> float:
 class Collective:
     """The time of a collective among the devices of a host.
 
-    The time is `least` seconds, plus the bytes that a device receives divided by `rate` bytes/s.
+    The time is `least` + b / `rate` seconds, where b is the number of bytes that a device receives (`rate`: bytes/s).
     """
 
     least: Figure
@@ -399,8 +399,8 @@ _MAKERS = re.compile("nvidia|geforce|huawei|ascend|sxm[45]?")
 def find_preset(name: str) -> str:
     """Return the preset that a name means; "" if there is none.
 
-    Case, punctuation, the manufacturer, and the preset's own memory size are ignored: `NVIDIA A100-SXM4-80GB` is
-    `a100`.
+    Case, punctuation, the manufacturer, and the memory size of the preset's device are ignored: `NVIDIA A100-SXM4-80GB`
+    is `a100`.
     """
     letters = _normalize_name(name)
     for device in DEVICES.values():

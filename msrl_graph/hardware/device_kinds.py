@@ -3,8 +3,8 @@
 A kind also has settings, such as the environment variables that its collectives need.
 
 Invariant: everything that msrl_graph knows about a kind is in this file. No other file contains the name of a kind or
-of its collectives, except the presets in cluster.py, whose names programs use. What torch does with a kind is in
-backends/devices.py.
+of a kind's backend for collectives. The presets in cluster.py are an exception, because programs refer to presets by
+name. What torch does with a kind is in backends/devices.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DeviceKind:
     - `interfaces`: environment variables for the network interface of collectives, as `NAME=VALUE` with `{}` for the
       interface's name. NCCL and HCCL take a bare name as a prefix, so the texts have `==`, which means an exact name.
     - `visible`: the environment variable that lists the devices that a process can see (visibility_masks.py).
-    - `files`: the pattern of the names in /dev of a host's devices.
+    - `files`: a pattern that matches the names of the device files in a host's /dev.
     - `cards`: prefixes of the ids of manufacturer and model, as `lspci -n` prints them.
     - `settings`: a function that returns the environment variables that processes on such devices need.
     - `adaptors`: packages that adapt other packages to the kind, as (adapted package, adaptor).

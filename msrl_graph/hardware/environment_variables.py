@@ -49,7 +49,10 @@ def no_settings(wants: SettingConditions) -> Iterable[Setting]:
 
 
 def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """Return the settings that `environment` sets to other values, with these values."""
+    """Return the settings whose variables have other values in `environment`.
+
+    Each setting is returned with the variable's value in `environment`.
+    """
     return [
         (setting, environment[setting.name])
         for setting in settings

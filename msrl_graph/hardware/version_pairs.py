@@ -25,7 +25,7 @@ class VersionPair:
     The rule applies to the releases of `package` whose version begins with `release`. Exactly one of three fields is
     set, and says which versions of `other` are compatible:
 
-    - `same`: versions whose first `same` numbers are those of the package's version.
+    - `same`: versions whose first `same` numbers equal the first `same` numbers of the version of `package`.
     - `exact`: versions that begin with `exact`.
     - `least`: versions that are at least `least`, and lower than `below` if `below` is set.
     """

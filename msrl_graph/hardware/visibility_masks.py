@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def parse_mask(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]:
     """Parse a visibility mask; return the accepted ids and why parsing stopped.
 
-    `count` is the number of devices of the host. Parsing stops at the first id that a driver cannot use, as the driver
-    itself does. Ids that only the driver can resolve (GPU-…, MIG-…) are accepted without a check.
+    `count` is the number of devices of the host. Like a driver, this function stops at the first id that the driver
+    cannot use. Ids that only the driver can resolve (GPU-…, MIG-…) are accepted without a check.
     """
     ids = mask.split(",") if mask.strip() else []
     accepted = list[str]()

@@ -1,25 +1,28 @@
-"""Asynchronous schedule: when pools run ahead of the updates, with which weights.
+"""Asynchronous schedule: which pools may run ahead of the updates, and how far.
 
-The attributes `staleness` and `every` of resharding edges decide which pools of devices may run ahead of the updates,
-when such a pool begins an iteration, and with which version of the weights it generates. The words of this module:
+The attributes `staleness` and `every` of resharding edges decide three things: which pools of devices may run ahead of
+the updates, when such a pool begins an iteration, and with which version of the weights it generates. The words of this
+module:
 
 - A pool is ahead of the updates if it may begin an iteration before the updates begin that iteration. Every other pool
   is in step with the updates.
 - A pool is pipelined if it is ahead although it has both nodes of a resharding edge with `staleness`. Such a pool
   generates for the next iteration, and then runs its other nodes for the current iteration. While the pool generates,
   functions and other pools compute the rows that the pool's other nodes read.
-- The opening of an instruction stream is the part that is executed before the updates begin the iteration.
+- An instruction stream is the list of instructions that a pool executes in one iteration. Its opening consists of the
+  first instructions, which may be executed before the updates begin the same iteration.
 - The functions' stream has the instructions of the processes that call Python functions.
 
 Invariant: iteration j generates with the weights of iteration j - staleness or newer weights. So a pool begins
 iteration j only when the updates have begun iteration j - staleness. Within an iteration, a pool that is ahead never
 waits for a pool in step, nor for a pool that has not begun the iteration. So a pool that is ahead always ends the
-iteration that it has begun, and work between two iterations, such as an evaluation, can wait for this end.
+iteration that it has begun. Work between two iterations, such as an evaluation, can therefore wait for this end.
 
 A run and its simulation both use `PoolProgress`. The estimate of the iteration time uses the base class `Sends`.
 
 A function that reads a state waits for the state's value from the previous iteration. So the opening of the functions'
-stream ends before the first function that reads a state. A generation that needs such a function cannot run ahead.
+stream ends before the first function that reads a state. A generation that needs the result of such a function cannot
+run ahead.
 """
 
 from __future__ import annotations
@@ -69,10 +72,10 @@ def lead_of_pools(plan: Plan) -> dict[str, int]:
 
 
 def staleness_bounds(plan: Plan) -> dict[Edge, int]:
-    """Return the bound on staleness, in versions, of edges into pools that are ahead.
+    """Return, for each resharding edge into a pool that is ahead, its staleness bound.
 
-    The edges are resharding edges, as (src, dst). An edge into a pool in step is left out, since such an edge always
-    sends the newest weights, even if the program states `staleness` for the edge.
+    The keys are edges, as (src, dst). The bounds are in versions. An edge into a pool in step is left out, since such
+    an edge always sends the newest weights, even if the program states `staleness` for the edge.
     """
     if not (lead_of_pool := lead_of_pools(plan)):
         return {}
@@ -86,11 +89,11 @@ def staleness_bounds(plan: Plan) -> dict[Edge, int]:
 
 
 def row_age_bound(plan: Plan) -> int:
-    """Return the largest age that a row can have when it is trained on, in versions.
+    """Return the largest age, in versions, of the rows that an update trains on.
 
     The age of a token is the number of versions between the weights that drew the token and the trainer's weights. The
-    age of a row is the age of its oldest token. With partial rollout (`partial`), a row is cut at most `cuts` times.
-    Each cut can make the row one version older.
+    age of a row is the age of its oldest token. With partial rollout (`partial`), the generation of a row is
+    interrupted at most `cuts` times. Each interruption can make the row one version older.
     """
     lags = staleness_bounds(plan)
     return max(
@@ -104,7 +107,7 @@ def row_age_bound(plan: Plan) -> int:
 
 
 def fetched_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `staleness_bounds` between two different pools, with bounds.
+    """Return the edges of `staleness_bounds` between two pools, with their bounds.
 
     The generation fetches the weights over such an edge, since the update is in another pool.
     """
@@ -117,7 +120,7 @@ def fetched_edges(plan: Plan) -> dict[Edge, int]:
 
 
 def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return, for each pipelined pool, the nodes that it runs in its opening.
+    """Return, for each pipelined pool, the nodes that the pool runs in its opening.
 
     Pools that must be in step with the updates are left out.
     """
@@ -127,11 +130,11 @@ def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
 
 
 def late_states(plan: Plan) -> dict[str, int]:
-    """Return the states that affect how rows are drawn, with an age of their values.
+    """Return the states that affect how rows are drawn; bound the age of their values.
 
-    The sampling weights of the source or the temperature of a generation depends on such a state. The age is an upper
-    bound of the age of the state's value, in iterations: the largest number of iterations by which any pool may run
-    ahead of the updates.
+    The sampling weights of the source, or the temperature of a generation, depends on such a state. The result maps
+    each state to the largest possible age of its value, in iterations. This is the largest number of iterations by
+    which any pool may run ahead of the updates.
     """
     most = max(lead_of_pools(plan).values(), default=0)
     graph = plan.graph
@@ -181,8 +184,9 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 def skipping_edges(plan: Plan) -> dict[Edge, int]:
     """Return the edges of `fetched_edges` that skip versions, each with its `every`.
 
-    Weights that a generation fetched over such an edge remain on its devices until the next fetch. So an iteration may
-    generate with the same weights as the previous iteration.
+    Such an edge sends only each `every`-th version. Weights that a generation fetched over the edge remain on the
+    generation's devices until the next fetch. So an iteration may generate with the same weights as the previous
+    iteration.
     """
     many = {(reshard.src, reshard.dst): ReshardingEdgeAttributes.of(reshard).every for reshard in plan.graph.reshards()}
     return {edge: many[edge] for edge in fetched_edges(plan) if many[edge] > 1}
@@ -197,14 +201,14 @@ class Sends:
     """The versions of weights that resharding edges send in a run.
 
     The run begins with the iteration `first`. The class also computes which iteration the updates must have begun
-    before a pool begins an iteration, so that the pool's weights are not too old.
+    before a pool begins an iteration. This order prevents the pool's weights from being too old.
 
     An edge sends these versions:
 
     - each `every`-th version,
     - the first version of the run,
-    - a version of which a checkpoint is written, so that a resumed run draws the same rows,
-    - a version that an evaluation uses, since this version replaces the generation's copy of the previously sent
+    - each version for which a checkpoint is written, so that a resumed run draws the same rows,
+    - each version that an evaluation uses, since this version replaces the generation's copy of the previously sent
       version.
     """
 
@@ -240,12 +244,12 @@ class Sends:
         return next(version for version in count(now, -1) if self.sends(edge, version))
 
     def update_iteration(self, pool: str, number: int) -> int:
-        """Return the iteration that updates must begin before a pool begins `number`.
+        """Return which iteration the updates must begin before a pool begins `number`.
 
-        `number` is an iteration of the pool. The result is the first iteration whose version is sent and is not too old
-        for any generation of the pool. With `deterministic`, the version must also not be older than the last
-        checkpoint up to iteration `number`, since a run that is resumed in this iteration has no older weights than the
-        checkpoint.
+        `number` is the iteration that the pool is to begin. The result is the first iteration whose version of the
+        weights is sent and is not too old for any generation of the pool. With `deterministic`, the version must also
+        not be older than the last checkpoint up to iteration `number`. A run that is resumed in this iteration has no
+        weights older than the checkpoint.
         """
         saved = max((number - number % interval for interval in self.saves), default=0) if self.run.deterministic else 0
         least = max(number - self.leads[pool], saved, self.first)
@@ -256,10 +260,10 @@ class Sends:
         )
 
     def share(self, edge: Edge) -> float:
-        """Return the fraction of all versions that an edge sends, in the long run.
+        """Return which fraction of all versions an edge sends, in the long run.
 
-        An edge sends every version that is a multiple of `every` or of the interval of checkpoints or evaluations. The
-        fraction of such versions is computed by inclusion and exclusion.
+        An edge sends every version that is a multiple of `every`, of the interval of checkpoints or of the interval of
+        evaluations. The fraction of these versions is computed by inclusion and exclusion.
         """
         many = self.multiples[edge]
         subsets = chain.from_iterable(combinations(many, size) for size in range(1, len(many) + 1))
@@ -269,10 +273,10 @@ class Sends:
 class PoolProgress(Sends, ABC):
     """The progress of pools that may run ahead of the updates.
 
-    `begun` is the last iteration that each pool has begun. A pool begins iteration j when two conditions hold: the pool
-    has ended iteration j - 1, and the updates have begun an iteration whose weights are new enough for the pool. The
-    generations of the pool use the newest version that was sent. With `deterministic`, the pool begins as soon as the
-    updates have the oldest version that is allowed, and uses this version.
+    `begun` maps each pool to the last iteration that the pool has begun. A pool begins iteration j when two conditions
+    hold: the pool has ended iteration j - 1, and the updates have begun an iteration whose weights are new enough for
+    the pool. The generations of the pool use the newest version that was sent. With `deterministic`, the pool begins as
+    soon as the updates have the oldest version that is allowed, and uses this version.
     """
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
@@ -288,11 +292,15 @@ class PoolProgress(Sends, ABC):
     def due(
         self, now: int, iterations: int, foreseen: Callable[[int], bool], pools: Collection[str]
     ) -> Iterator[tuple[str, int]]:
-        """Yield each pool that may begin an iteration, with the iteration.
+        """Yield each pool that may begin an iteration, with the number of this iteration.
 
-        `now` is the iteration that the updates are in. Iterations with the number `iterations` or a larger number, and
-        iterations for which `foreseen` returns False, are not yielded. The caller must begin each yielded iteration
-        before it asks for the next one.
+        - `now`: the iteration that the updates are in.
+        - `iterations`: only iterations with a smaller number are yielded.
+        - `foreseen`: returns whether the data with which an iteration begins is known. Only iterations for which it
+          returns True are yielded.
+        - `pools`: the pools to consider.
+
+        The caller must begin each yielded iteration before it asks for the next one.
         """
         more = True
         while more:
@@ -304,11 +312,12 @@ class PoolProgress(Sends, ABC):
                     yield pool, number
 
     def must_begin(self, now: int, pools: Collection[str]) -> bool:
-        """Return whether the updates must wait until a pool begins an iteration.
+        """Return whether the updates must wait until one of `pools` begins an iteration.
 
-        `now` is the iteration that the updates are in. Only with `deterministic` do the updates wait for a pool that
+        `now` is the iteration that the updates are in. The result is True only with `deterministic`, and only if a pool
         may begin an iteration with the weights of `now`. If the pool began its iteration later, the iteration would
-        have newer weights. With `partial`, it is possible that the pool must first end its previous iteration.
+        have newer weights. With `partial`, the pool needs the responses that its previous iteration interrupted. The
+        updates then wait for the end of the pool's previous iteration, too.
         """
         following = {pool: self.begun[pool] + 1 for pool in pools}
         return self.run.deterministic and any(
@@ -316,10 +325,10 @@ class PoolProgress(Sends, ABC):
         )
 
     def _may(self, pool: str, number: int, now: int) -> bool:
-        """Return whether a pool may begin iteration `number`, with the updates in `now`.
+        """Return whether a pool may begin iteration `number`; the updates are in `now`.
 
-        Each other pool whose rows the pool waits for must have begun the iteration, or must also be able to begin the
-        iteration.
+        The pool may wait for rows of other pools. Each of these other pools must have begun the iteration, or must
+        itself be able to begin it.
         """
         return all(
             self.begun[other] >= number or (self.begun[other] == number - 1 and self._free(other, number, now))
@@ -335,8 +344,8 @@ class PoolProgress(Sends, ABC):
     def use_version(self, edge: Edge, version: int) -> bool:
         """Record which version a generation uses; return whether to fetch this version.
 
-        `edge` is the resharding edge to the generation. If the edge skips versions, the version that the generation
-        used last is still on the devices and is not fetched again.
+        `edge` is the resharding edge that leads to the generation. If the edge skips versions, the version that the
+        generation used last is still on the devices and is not fetched again.
         """
         stays = edge in self.sparse and self.last_version.get(edge) == version
         self.last_version[edge] = version
@@ -350,10 +359,11 @@ def evaluations_of_edge(plan: Plan, edge: Edge) -> list[Evaluation]:
 
 
 def awaited_pools(plan: Plan, pools_ahead: Mapping[str, int]) -> dict[str, set[str]]:
-    """Return, for each pool in `pools_ahead`, the other pools whose rows it waits for.
+    """Return, for each pool that runs ahead, the other pools whose rows it waits for.
 
-    Only pools in `pools_ahead` are considered, and only rows of the same iteration. If a pool waits for a second pool,
-    and the second pool waits for a third pool, the first pool also waits for the third pool.
+    The keys of `pools_ahead` are the pools that run ahead. Pools in step and rows of other iterations are not
+    considered. If a pool waits for a second pool, and the second pool waits for a third pool, the first pool also waits
+    for the third pool.
     """
     pool_of = pools_of_nodes(plan)
     turns = find_openings(plan)[0]

@@ -26,9 +26,10 @@ _KEY = "attribute"
 class Attribute:
     """The kind, the default and the meaning of an attribute.
 
-    - `shown`: the text that documentation shows as the default, such as "all rows", if no program can state the
-      default.
-    - `must`: if not empty, the attribute is required, and this value is suggested if a program does not state it.
+    - `shown`: the text that documentation shows as the default, such as "all rows". It is used if the default is a
+      value that a program cannot state.
+    - `must`: if not empty, the attribute is required. If a program does not state the attribute, this value is
+      suggested.
     - `head`: whether the attribute is written before the braces of its statement, not between them.
     """
 
@@ -87,8 +88,8 @@ class DeclaredAttributes:
     def values(cls, stated: Mapping[str, Expr]) -> dict[str, Any]:
         """Return the Python values of the attributes that a program states, by name.
 
-        `stated` has the expression of each attribute. Unknown attributes, and expressions that do not have the kind of
-        their attribute, are left out.
+        `stated` has the expression of each attribute. Unknown attributes are left out. An expression is also left out
+        if it does not have the kind of its attribute.
         """
         known = cls._fields()
         values = dict[str, Any]()

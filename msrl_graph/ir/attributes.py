@@ -194,16 +194,16 @@ class GenerateAttributes(NodeAttributes):
     )
 
     def under_way(self, prompts: int) -> int:
-        """Return how many prompts are in progress if an iteration takes `prompts` prompts."""
+        """Return how many prompts are in progress if an iteration needs `prompts` prompts."""
         return prompts + (max(1, round(self.partial * prompts)) if self.partial else 0)
 
     @property
     def waits(self) -> bool:
-        """Whether an iteration waits for responses that were already cut `cuts` times."""
+        """Whether an iteration waits for responses that were interrupted `cuts` times."""
         return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
-        """Return the number of tokens per response between checks for complete prompts."""
+        """Return after how many tokens per response to check which prompts are complete."""
         return max(1, math.ceil(longest / LOOKS))
 
     @property
@@ -215,7 +215,7 @@ class GenerateAttributes(NodeAttributes):
         return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
-        """Return the maximum length of a response whose column can hold `bound` tokens."""
+        """Return a response's maximum tokens; `bound` is the maximum of its column."""
         return bound if self.max_tokens is None else min(bound, self.max_tokens)
 
 
@@ -278,7 +278,10 @@ class UpdateAttributes(NodeAttributes):
         return iteration >= self.after and (iteration - self.after) % self.every == 0
 
     def steps_in_run(self, rows: int, iterations: int) -> int:
-        """Return how many optimizer steps a run takes if no filter drops rows."""
+        """Return how many optimizer steps a run takes if no filter drops rows.
+
+        `rows` is the number of rows in an iteration.
+        """
         return self.steps(rows) * max(0, -(-(iterations - self.after) // self.every))
 
     @property
@@ -289,7 +292,7 @@ class UpdateAttributes(NodeAttributes):
 
 @dataclass(frozen=True)
 class CallAttributes(NodeAttributes):
-    """Attributes of a node of a `function` worker, which calls Python or filters rows."""
+    """Attributes of a function node, which calls Python or filters rows."""
 
     call: Expr | None = attr(
         CALL,
@@ -347,7 +350,7 @@ class CallAttributes(NodeAttributes):
 
     @property
     def functions(self) -> tuple[Expr, ...]:
-        """The calls of the node; a filter may have a comparison in place of a call."""
+        """The calls in the node's attributes; a filter can have a comparison instead."""
         return tuple(called for called in (self.call, self.keep, self.select) if called is not None)
 
 
@@ -410,8 +413,8 @@ CALLED = {
 def place_of_call(node: Node) -> str:
     """Return the line and file of a node's call as text, for use in a sentence.
 
-    For a node without a call, the text names the line of the node. A node that extends another node may take the call
-    from that node, which is often in another file.
+    For a node without a call, the text names the line of the node. If a node extends another node, the call can come
+    from the other node, which is often in another file.
     """
     calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
     return next((span.place for span in calls if span.line), node.span.place)

@@ -1,4 +1,4 @@
-"""The number of calls of a node's Python function that a host makes concurrently.
+"""How many concurrent calls a host makes of a node's Python function.
 
 Invariant: results do not depend on this number, so it belongs to the deployment and not to the algorithm.
 """

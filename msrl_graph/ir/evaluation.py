@@ -98,7 +98,7 @@ class Evaluation:
         )
 
     def samples_of(self, graph: Graph) -> dict[str, int]:
-        """Return the stated number of responses to each row, by generation.
+        """Return the stated number of responses to each row, for each generation.
 
         A generation without a stated number samples as in training and is left out.
         """

@@ -41,7 +41,7 @@ class Expr:
     def calls(self) -> tuple[Expr, ...]:
         """Return the outermost calls in the expression.
 
-        If the expression is a call, the result is the expression itself.
+        If the expression is itself a call, the result has only this call.
         """
         return (self,) if self.kind == "call" else tuple(call for part in self.args for call in part.calls())
 

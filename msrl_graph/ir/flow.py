@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Flow:
-    """The sample edges of a graph, whose nodes are in dependency order."""
+    """The sample edges of a graph, and the nodes of the graph in dependency order."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -62,11 +62,11 @@ class Flow:
 
     @cached_property
     def _writers_above(self) -> tuple[dict[str, int], dict[str, int]]:
-        """A bit for each writer, and for each node the bits of all writers upstream.
+        """The writers upstream of each node, as sets of bits.
 
-        The first dict maps each writer to a number with one bit set. It has the writers of the columns that some node
-        reads without a direct edge from the writer. The second dict maps each node to a number with the bits of several
-        writers: all writers from which a path leads to the node.
+        The first dict maps each writer to a number with one bit set, which identifies the writer. A writer is in this
+        dict if some node reads its column without a direct edge from the writer. The second dict maps each node to a
+        number in which several bits can be set: the bits of all writers from which a path leads to the node.
         """
         graph = self.graph
         joined = self._edge_pairs
@@ -106,9 +106,9 @@ class Flow:
     def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """The columns that each sample edge carries, by (src, dst).
 
-        Each column that a node reads is carried to the node by exactly one edge. If a direct edge leads from the writer
-        of the column to the node, the direct edge carries the column. If not, the first edge that ends a path from the
-        writer to the node carries the column.
+        For each node and each column that the node reads, exactly one edge carries the column to the node. If a direct
+        edge leads from the writer of the column to the node, this edge carries the column. If not, paths lead from the
+        writer to the node, and the first edge that ends such a path carries the column.
         """
         graph = self.graph
         columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}

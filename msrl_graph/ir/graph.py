@@ -41,7 +41,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Column:
-    """A field of the rows of a level.
+    """A field that all rows of one level have.
 
     Level 0 has the rows of the source (prompts). Each generation adds a level below the level of its prompts. `per` is
     the name after the word `per` in the type. For example, a column of the type `f32 per prompt` has one value for each
@@ -343,8 +343,8 @@ class Graph(GraphViews):
     def row_column(self, level: int) -> str:
         """Return the column whose name is used as a name for the rows of a level.
 
-        It is the first column of tokens that is written at this level. If no column of tokens is written, it is the
-        first column that is written at this level.
+        It is the first column of tokens that a node writes at this level. If no column of tokens is written at this
+        level, it is the first column of any type that is written at this level.
         """
         columns = [
             column
@@ -357,7 +357,7 @@ class Graph(GraphViews):
         )
 
     def common(self, one: int, other: int) -> int:
-        """Return the deepest level that is equal to, or above, each of two levels."""
+        """Return the deepest common ancestor of two levels; a level is its own ancestor."""
         while one != other:
             one, other = (self.under[one], other) if self.depth(one) >= self.depth(other) else (one, self.under[other])
         return one
@@ -374,7 +374,7 @@ class Graph(GraphViews):
         return max([self.level(node), *(self.column(column).level for column in node.writes)], key=self.depth)
 
     def unit_level(self, node: Node) -> int:
-        """Return the level of a node's units: that of its `per` column or of its rows."""
+        """Return the level of a node's units: the level of its `per` column or its rows."""
         return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
 
     @cached_property
@@ -415,5 +415,5 @@ class Graph(GraphViews):
 
     @cached_property
     def flow(self) -> Flow:
-        """The order of nodes along sample edges, and the columns of each edge."""
+        """The order of nodes along sample edges, and the columns that each edge carries."""
         return Flow(self)

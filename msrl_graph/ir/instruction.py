@@ -22,8 +22,8 @@ Op = Literal["RESHARD", "RUN", "RELEASE", "SWAP_IN", "WAIT", "AGAIN"]
 class Instruction:
     """An instruction about a node; the methods of `Walker` explain each `op`.
 
-    Two instructions use `other`. RESHARD is about the resharding edge `node` => `other`. AGAIN continues the walk at
-    the node `other`.
+    Only two instructions use the field `other`. RESHARD moves weights over the resharding edge `node` => `other`. AGAIN
+    continues with the instructions of the node `other`, where another round of prompts starts.
     """
 
     op: Op
@@ -97,8 +97,8 @@ class Walker(ABC):
 class Walk:
     """The positions of pools in their instruction streams of one task.
 
-    The pools advance in parallel; a process of a run advances only its own pool. A RESHARD is executed when all pools
-    whose streams have this instruction have reached it.
+    The pools advance in parallel. In a run, each process advances only its own pool. A RESHARD can be in the streams of
+    several pools. It is executed when all these pools have reached it.
     """
 
     def __init__(self, streams: Mapping[str, Sequence[Instruction]], begin: int = 0) -> None:
@@ -167,10 +167,11 @@ class Walk:
 
 
 def find_round_start(stream: Sequence[Instruction], index: int) -> int:
-    """Return the index at which another round starts, after an AGAIN at `index`.
+    """Return the index of the instruction with which another round of prompts starts.
 
-    A round starts with the RUN of its first node. If the weights of this node are released between the RUN and the
-    AGAIN, the round starts with the RESHARD that moves the weights to the node.
+    `index` is the index of the AGAIN instruction, which requests the round. A round starts with the RUN of its first
+    node. If the weights of this node are released between the RUN and the AGAIN, the round starts with the RESHARD that
+    moves the weights to the node.
     """
     other = stream[index].other
     begin = [

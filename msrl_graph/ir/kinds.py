@@ -133,7 +133,7 @@ class QuantityKind:
 
 @dataclass(frozen=True)
 class CountsKind:
-    """A list of counts."""
+    """A list of counts: whole numbers of 1 or more."""
 
     def value(self, expr: Expr) -> tuple[int, ...]:
         return tuple(int(part.value) for part in expr.args if isinstance(part.value, int | float))

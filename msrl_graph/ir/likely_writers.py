@@ -17,8 +17,8 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a column seems to be named after a node.
 
     The column is named after the node if a word of one name begins with a word of the other name. Words of one or two
-    letters do not count. The words of a node of a frozen worker include `reference`, so that a column `ref_logp`
-    matches. The words of a node of another worker with weights include `old`.
+    letters do not count. If the node's worker is frozen, `reference` is added to the node's words, so that a column
+    `ref_logp` matches. If the worker has weights and is not frozen, `old` is added to the node's words.
     """
     words = _words(node)
     worker = next((candidate for candidate in graph.workers if candidate.name == node.worker), None)
@@ -35,8 +35,9 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
 def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str) -> list[Node]:
     """Return the writers of `column` that were probably meant to write `other`.
 
-    A writer that reads `other` is left out. If the names of the columns and nodes suggest exactly one writer, the
-    result is this writer. If not, the result is all writers that are left.
+    `writers` are the nodes that write `column`. A writer that reads `other` is left out. If the names of the columns
+    and nodes suggest exactly one of the remaining writers, the result is this writer. If not, the result is all
+    remaining writers.
     """
     # A writer that reads `other` comes after the writer of `other`.
     able = [writer for writer in writers if other not in writer.reads]
@@ -51,9 +52,10 @@ def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str
 def find_idle_writer(graph: Graph, column: str) -> Node | None:
     """Return the function node that was probably meant to write a column, or None.
 
-    The candidates are the nodes that call a function, write nothing and do not read the column. If candidates have a
-    word of the column's name in their names, these candidates remain. If no candidate has such a word, the candidates
-    with an edge to a reader of the column remain. The result is None if not exactly one candidate remains.
+    The candidates are the nodes that call a function, write nothing and do not read the column. Candidates whose names
+    share a word with the column's name are kept, and all other candidates are left out. If no candidate's name shares a
+    word with the column's name, the candidates with an edge to a reader of the column are kept. The result is None
+    unless exactly one candidate is kept.
     """
     idle = [
         node
@@ -67,5 +69,5 @@ def find_idle_writer(graph: Graph, column: str) -> Node | None:
 
 
 def _words(node: Node) -> set[str]:
-    """Return the words in the names of a node, of its worker and of its verb."""
+    """Return the words in the name of a node, in its worker's name and in its verb."""
     return {*re.split(r"[._]", node.name), *node.worker.split("_"), *node.verb.split("_")}

@@ -25,7 +25,8 @@ class Rule:
     """A rule that updates tensors, such as AdamW.
 
     - `name`: the class of torch.optim. `options`: the options of this class, without the learning rate.
-    - `keeps`: the optimizer states by name, each in bytes per element. Each state has as many elements as the weights.
+    - `keeps`: the bytes per element of each optimizer state, by the state's name. Each state has the same number of
+      elements as the weights.
     - `whole`: whether a step needs the whole matrix. If not, each element is updated independently of all others.
     """
 
@@ -40,10 +41,10 @@ class Rule:
         return sum(self.keeps.values())
 
     def state_bytes(self, master: bool) -> float:
-        """Return the bytes per element of the optimizer states and float32 copies.
+        """Return the bytes per element of the optimizer states and the float32 copy.
 
-        With `master`, the weights have a type other than float32, so the optimizer updates a float32 copy of the
-        weights.
+        With `master`, the weights have a type other than float32. The optimizer then updates a float32 copy of the
+        weights, which is counted.
         """
         return self.bytes + MASTER * master
 

@@ -49,7 +49,7 @@ OF_DEVICE = "of the device"
 class ClusterOptions(DeclaredAttributes):
     """Options of `cluster NAME { … }`.
 
-    A figure that the program states replaces the figure of the preset `device`.
+    A figure that the program states replaces the figure in the preset that `device` names.
     """
 
     device: str = attr(

@@ -51,7 +51,7 @@ def is_reported(graph: Graph, column: str) -> bool:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data file, and for each column the field of the file that the column reads.
+    """A data file, with the field from which each column is read.
 
     `stated` has the span of each field that the program names.
     """
@@ -174,7 +174,7 @@ class DockPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a reshard, with bytes and seconds per device."""
+    """A step of a resharding, with its bytes and its seconds per device."""
 
     name: str
     bytes: int
@@ -187,9 +187,10 @@ class ReshardRoute:
 
     - `of`: the kind of weights: experts, embeddings, or weights (all others). `how`: in place, all-gather, all-to-all
       or send.
-    - `block`: the number of consecutive ranks that exchange weights. If it is 2, ranks 0 and 1 exchange weights, and
-      ranks 2 and 3, and so on.
-    - `across`: whether layers are moved to other pipeline stages. If so, the same block of every stage takes part.
+    - `block`: the number of consecutive ranks that exchange weights. If it is 2, ranks 0 and 1 form one block, ranks 2
+      and 3 the next block.
+    - `across`: whether layers are moved to other pipeline stages. If so, ranks also exchange weights with the same
+      block of every other stage.
     - `ranks`: the number of ranks that take part, in all stages. `bytes`: the bytes that the busiest device receives.
     """
 
@@ -248,7 +249,7 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of a sample edge per iteration, for columns of maximum length."""
+    """The traffic of a sample edge in an iteration, for columns of maximum length."""
 
     src: str
     dst: str
@@ -262,7 +263,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The peak memory of a phase on one device or one host."""
+    """The peak memory of a phase, such as generate, on one device or one host."""
 
     place: str  # device or host
     pool: str

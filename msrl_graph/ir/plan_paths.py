@@ -41,7 +41,7 @@ def pin_urls(plan: Plan) -> Plan:
 
 
 def copy_to_host(plan: Plan, data: bool = True) -> Plan:
-    """Replace URLs by paths of copies on this host; fetch copies that are missing.
+    """Replace URLs by paths of copies on this host; fetch a copy if it does not exist.
 
     URLs of models are always replaced. URLs of data are replaced if `data` is true. Raises Fault.
     """

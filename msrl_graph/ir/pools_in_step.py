@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 
 def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
-    """Cache the results of a function of a plan by the placement of the nodes.
+    """Decorate a function of a plan, so that its results are cached by placement.
 
-    A planner asks about thousands of plans. If several plans of a graph have the same nodes in each pool and the same
-    `deterministic`, the function is called only for the first of these plans. Callers must not change the results.
+    A planner calls the function for thousands of plans. If several plans of a graph have the same nodes in each pool
+    and the same `deterministic`, the function is executed only for the first of these plans. Callers must not change
+    the results.
     """
 
     @wraps(function)
@@ -44,7 +45,7 @@ def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
 
 
 def functions_with_states(plan: Plan) -> dict[str, str]:
-    """Return the function nodes that read states, each with the first of its states."""
+    """Return the function nodes that read states, each with the first state it reads."""
     graph = plan.graph
     readers = (node for node in graph.nodes if previous_states(graph, node))
     return {node.name: node.states[0] for node in readers if graph.worker(node.worker).kind == "function"}
@@ -104,10 +105,11 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
     The first result maps a pool to the nodes of its opening. The second result maps a pool that cannot have an opening
     to the reason. Only pools with both nodes of a resharding edge with `staleness` are considered.
 
-    The opening of a pool has these nodes of the pool:
+    The opening of a pool has two kinds of nodes of the pool:
 
-    - the generations, and the nodes that the generations need,
-    - nodes whose weights never change in the run, if they need rows only from nodes of the opening and from the source.
+    - the generations, and the nodes whose rows the generations need,
+    - nodes whose weights never change in the run, if all rows that they need come from nodes of the opening or from the
+      source.
 
     So no node of the opening waits for a node that is not in the opening, and functions get their rows as early as
     possible.
@@ -137,7 +139,8 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
 def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str) -> str:
     """Return why a pool cannot run its generations before the updates; "" if it can.
 
-    `edges` are the resharding edges to the generations. `needed` are the generations and all nodes before them.
+    `edges` are the resharding edges that lead to the generations. `needed` are the generations and all nodes before the
+    generations.
     """
     graph = plan.graph
     pool_of = pools_of_nodes(plan)

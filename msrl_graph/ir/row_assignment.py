@@ -27,9 +27,9 @@ class Units:
     """The units to assign; each field has one value per unit.
 
     - `prompts`: the prompt of each unit.
-    - `homes`: the host that has most of each unit's data; -1 if no data-parallel group is on this host.
+    - `homes`: the host that stores most of the unit's data; -1 if no data-parallel group is on this host.
     - `weights`: the load of each unit; None means that all units have the same load.
-    - `sizes`: the amount of data that is moved if the unit is assigned to another host.
+    - `sizes`: the amount of data that is moved if the unit is assigned to a host other than its home.
     """
 
     prompts: Sequence[int]
@@ -50,13 +50,13 @@ class Units:
 def assign_units(
     units: Units, hosts: Sequence[int], imbalance: float = 1.0, had: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return, for each group, the positions of its units in `units`, ascending.
+    """Return, for each data-parallel group, the units that are assigned to it.
 
-    `hosts` is the host of each group. `had` is the load that each group got in earlier rounds. On each host, the
-    heaviest share goes to the group with the smallest earlier load.
+    Units are given by their positions in `units`, ascending. `hosts` is the host of each group. `had` is the load that
+    each group got in earlier rounds. On each host, the heaviest share goes to the group with the smallest earlier load.
 
-    Example: there are 8 units of equal weight, 6 of them on host 0, and a group on each of two hosts. Then 2 units move
-    to host 1. With `imbalance = 1.5`, no unit moves.
+    Example: there are 8 units of equal weight, 6 of them on host 0, and a group on each of two hosts. By default, 2
+    units move to host 1. With `imbalance = 1.5`, no unit moves.
     """
     everyone = range(len(units.prompts))
     even = units.load(everyone) / len(hosts)
@@ -102,10 +102,11 @@ def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
 
 
 def _assign_to_groups(units: Units, own: list[int], groups: int, most: float) -> list[list[int]]:
-    """Partition the units of one host (`own`) among the data-parallel groups on it.
+    """Partition the units of one host among the data-parallel groups on this host.
 
-    `groups` is the number of these groups. Units of equal weight are split into even ranges. Units of different weights
-    are partitioned by the method of Karmarkar and Karp; `most` is the load that a group may get.
+    `own` are the units of the host, and `groups` is the number of its groups. Units of equal weight are split into even
+    ranges. Units of different weights are partitioned by the method of Karmarkar and Karp; `most` is the load that a
+    group may get.
     """
     if units.weights is None:
         return split(sorted(own, key=lambda unit: (units.prompts[unit], unit)), groups)
@@ -125,9 +126,9 @@ def _group_by_key(units: Iterable[int], key: Callable[[int], int]) -> list[list[
 def _balance(units: Units, bins: list[list[int]], room: Sequence[float]) -> list[list[int]]:
     """Move units out of bins whose load exceeds their `room`; return the new bins.
 
-    A bin is the units of one host or one group, and `room` is the load that each bin may get. First, all units of a
-    prompt in a bin move together. If this is not enough, single units move. Of the prompts or units that fit into the
-    new bin, the heaviest moves. No unit moves twice.
+    A bin is the list of units of one host or one group. `room` is the load that each bin may get. First, units move
+    together with the other units of the same prompt in the same bin. If a bin is still too heavy, single units move. Of
+    the prompts or units that fit into the new bin, the heaviest moves. No unit moves twice.
     """
     excess = [units.load(own) - most for own, most in zip(bins, room, strict=True)]
     moved: list[list[int]] = [[] for _ in bins]

@@ -1,7 +1,7 @@
 """Row sets: the rows that each node works on, their numbers and their filters.
 
-A row set is a set of rows of one level that were made together. A level has a second row set after a `select`, which
-may repeat rows.
+A row set is a set of rows of one level that were made together. After a `select`, which may repeat rows, the same level
+has a second row set.
 
 Invariant: the row sets of a graph are a tree. A generation makes a row set below the set from which it generates. A
 `select` makes a row set below the set from which it selects. The numbers of the rows above a row follow from the row's
@@ -35,8 +35,8 @@ class Rowset:
     """A set of rows of a level.
 
     - `above`: the index of the set from which these rows were made; -1 for the rows of the source.
-    - `fan`: the number of rows that the generation makes of each row above.
-    - `repeats`: whether a `select` chose the rows, so that some rows may be repeats of others.
+    - `fan`: the number of rows that the generation makes from each row of the set above.
+    - `repeats`: whether a `select` chose the rows. Some rows may then be repeats of other rows.
     - `generation`: the generation that made the rows.
     """
 
@@ -54,8 +54,8 @@ class Sieve:
     - `rows`: the set of the rows that enter this node. `remaining`: the set of the rows that remain. It is the same
       set, or a new set if the node may repeat rows.
     - `refill`: the maximum number of extra rounds of prompts that the filter may request.
-    - `failures`: whether the node is not a filter but a generation or function, whose failed rows leave. Failed rows
-      leave in evaluations, too.
+    - `failures`: whether rows that fail at this node leave. The node is then a generation or a function, not a filter.
+      Failed rows also leave in evaluations.
     - `generates`: whether the node is a generation.
     """
 
@@ -68,7 +68,10 @@ class Sieve:
 
     @property
     def column(self) -> str:
-        """The dock's column that says how many times each row continues after this node."""
+        """The name of the dock's column with the number of times that each row continues.
+
+        A `select` can repeat a row, so that the row continues several times after this node.
+        """
         return f"{self.node}.times"
 
 
@@ -78,10 +81,12 @@ class Rowsets:
 
     - `columns`: the set of each column's rows. `nodes`: the set that each node works on.
     - `units`: the set of the units that each node gets. With `per = prompt`, it is the set of prompts.
-    - `sieves`: the nodes where rows leave the iteration, by name. A check makes sure that at most one is `refilling`.
-    - `passed`: the sieves that the rows of each node have passed before the node, in the order of the graph.
-    - `disjoint`: for each node that would need two sets on different branches of the tree, these two sets. A check
-      rejects such nodes.
+    - `sieves`: the nodes where rows leave the iteration, by name. A check makes sure that at most one of these nodes
+      has `refill`.
+    - `passed`: for each node, the sieves that its rows have passed before they reach the node, in the order of the
+      graph.
+    - `disjoint`: the nodes that would need two sets on different branches of the tree, each with these two sets. A
+      check rejects such nodes.
     """
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
@@ -97,9 +102,10 @@ class Rowsets:
         return next((sieve for sieve in self.sieves.values() if sieve.refill), None)
 
     def up(self, rows: int, level: int) -> int:
-        """Return the nearest set of a level, starting at the set `rows` and moving up.
+        """Return the nearest set of a level on the way up from the set `rows`.
 
-        The result is 0, the set of the source, if no set on this path has the level.
+        The set `rows` itself is also considered. The result is 0, the set of the source, if no set on this path has the
+        level.
         """
         return next((index for index in chain(self.sets, rows) if self.sets[index].level == level), 0)
 
@@ -176,8 +182,8 @@ def nodes_upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
     """Return the nodes that are needed to compute columns.
 
     These nodes are the writers of the columns and, recursively, the writers of the columns that these nodes read. The
-    source is always included, since it also writes, for each row, the values of states with which the row was drawn. A
-    column without a writer, which a check rejects, needs no node.
+    source is always included, since it also writes the values that states had when a row was drawn. A column without a
+    writer, which a check rejects, needs no node.
     """
     needed = {source.name for source in graph.verb("source")}
     todo = [*columns]
@@ -198,7 +204,7 @@ def chain(sets: Sequence[Rowset], rows: int) -> list[int]:
 
 
 def common(sets: Sequence[Rowset], one: int, other: int) -> int:
-    """Return the deepest set that is equal to, or above, each of two sets."""
+    """Return the deepest common ancestor of two sets; a set is its own ancestor."""
     above = {*chain(sets, one)}
     return next(index for index in chain(sets, other) if index in above)
 
@@ -207,8 +213,8 @@ class Numbers:
     """The numbering of rows in one iteration or one evaluation.
 
     - `prompts`: the number of prompts in all rounds.
-    - `samples`: the number of rows that a generation makes of each row, by generation. A generation that is left out
-      has the number that the program states.
+    - `samples`: for each generation, the number of rows that it makes from each row that it reads. A generation that is
+      left out has the number that the program states.
     - `size`: the maximum number of rows of each set, without repeats.
     - `space`: a bound for each set: the numbers of its rows are below this bound.
     - `repeats`: for each set, how often a `select` may repeat a row.
@@ -232,7 +238,7 @@ class Numbers:
             self.repeats.append(min(max(self.size[-1], REPEATS), NUMBERS // max(self.space[-1], 1)))
 
     def above(self, rows: Rows, start: int, end: int) -> Rows:
-        """Return, for rows of the set `start`, the rows of the set `end` above them.
+        """Return, for rows of the set `start`, their ancestors in the set `end`.
 
         The set `start` must be below the set `end`, or the same set.
         """

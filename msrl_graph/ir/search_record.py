@@ -16,7 +16,7 @@ class Candidate:
 
     - `pools`: a text about each pool. `layouts`: the layout and engine of each node, as text.
     - `seconds`: the time of an iteration. If `exact` is False, it is a lower bound of this time.
-    - `loses`: for each phase, the seconds by which this candidate is slower than the plan (negative: faster).
+    - `loses`: for each phase, the seconds by which this candidate is slower than the chosen plan (negative: faster).
     - `wrong`: the reason why this candidate cannot be used.
     """
 
@@ -32,14 +32,14 @@ class Candidate:
 class Rival:
     """The best candidate of the kind that the search did not choose.
 
-    There are two kinds of candidates: asynchronous candidates, with pools that may run ahead of the updates, and
-    synchronous candidates, with all pools in step with the updates. A record has a rival if the program allows
-    staleness and does not state all pools.
+    There are two kinds of candidates. An asynchronous candidate has pools that may run ahead of the updates. In a
+    synchronous candidate, all pools are in step with the updates. A record has a rival if the program allows staleness
+    and does not state all pools.
 
     - `ahead`: whether the rival is asynchronous.
     - `seconds`: the time of an iteration of the rival; 0 if no candidate of its kind fits.
-    - `mean`, `bound`: the staleness of the asynchronous candidate, which is either the rival or the choice. Its weights
-      for generation are `mean` versions old on average, and its rows are at most `bound` versions old.
+    - `mean`, `bound`: the staleness of the asynchronous candidate; this candidate is either the rival or the chosen
+      one. Its weights for generation are `mean` versions old on average, and its rows are at most `bound` versions old.
     """
 
     ahead: bool
@@ -56,8 +56,9 @@ class SearchRecord:
     - `candidates`: the number of combinations of pools and layouts that the devices and engines allow.
     - `evaluated`: the number of candidates that went through all passes of the compiler.
     - `seconds`: the time of an iteration with the best candidate; 0 if no candidate fits.
-    - `bound`: a number of seconds. No candidate has a shorter iteration.
-    - `optimal`: whether no candidate is faster than the best one, according to the plan's own cost model.
+    - `bound`: a lower bound of the time of an iteration, in seconds, for all candidates.
+    - `optimal`: whether no candidate is faster than the best candidate that was found, according to the plan's own cost
+      model.
     """
 
     candidates: int

@@ -63,17 +63,17 @@ def sequences(graph: Graph, node: Node) -> Sequences:
 
 
 def scores_texts(graph: Graph, node: Node) -> bool:
-    """Return whether a node's number for a token scores the text that ends there.
+    """Return whether a node scores, at each token, the text that ends with the token.
 
     The result is True for a reward model; the score at the last token is the score of the row. For other workers, the
-    number of a token is computed from the hidden state before the token: the prediction of a policy, or the value of a
-    value worker.
+    number of a token is computed from the hidden state before the token. This number is the prediction of a policy, or
+    the value of a value worker.
     """
     return graph.worker(node.worker).kind == "reward_model"
 
 
 def is_tokens(graph: Graph, column: str) -> bool:
-    """Return whether a column holds tokens and has a length of its own."""
+    """Return whether a column holds tokens, and no other column determines its length."""
     kind = graph.column(column)
     return kind.element in ("i32", "i64") and len(kind.dims) == 1 and not kind.dims[0].like
 
@@ -95,10 +95,10 @@ def length_columns(graph: Graph, node: Node) -> dict[str, int]:
 
 
 def find_response_column(graph: Graph, node: Node, element: str) -> str:
-    """Return the column that a generation writes with one value per response token.
+    """Return a generation's output column that has one value per response token.
 
-    `element` decides which column: log-probabilities (f32), the mask (bool) or versions (i32). The result is "" if the
-    generation writes no such column.
+    `element` is the column's element type, which decides its content: log-probabilities (f32), the mask (bool) or
+    versions (i32). The result is "" if the generation writes no such column.
     """
     responses = [column for column in node.writes if is_tokens(graph, column)]
     columns = (column for column in map(graph.column, node.writes) if column.element == element)
@@ -108,8 +108,8 @@ def find_response_column(graph: Graph, node: Node, element: str) -> str:
 def temperature(graph: Graph, column: str) -> Expr:
     """Return the temperature at which the tokens of a column were sampled.
 
-    The temperature is a number, or the column or state that holds the temperature of each row. It is 1 if the tokens
-    were not sampled.
+    The temperature is a number, or a column or state that holds the temperature of each row. If the tokens were not
+    sampled, the temperature is 1.
     """
     drawn = (
         GenerateAttributes.of(writer).temperature
@@ -135,9 +135,10 @@ def temperature_exprs(graph: Graph, node: Node) -> tuple[Expr, ...]:
 
 
 def drawn_name(state: str) -> str:
-    """Return the name of the value that a state had when rows were drawn.
+    """Return the name of the batch's column that holds the values of a state.
 
-    This value may be older than the value that the previous iteration left.
+    The column holds the value that the state had when each row was drawn. This value may be older than the value that
+    the previous iteration left.
     """
     return f"{state}/drawn"
 
@@ -159,8 +160,8 @@ def temperature_states(graph: Graph, node: Node) -> tuple[str, ...]:
 def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the states that a node reads with the value from the previous iteration.
 
-    The result is empty for the source, generations and infers. The source reads states only for its weights, and
-    generations and infers read states only as temperatures. Such states are used for drawing rows. Rows can be drawn
+    The result is empty for the source, generations and infers. The source reads states only as sampling weights, and
+    generations and infers read states only as temperatures. These states affect how rows are drawn. Rows can be drawn
     ahead of the updates, and the states then have an older value.
     """
     return () if node.verb in ("source", "generate", "infer") else node.states
@@ -169,8 +170,8 @@ def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
 def is_whole_conversation(graph: Graph, node: Node) -> bool:
     """Return whether a node scores only whole conversations, without a context.
 
-    A whole conversation is a response of an agent or an environment that also contains the text before the policy's
-    first token.
+    An agent or an environment can write responses that also contain the text before the policy's first token. Such a
+    response is a whole conversation.
     """
     read = sequences(graph, node)
     partnered = [
@@ -215,8 +216,9 @@ def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
 def source_worker(graph: Graph) -> Worker | None:
     """Return the worker whose tokenizer makes the tokens of the source.
 
-    The worker is a policy if the graph has one, or else another worker with weights. Of several such workers, the first
-    trained worker is returned, or the first worker if none is trained. The result is None if no worker has weights.
+    The worker is a policy. If the graph has no policy, it is any other worker with weights. Of several possible
+    workers, the first trained worker is returned, or the first worker if none is trained. The result is None if no
+    worker has weights.
     """
     trained = {node.worker for node in graph.verb("update")}
     candidates = [worker for worker in graph.workers if worker.kind != "function"]
@@ -232,8 +234,8 @@ def nodes_with_weights(graph: Graph) -> list[Node]:
 def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Return the source's columns that are responses, each with its context.
 
-    A column of the source is a response if some node scores it and no node has it as context. The context is given as
-    the columns of the source that precede the response in a sequence.
+    A column of the source is a response if some node scores the column and no node has the column as context. The
+    context of a response consists of the source's columns that precede the response in a sequence.
     """
     read = [sequences(graph, node) for node in nodes_with_weights(graph)]
     source_columns = {column for node in graph.verb("source") for column in node.writes}
@@ -247,7 +249,10 @@ def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def columns_before(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return columns that never begin a sequence, with the columns that precede them."""
+    """Return, for each column of a sequence, the columns that precede it.
+
+    A column that is the first column of any sequence is left out.
+    """
     contexts: dict[str, tuple[str, ...]] = {}
     first = set[str]()
     for read in (sequences(graph, node) for node in nodes_with_weights(graph)):
@@ -259,7 +264,7 @@ def columns_before(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def token_columns(graph: Graph) -> list[str]:
-    """Return all columns of tokens, and the text columns that models read."""
+    """Return all columns of tokens, and the columns of text that models read."""
     read = {column for node in nodes_with_weights(graph) for column in sequences(graph, node).context}
     return [column.name for column in graph.columns if is_tokens(graph, column.name) or column.name in read]
 
@@ -293,10 +298,10 @@ def bound(graph: Graph, column: str) -> int:
 
 
 def reads_tempered(graph: Graph, node: Node) -> Node:
-    """Return a copy of a node that also reads the node's temperatures.
+    """Return a copy of a node, with the node's temperatures added to its inputs.
 
-    The copy reads the columns and states that `temperature_exprs` returns, since the results of the node depend on
-    them.
+    The added inputs are the columns and states that `temperature_exprs` returns, since the results of the node depend
+    on them.
     """
     if node.verb == "source":
         return node

@@ -143,7 +143,7 @@ class Signature:
         return {"seed", "options"} <= {option.name for option in self.options}
 
     def unfit(self, kind: str) -> list[str]:
-        """Return the inputs of the function that a kind of worker does not provide.
+        """Return the function's inputs that workers of the kind `kind` do not provide.
 
         The inputs are keys of GIVEN_BY.
         """
@@ -161,7 +161,8 @@ class Signature:
 def read_signatures(source: str) -> dict[str, Signature]:
     """Read the signatures of the top-level functions of a Python source, by name.
 
-    An `async` function is left out if it is a loss term, optimizer, schedule or option. Raises SyntaxError.
+    An `async` function is left out if it is a loss term, optimizer, schedule or option. Raises SyntaxError if the
+    source is not valid Python.
     """
     items = [item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     items = [item for item in items if isinstance(item, ast.FunctionDef) or _kind(item) == "function"]
@@ -298,7 +299,10 @@ def _kind(item: Def) -> CallKind:
 
 
 def _is_filled(kind: CallKind, name: str, names: set[str]) -> bool:
-    """Return whether the runtime passes a parameter to a loss term or a schedule."""
+    """Return whether the runtime passes a parameter to a loss term or a schedule.
+
+    `name` is the name of the parameter. `names` are the names of all parameters of the function.
+    """
     if kind != "loss":
         return kind == "schedule" and name in OF_STEP
     return name in (*FILLED, ROUNDING) or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)

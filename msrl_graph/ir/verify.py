@@ -218,7 +218,7 @@ def docks(plan: Plan) -> Iterator[str]:
 
 
 def reshards(plan: Plan) -> Iterator[str]:
-    """Verify reshards.
+    """Verify the plans of resharding edges.
 
     Every resharding edge (`=>`) must have a plan, and each tensor must be in exactly one bucket.
     """

@@ -23,7 +23,7 @@ emitter: Callable[[str], ModuleType] = import_module  # loads a module of emit b
 
 
 class GraphViews:
-    """The methods of a Graph that need `emit` or networkx."""
+    """Methods that show a Graph as text, HTML or a networkx graph."""
 
     def __str__(self: Graph) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile --emit graph` shows."""
@@ -50,7 +50,7 @@ class GraphViews:
 
 
 class PlanViews:
-    """The methods of a Plan that need `emit`."""
+    """Methods that show a Plan as text, JSON or HTML; they need `emit`."""
 
     def explain(self: Plan, width: int = 100) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile` shows; `width` is in characters.

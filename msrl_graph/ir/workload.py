@@ -18,8 +18,8 @@ class Workload:
     """The work that a node computes at one time on one rank.
 
     - `rows`: the rows of a micro-batch. For a generation: the prompts for which it generates at one time.
-    - `prompts`: the number of different prompts with which these rows begin. 8 responses to 2 prompts are 8 rows of 2
-      prompts.
+    - `prompts`: the number of different prompts with which these rows begin. For example, 8 responses to 2 prompts are
+      8 rows with 2 prompts.
     - `prompt`: the number of tokens of each prompt. `response`: the number of tokens of each response.
     - `after`: whether the last token of a row is an input of the model. The hidden state of this token is needed only
       for a score; a policy needs no prediction after the last token.
@@ -74,7 +74,7 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
 def kv_elements(model: Model, layout: Layout) -> int:
     """Return the number of KV-cache elements per token on one rank.
 
-    The layers on the rank are counted; with pipeline stages, these are the layers of the largest stage.
+    Only the layers on the rank are counted. With pipeline stages, the rank is in the stage with the most layers.
     """
     per_layer = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
     return layout.most_layers(model.layers) * per_layer

@@ -16,7 +16,7 @@ CORRECTION = "e_score_correction_bias"
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether each tp rank has a copy of a tensor, with its own gradient.
+    """Return whether each tp rank copies a tensor and computes a gradient of its own.
 
     With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from the rank's part
     of the tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from
@@ -49,9 +49,11 @@ class ExpertSizes:
 class Latent:
     """The sizes of multi-head latent attention (arXiv:2405.04434).
 
-    `q_rank` is the size of the latent vector of queries; with `q_rank` 0, queries have no latent vector. `kv_rank` is
-    the size of the latent vector of keys and values. The other fields are sizes per head. `nope` is the size of a key's
-    part without rotary position, `rope` the size of its part with rotary position, and `value` the size of a value.
+    - `q_rank`: the size of the latent vector of queries; 0 if queries have no latent vector.
+    - `kv_rank`: the size of the latent vector of keys and values.
+    - `nope`: for each head, the size of the part of a key that has no rotary position.
+    - `rope`: for each head, the size of the part of a key that has a rotary position.
+    - `value`: for each head, the size of a value.
     """
 
     q_rank: int

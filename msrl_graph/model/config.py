@@ -303,8 +303,8 @@ def _check_rope(config: Config) -> ConfigError | None:
 def _normalize_scaling(table: Config) -> Config:
     """Return a config's table of position scaling with uniform field names.
 
-    Configs name the kind of scaling `rope_type` or `type`; the result has `rope_type`. `rope_theta` and null values are
-    left out.
+    The kind of scaling is in the field `rope_type` or `type` of a config; the result has `rope_type`. `rope_theta` and
+    null values are left out.
     """
     kind = table.get("rope_type", table.get("type", "default"))
     return {
@@ -347,7 +347,7 @@ def _check_windows(config: Config) -> ConfigError | None:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return the fields from which an engine builds a model, from a checked config.
+    """Return the fields of a checked config from which an engine builds the model.
 
     A field that the config omits gets the value that the plan assumes for it.
     """
@@ -365,7 +365,10 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def count_positions(config: Config, family: str) -> int:
-    """Return the largest number of positions of a sequence, with position scaling."""
+    """Return the largest number of positions of a sequence.
+
+    The number includes the positions that position scaling adds.
+    """
     stated: int = config.get("max_position_embeddings") or POSITIONS.get(family, 32768)
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if table.get("rope_type", table.get("type")) in ("linear", "dynamic", "yarn"):

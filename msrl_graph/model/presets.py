@@ -1,9 +1,9 @@
 """Presets: models that msrl_graph knows by name, so that a plan needs no folder.
 
-Invariant: a preset's fields are those of the model's own config.json, as published with its weights, and its parameter
-count is the published one (tests/model/test_models.py). A name matches a preset if it differs from the preset's name
-only in case, in the owner on the Hub, and in words that change no size (`Instruct`, `Base`, a date). Any other name is
-unknown.
+Invariant: a preset's fields equal the fields of the config.json that was published with the model's weights. The
+preset's parameter count equals the published parameter count (tests/model/test_models.py). A name matches a preset if
+it differs from the preset's name only in case, in the owner on the Hub, and in words that change no size (`Instruct`,
+`Base`, a date). Any other name is unknown.
 """
 
 from __future__ import annotations
@@ -128,16 +128,20 @@ def _normalize_name(target: str) -> str:
 
 
 def find_tokenizer_name(name: str) -> str | None:
-    """Return the name of the tokenizer that a preset uses; None if it uses none."""
+    """Return the name of a preset's tokenizer.
+
+    Returns None if `name` is not a preset's name, or if the preset has no tokenizer.
+    """
     preset = find_preset(name)
     prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
     return TOKENIZERS.get(prefix)
 
 
 def find_similar_preset(hub: str) -> str:
-    """Return the preset whose name is the longest prefix of a Hub name; "" if none is.
+    """Return the preset whose name is the longest prefix of a Hub name.
 
-    The model on the Hub may have the same shape as that preset.
+    Returns "" if no preset's name is a prefix of the Hub name. The model on the Hub may have the same shape as the
+    returned preset.
     """
     return max(
         (preset for preset in PRESETS if re.match(rf"{re.escape(preset)}(?:-|$)", _normalize_name(hub))),
@@ -147,7 +151,10 @@ def find_similar_preset(hub: str) -> str:
 
 
 def suggest_presets(target: str) -> str:
-    """Return a help text for an unknown preset: the most similar one, or all presets."""
+    """Return a help text for an unknown preset name.
+
+    The text has the most similar preset, or all presets if no preset is similar.
+    """
     name = _normalize_name(target)
     numbers = _find_numbers(name)
     for tolerance in (0.0, 0.1):  # 33b is close to 32b, and 8b is another model than 7b
@@ -160,9 +167,9 @@ def suggest_presets(target: str) -> str:
 
 
 def _match_numbers(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
-    """Return whether the numbers in a name are those of a preset's name.
+    """Return whether the numbers in a name equal the numbers in a preset's name.
 
-    The last number is the model's size. It may differ from the preset's size by the fraction `tolerance`.
+    The last number is the model's size. The size may differ from the preset's size by the fraction `tolerance`.
     """
     pairs = [*zip(map(float, numbers), map(float, preset), strict=False)]
     exact = len(pairs) if len(numbers) < len(preset) else len(preset) - 1

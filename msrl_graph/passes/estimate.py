@@ -135,9 +135,9 @@ class EstimateTime(Pass):
         return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, staleness), notes=notes)
 
     def of_node(self, plan: Plan, node: str) -> tuple[Figure, Figure]:
-        """Return the seconds of a node and of its gradient exchanges in an iteration.
+        """Return the seconds of a node, and of its gradient exchanges, in an iteration.
 
-        Of the plan's placements, only the placement of the node is read.
+        The function reads the placement of this node, and no other placement of the plan.
         """
         costs = Costs(plan, self.engines, node)
         exchange = costs.exchange()
@@ -222,9 +222,9 @@ class EstimateTime(Pass):
 
 
 def _scale_by_share(figure: Figure, share: float) -> Figure:
-    """Return the mean cost per iteration of what occurs only in some iterations.
+    """Return the mean cost per iteration of an operation that only some iterations do.
 
-    `share` is the fraction of the iterations in which the cost `figure` occurs.
+    `share` is the fraction of the iterations that do the operation. `figure` is the cost in such an iteration.
     """
     if share == 1:
         return figure
@@ -234,7 +234,7 @@ def _scale_by_share(figure: Figure, share: float) -> Figure:
 
 
 def describe_filters(graph: Graph) -> str:
-    """Return a note that lists the filters that the plan ignores; "" without filters."""
+    """Return a note that lists the filters that the plan ignores; "" if none exist."""
     names = [node.name for node in graph.nodes if "keep" in node.attributes or "select" in node.attributes]
     return (
         f"rows that filters drop count as kept, and the rounds of a refill are not counted: {', '.join(names)}"
@@ -244,7 +244,7 @@ def describe_filters(graph: Graph) -> str:
 
 
 def _throughput(plan: Plan, iteration: Figure) -> Figure:
-    """Return the throughput in tokens per second and device (eq. 5).
+    """Return the throughput in tokens per second and device (arXiv:2507.19017, eq. 5).
 
     The tokens are those of the first generation's rows, each of the greatest length. If there is no generation, the
     tokens of the rows that the first update reads are counted.

@@ -54,7 +54,7 @@ class CountMemory(Pass):
     def devices(self, plan: Plan) -> list[PhaseMemory]:
         """Return the memory of every phase on every pool's devices.
 
-        The plan may be without docks. It may be without reshards, if the caller does not need the phase "reshard".
+        The plan needs no docks. It needs reshards only if the caller needs the phase "reshard".
         """
         return [entry for pool in plan.pools for entry in self._pool_phases(plan, pool.name)]
 
@@ -105,9 +105,9 @@ class CountMemory(Pass):
     def _building_phases(self, plan: Plan, pool: str) -> Iterator[PhaseMemory]:
         """Yield the memory of a pool's devices while each generation engine is built.
 
-        Normally, generation engines are built one after the other, before anything else is loaded. Each of them frees
-        the memory of its KV cache before the next one is built. Some devices cannot create process groups while an
-        engine's memory is freed. On these devices, generation engines are built last, when the device also holds all
+        Normally, generation engines are built one after the other, before anything else is loaded. Each engine frees
+        the memory of its KV cache before the next engine is built. Some devices cannot create process groups while an
+        engine's memory is freed. On these devices, generation engines are built last. The device then also holds all
         other items that it holds during a generation.
         """
         early = plan.cluster.device.kind.groups_beside_sleep
@@ -216,8 +216,8 @@ class CountMemory(Pass):
     ) -> PhaseMemory:
         """Return a phase's memory on the busiest host.
 
-        `offloaded_bytes` are the bytes of each offloaded item. `rows` is the number of bytes of all rows of an
-        iteration.
+        `offloaded_bytes` are the bytes of each offloaded item. `rows` is the number of bytes that an iteration's rows
+        occupy.
         """
         cluster = plan.cluster
         items = dict(offloaded_bytes)

@@ -1,7 +1,7 @@
 """All passes, in the order in which they run.
 
-Invariant: this is the only list of passes. The compiler runs the passes of this list. The search uses the same list to
-evaluate combinations, and advice uses it to find out which changes make a plan fit.
+Invariant: this is the only list of passes. The compiler runs the passes of this list. The search evaluates combinations
+with the same passes. Advice is also based on these passes: they show which changes make a plan fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True)
     """Return all passes of the compiler, in order.
 
     `place` is the pass that places nodes: the search, or a pass that follows a given decision. `engines` are the engine
-    specs by name. The pass InsertResharding has an option `compare`, which gets the value of `compare`.
+    specs by name. `compare` is the option of this name of the pass InsertResharding.
     """
     return Passes(
         (

@@ -224,8 +224,8 @@ def list_routes(
 def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
     """Group weights into families; each family is gathered in its own blocks of ranks.
 
-    Experts are a separate family, because they are sharded over a mesh of their own. An embedding that two engines pad
-    to different sizes may be a separate family, because padding changes the rows at which it is cut.
+    Experts are a separate family, because they are sharded over a mesh of their own. An embedding may be a separate
+    family if two engines pad it to different sizes, because the padding changes the rows at which the embedding is cut.
     """
     families: dict[str, tuple[TensorKind, ...]] = {}
     for kind in kinds:
@@ -290,7 +290,7 @@ def _sum_movements(movements: list[Movement]) -> Movement:
 
 
 def _count_wanted(tensor: Tensor, target: Side) -> int:
-    """Return the elements of a tensor that the busiest generation rank holds."""
+    """Return how many elements of a tensor the busiest generation rank holds."""
     return elements(shard(tensor, target, stages(tensor, target.layout)[0] * target.layout.stage_devices))
 
 

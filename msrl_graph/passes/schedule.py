@@ -2,7 +2,7 @@
 
 A stream is the list of a pool's instructions for one task. A task is the training or one of the evaluations. The
 instructions are RUN (a node), RESHARD, RELEASE, SWAP_IN, WAIT and AGAIN. Invariants:
-- Every node of a task runs exactly once in each pass through its stream.
+- Every node of a task is in one stream. Each pass through this stream runs the node exactly once.
 - All streams of all tasks follow one order of the whole graph, so that two pools never wait for each other in a
   deadlock. A RESHARD between two pools is in the streams of both pools, before the generation.
 - An update's weights are on the device whenever a node uses them. RESHARD moves them to the host, SWAP_IN starts to
@@ -73,10 +73,10 @@ def _add_again(
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
     """Add an AGAIN to each stream, after the instructions that each round repeats.
 
-    A round draws prompts and runs the nodes up to the refilling filter `filter`. If a round ends with a generation, the
-    generation's weights remain on the devices for the next round. Otherwise the weights are resharded in each round. If
-    the weights come from another pool, this pool also repeats its RESHARD. A stream repeats all instructions from the
-    first to the last that a round needs.
+    A round draws prompts and runs the nodes up to the refilling filter `filter`. `repeated` are these nodes. If a round
+    ends with a generation, the generation's weights remain on the devices for the next round. Otherwise the weights are
+    resharded in each round. If the weights come from another pool, the RESHARD is also repeated in that other pool. A
+    stream repeats its instructions from the first to the last instruction that a round needs.
     """
     resharded = set[str]()  # generations
     known = -1

@@ -17,8 +17,8 @@ from ..ir.plan import Plan
 class Pass(ABC):
     """A function `Plan -> Plan`.
 
-    `needs` are the names of the passes whose fields of the plan this pass reads. The fields of a subclass are its
-    options.
+    A pass reads fields of the plan that other passes fill in. `needs` are the names of these other passes. The fields
+    of a subclass are its options.
     """
 
     name: ClassVar[str]

@@ -53,8 +53,8 @@ class _Arc:
 class Throughput:
     """The seconds between the ends of two iterations, and what limits them.
 
-    `why` is the explanation. `arcs` are the dependencies between pools, if pools may be ahead of the updates. `places`
-    is the number of positions between two sent versions of the weights.
+    `why` explains what limits the seconds. `arcs` are the dependencies between pools, if pools may be ahead of the
+    updates. `places` is the number of positions between two sent versions of the weights.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Throughput:
     places: int = 1
 
     def mean_staleness(self, plan: Plan) -> float:
-        """Return how many versions old the weights of generations are, on average.
+        """Return by how many versions the weights of generations are behind, on average.
 
         The mean is over a long run and over the resharding edges of all pools that may be ahead of the updates.
         """
@@ -218,7 +218,7 @@ def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_
 def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
     """Return the instructions of each pool's training stream.
 
-    Unlike in the result of `_parts`, the stream of a pool is not split.
+    In contrast to `_parts`, this function does not split any stream.
     """
     return {
         stream.pool: stream.instructions
@@ -228,10 +228,10 @@ def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
 
 
 def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
-    """Return the training streams, with the opening of each pipelined pool split off.
+    """Return the training streams; the stream of a pipelined pool is split in two.
 
-    The opening is the first part of a stream. A pipelined pool runs the opening for a later iteration before it runs
-    the rest of its stream for the current iteration. In the result, the opening is a stream of its own.
+    A pipelined pool runs the first part of its stream (the opening) for a later iteration, before it runs the rest of
+    its stream for the current iteration. In the result, the opening is a stream of its own.
     """
     parts: dict[str, Sequence[Instruction]] = {}
     for stream in plan.schedule:
@@ -245,7 +245,8 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 def _functions_after_opening(plan: Plan) -> list[str]:
     """Return the functions that a pipelined plan runs after its opening, in order.
 
-    Each of these functions waits until the same function of the previous iteration is done.
+    The opening is the part of the streams that is run early, for a later iteration. Each of the returned functions
+    waits until the same function of the previous iteration is done.
     """
     stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
     first = count_opening(plan, stream)
@@ -275,11 +276,12 @@ class _Clock(Walker):
         opened: float = 0.0,
         returns: Mapping[str, float] | None = None,
     ) -> None:
-        """Calculate all times; each stream starts at the time that `begins` has for it.
+        """Calculate all times; `begins` has the times at which streams start.
 
         - Streams that are not in `begins` start as soon as their first rows arrive.
-        - `fetches` are the resharding edges whose weights the update copies and the generation fetches later. `copies`
-          are the times at which these copies exist. At other resharding edges, the two pools wait for each other.
+        - `fetches` are the resharding edges over which the update makes a copy of its weights and the generation
+          fetches the copy later. `copies` are the times at which these copies exist. At other resharding edges, the two
+          pools wait for each other.
         - `opened` is the time at which the prompts of the iteration are available.
         - `returns` are the times at which swapped-out weights are back on the device.
         """
@@ -313,7 +315,7 @@ class _Clock(Walker):
         self.length = max(self.done.values(), default=0.0) + self.taken
 
     def path(self, pool: str = "") -> str:
-        """Return the nodes that delay the last node of a pool (of all pools if "")."""
+        """Return the nodes that delay the last node of a pool ("": the last of all nodes)."""
         last = self.before[pool] if pool else max(self.done, key=lambda node: (self.done[node], node), default="")
         chain = []
         while last:
@@ -322,7 +324,7 @@ class _Clock(Walker):
         return " > ".join(reversed(chain))
 
     def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
-        """Return the end time and delaying nodes of each given pool, and of the updates."""
+        """Return the end time of each given pool and of the updates, with delaying nodes."""
         ends_of = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
         return ends_of | {UPDATES: (self.length, self.path())}
 
@@ -337,7 +339,7 @@ class _Clock(Walker):
         return max(into, default=(self.opened, ""))
 
     def _start(self, name: str) -> None:
-        """Run a function and all functions that start when it is done."""
+        """Calculate when a function ends, and all functions that start when it is done."""
         ready = [name]
         while ready:
             name = ready.pop()

@@ -3,7 +3,7 @@
 Seconds are given for transfers through the dock and, for comparison, through a central buffer. Invariant: traffic is
 counted on the graph, with rows of the greatest length. A column is counted once for each node that reads it. An update
 reads its rows once per epoch. A column of responses has one value for each response. A column of prompts has one value
-for each prompt. tests/sharding/test_equations.py compares the traffic with the paper's equations.
+for each prompt. tests/sharding/test_equations.py compares the traffic with the equations of arXiv:2507.19017.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class Advice:
     def find_nearest(self, plan: Plan, worst: PhaseMemory) -> str:
         """Return advice on a small change that makes a plan fit.
 
-        The change is to the nodes of `worst`, the phase that exceeds its memory most. If a search proves that no layout
-        fits, the advice says so. Returns "" if no layout that fits was found and there is no such proof.
+        `worst` is the phase that exceeds its memory most. The change is to the nodes that compute in this phase. If a
+        search proves that no layout fits, the advice says so. If the search finds neither a layout that fits nor such a
+        proof, the result is "".
         """
         verb = "generate" if worst.phase == "generate" else "update"
         first = [node for node in plan.graph.verb(verb) if plan.placement(node.name).pool == worst.pool]
@@ -112,7 +113,8 @@ class Advice:
     def _find_other_layout(self, plan: Plan, nodes: Sequence[str], worst: PhaseMemory) -> str:
         """Return advice to use another layout on the same devices, or to recompute.
 
-        The advice is to recompute activations if no nearby layout fits. The result is "" if recomputing is not enough.
+        The advice is to recompute activations if no similar layout fits. The result is "" if the plan does not fit even
+        with recomputed activations.
         """
         engine = plan.placement(nodes[0]).engine
         model = plan.model(nodes[0])

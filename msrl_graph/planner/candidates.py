@@ -1,10 +1,11 @@
 """The possible layouts and engines of an owner in its pool.
 
 An owner is a set of nodes that share a layout and an engine. A choice is one layout and one engine for an owner.
-Invariant: the layout of a choice divides the model and the devices evenly. Every choice fits into memory, unless no
-choice of its owner does. For this test, the owner's nodes are alone on their devices, with the smallest micro-batch and
-full recomputation. The seconds of a choice are lower bounds: they use the best micro-batch that this memory allows, and
-exclude the time of offloading. Combining the choice with choices of other owners can only make its nodes slower.
+Invariant: the layout of a choice divides the model and the devices evenly. Choices that do not fit into memory are
+dropped. Only if no choice of an owner fits, one of these choices is returned. Whether a choice fits is tested as if the
+owner's nodes were alone on their devices, with the smallest micro-batch and full recomputation. The seconds of a choice
+are lower bounds: they use the best micro-batch that this memory allows, and exclude the time of offloading. If the
+choice is combined with choices of other owners, the owner's nodes can only be slower.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Choices:
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """Return the choices of an owner in its pool, the fastest first.
 
-        `skeleton` is a plan whose nodes are placed in any way in the pools of `division`. If no choice fits, the result
-        is only the choice that exceeds the memory least.
+        `skeleton` is a plan whose nodes are placed in the pools of `division`, with any layouts. If no choice fits, the
+        result is only the choice that exceeds the memory least.
         """
         choices: list[Choice] = []
         fitting: list[Choice] = []
@@ -183,7 +184,10 @@ class Choices:
 
 
 def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
-    """Add the engine options that need the least memory, unless the file states them."""
+    """Return a placement with the engine options that need the least memory.
+
+    `offload` is the value for the option of this name. Options that the file states are not changed.
+    """
     known = engines[placement.engine.name].options
     options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
@@ -192,7 +196,10 @@ def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, 
 
 
 def _with_offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
-    """Offload all that the engine can offload, unless the file states `offload`."""
+    """Return a placement whose engine offloads all that it can offload.
+
+    If the file states `offload`, the placement is not changed.
+    """
     engine = placement.engine
     if "offload" not in engines[engine.name].options or "offload" in engine.options:
         return placement

@@ -65,7 +65,10 @@ def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
 
 
 def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
-    """Offload workers: optimizer states if a worker has an update, else weights."""
+    """Return the plan with the given workers offloaded.
+
+    If a worker has an update, its optimizer states are offloaded. Otherwise, its weights are offloaded.
+    """
     how = {
         node.name: "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
         for worker in workers

@@ -114,8 +114,8 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
 def explain_engine(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
     """Return the reason for an engine that the file does not state, as text.
 
-    The text says whether the planner chose the engine or the engine is the default. It lists the other engines that are
-    meant for these devices, each with what it does not support.
+    The text says whether the planner chose the engine or the engine is the default. For each other engine that is meant
+    for these devices, the text says what that engine does not support.
     """
     meant = [
         spec

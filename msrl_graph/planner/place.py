@@ -38,8 +38,8 @@ PYTHON = EngineChoice("python", chosen="default")
 class PlacementDecision:
     """The values for everything that the program file leaves open in the placement.
 
-    `division` is the division into pools. The keys of `layouts` and `engines` are the `node` of each owner (owners.py).
-    `why` is the reason for these values.
+    `division` is the division into pools. The keys of `layouts` and `engines` are names of nodes: of each owner
+    (owners.py), the attribute `node`. `why` is the reason for these values.
     """
 
     division: Division | None = None
@@ -49,7 +49,7 @@ class PlacementDecision:
 
 
 class PlacementPass(Pass):
-    """The base class of passes that place nodes; verifies the placements."""
+    """The base class of passes that place nodes. It verifies the placements."""
 
     name = "place"
 
@@ -59,15 +59,15 @@ class PlacementPass(Pass):
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes by a decision; `engines` are engine specs by name."""
+    """The pass that places nodes as decided; `engines` are the engine specs by name."""
 
     engines: Mapping[str, EngineSpec]
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """Return the plan with all nodes placed.
 
-        If `numbered` is False, two steps are left out: offloading, and numbering the ranks for resharding, which is the
-        most expensive step of the placement.
+        If `numbered` is False, two steps are left out. The first step is offloading. The second step numbers the ranks
+        for resharding, and is the most expensive step of the placement.
         """
         decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
@@ -319,7 +319,7 @@ class PlaceNodes(PlacementPass):
         return replace(with_recompute, reason=f"{placement.reason}; {why}")
 
     def _free_bytes(self, plan: Plan, placement: Placement) -> int:
-        """Return the bytes of a device that an infer or update node can compute with.
+        """Return the bytes of a device that are free for an infer or update node's work.
 
         Resident items (weights, optimizer states, and what generations keep) are subtracted.
         """
@@ -327,7 +327,7 @@ class PlaceNodes(PlacementPass):
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
     def _largest_micro_batch(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
-        """Return the most rows of a micro-batch that fits into `room` bytes.
+        """Return the largest number of rows in a micro-batch that fits into `room` bytes.
 
         The result is at most `most`. It is 1 if even one row does not fit.
         """

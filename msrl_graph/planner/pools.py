@@ -216,7 +216,11 @@ def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
 
 
 def _share_devices(pools: list[Pool], devices: int, shares: tuple[int, ...]) -> list[Pool]:
-    """Give unused devices to the pools without a size, by `shares` or evenly."""
+    """Give the unused devices of the cluster to the pools that have no size.
+
+    `devices` is the number of devices of the cluster. `shares` has the number of devices for each pool without a size.
+    If `shares` is empty, these pools get equal numbers of devices.
+    """
     open_ = sum(not pool.devices for pool in pools)
     unshared = devices - sum(pool.devices for pool in pools)
     done = 0
@@ -256,9 +260,10 @@ def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
 
 
 def _devices_per_host(devices: int, total: int, per_host: int) -> Iterator[int]:
-    """Yield possible numbers of a pool's devices on each host, fewest hosts first.
+    """Yield how many devices of each host a pool may use, fewest hosts first.
 
-    The number 0 means that the pool is one contiguous range of devices.
+    `devices` is the number of the pool's devices, and `total` is the number of the cluster's devices. The number 0
+    means that the pool is one contiguous range of devices.
     """
     yield 0
     yield from (

@@ -1,4 +1,4 @@
-"""The search for open layouts, engines and pools with the fastest iteration.
+"""The search for the layouts, engines and pools that make iterations fastest.
 
 A candidate is one combination of all open choices. Only candidates that fit into memory are considered. Invariant: the
 compiler's passes evaluate each candidate on a whole plan. A candidate is skipped only if a lower bound of its seconds
@@ -6,7 +6,7 @@ shows that it is not faster than the best plan. The passes never estimate fewer 
 up, along the critical path, each node's seconds at the best micro-batch that the node's own memory allows. For
 resharding, the bound counts only the bytes that must enter a host or be swapped.
 
-Therefore no plan is faster than the best plan according to the cost formulas, or the search reports by how much another
+Therefore, by the cost formulas, either no plan is faster than the best plan, or the search reports by how much another
 plan could be faster. The result does not depend on the clock, unless a budget of seconds is given.
 """
 
@@ -138,7 +138,7 @@ class _Item:
 
 
 class _Found(NamedTuple):
-    """A combination with its seconds, its plan, and the reason why it does not fit.
+    """A combination with its seconds, its plan and, if it does not fit, the reason.
 
     `plan` is None if the combination was not fully evaluated; `seconds` is then a lower bound.
     """

@@ -1,7 +1,8 @@
 """The combinations of layouts and engines for one division into pools.
 
-Each owner (a set of nodes that share a layout) has a list of choices. Invariant: the lower bound of a combination is
-also valid for every combination in which owners have the same or later choices of their lists.
+Each owner (a set of nodes that share a layout) has a list of choices. A combination has one choice from each list.
+Invariant: the lower bound of a combination is also valid for every combination that has, from each list, the same
+choice or a later choice.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ class Space:
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
         """Return a lower bound of an iteration's seconds, from the seconds of its nodes.
 
-        The keys of `seconds` are (instruction, node). Two kinds of seconds are added that are the same for every
-        layout: the seconds of functions, and the seconds to start and end the iteration.
+        The keys of `seconds` are (instruction, node). The seconds of functions, and the seconds to start and end the
+        iteration, are added. These seconds are the same for every layout.
         """
         # The cost of the dock's processes also depends on the layouts: only an iteration's start and end are certain.
         turn = self.skeleton.cluster.device.overheads.turn.value
         return estimate_pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, position: Sequence[int]) -> float:
-        """Return a lower bound of all combinations with choices at or after `position`.
+        """Return a lower bound of an iteration's seconds for a set of combinations.
 
-        For each node, the least seconds of all these choices are taken, and added along the critical path. The nodes of
-        one pool run one after the other, so the bound is at least the sum of the seconds of each pool's nodes.
+        The set has all combinations with choices at or after `position`. For each node, the least seconds of all these
+        choices are taken, and added along the critical path. The nodes of one pool run one after the other, so the
+        bound is at least the sum of the seconds of each pool's nodes.
         """
         seconds = {
             ("RUN", node): least

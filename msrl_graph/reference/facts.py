@@ -125,7 +125,7 @@ def _peak_note(name: str, share: Figure) -> str:
 
 @functools.cache
 def _functions() -> dict[str, ast.FunctionDef]:
-    """Return the parsed definitions of the functions of msrl_graph, by name."""
+    """Return the parsed definition of each built-in function, by the function's name."""
     functions = {}
     for module in {module for _, module in algorithms.library().values()}:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
@@ -207,7 +207,7 @@ def _algorithms() -> str:
 
 
 def _params(algorithm: str) -> str:
-    """Return a line with the params of an algorithm of msrl_graph, and their defaults."""
+    """Return a line with the params of a built-in algorithm, and their defaults."""
     from ..compiler.pipeline import check
 
     return f"\n  Params: {', '.join(f'`{name} = {value}`' for name, value in check(algorithm).params.items())}."
@@ -215,7 +215,7 @@ def _params(algorithm: str) -> str:
 
 @functools.cache
 def _files() -> dict[str, str]:
-    """Return the comment at the top of each algorithm file of msrl_graph, by name."""
+    """Return the comment at the top of each built-in algorithm's file, by algorithm."""
     descriptions = {}
     for path in sorted(algorithms.FOLDER.glob("*.rlg")):
         comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
@@ -244,7 +244,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def figures(device: Device) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of the preset's figures that `cluster` can also set.
+    """Yield the name and preset value of each figure that `cluster` can also set.
 
     The value is "" if the preset does not set the figure.
     """
@@ -388,7 +388,7 @@ _KINDS: dict[CallKind, tuple[str, str]] = {
 def entries() -> Iterator[tuple[str, str, str]]:
     """Yield (list, name, text) of each reference entry that is not about an attribute.
 
-    `list` is the key in `LISTS` of the entry's list: functions, loss terms, algorithms, devices, models, engines …
+    `list` is the key of the entry's list in `LISTS`: functions, loss terms, algorithms, devices, models, engines …
     """
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
         list_name, kind_text = _KINDS[kind]

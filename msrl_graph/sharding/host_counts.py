@@ -84,7 +84,7 @@ class HostCounter:
         return tuple(parts)
 
     def _block_start(self, rank: int) -> int:
-        """Return the first rank of the block of `rank`, as an offset in the stage.
+        """Return the first rank of the block that contains `rank`, numbered in its stage.
 
         If several blocks of a pipeline stage have the same boxes, the first rank of the first of these blocks is
         returned.
@@ -95,9 +95,10 @@ class HostCounter:
     def count(self, by_stages: Mapping[Tensor, Mapping[StagePair, int]], host: int) -> tuple[dict[int, int], list[int]]:
         """Count the elements that a host's devices receive.
 
-        Returns two results: the number of elements that each device receives, and for each pipeline stage, the number
-        of elements that the stage sends to this host from other hosts. `by_stages` has the number of tensors to count,
-        for each tensor (without its name) and for each pair of its stages before and after the resharding.
+        Returns two results: the number of elements that each device receives, and a list with one number per pipeline
+        stage. This number says how many elements the stage sends to this host from other hosts. `by_stages` says how
+        many equal tensors to count. Its outer key is a tensor without its name. Its inner key is a pair: the tensor's
+        stages before and after the resharding.
         """
         first = host * self.per_host
         givers, takers = (
@@ -160,7 +161,8 @@ class HostCounter:
         """Count the received elements of one tensor if blocks of ranks gather it.
 
         A block gathers the boxes of all its ranks. A rank does not receive its own box, and a host does not receive the
-        boxes of its own ranks. Returns the elements that each device receives, and the elements that the host receives.
+        boxes of its own ranks. Returns the number of elements that each device receives, and the number that the host
+        receives. `starts` has, for each device, the first rank of its block.
         """
         have = {i: box_at(tensor, self.source, place) for i, place in givers}
         wants = {i: box_at(tensor, self.target, place) for i, place in takers}
@@ -181,8 +183,8 @@ class HostCounter:
     def _count_exact(self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces) -> tuple[dict[int, int], int]:
         """Count the received elements of one tensor if each device receives what it needs.
 
-        Returns the elements of each device's target box that the device does not have, and the elements of these boxes
-        that no device of the host has.
+        Returns two results. The first is, for each device, how many elements of its target box are missing on the
+        device. The second is how many elements of the target boxes are missing on all devices of the host.
         """
         have = {i: box_at(tensor, self.source, place) for i, place in givers}
         present = {box for box in have.values() if elements(box)}
@@ -199,9 +201,9 @@ class HostCounter:
 
 @lru_cache(maxsize=1 << 12)
 def _count_block_boxes(tensor: Tensor, source: Side, start: int, block: int) -> tuple[Mapping[Box, int], int]:
-    """Return how many ranks of a block hold each box, and the elements of all boxes.
+    """Return how many ranks of a block hold each box, and the total of elements.
 
-    A box that several ranks hold counts once in the number of elements.
+    A box that several ranks hold counts once in the total.
     """
     holders = Counter(
         box for rank in range(start, start + block) if elements(box := box_on_stage(tensor, source, rank))
@@ -210,5 +212,5 @@ def _count_block_boxes(tensor: Tensor, source: Side, start: int, block: int) -> 
 
 
 def _count_missing(want: Box, present: Iterable[Box]) -> int:
-    """Return the elements of a box that are in none of the disjoint boxes `present`."""
+    """Return how many elements of a box are in none of the disjoint boxes `present`."""
     return elements(want) - sum(elements(common) for box in present if (common := overlap(want, box)))

@@ -43,10 +43,10 @@ class Layout:
 
     Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. Layers are cut into pp x vpp
     chunks; chunk c is on stage c % pp. `stages` has the number of layers of each chunk, if stated. `inner` is the
-    number of data-parallel replicas with adjacent ranks: the dp index varies faster than the tp index within `inner`
-    replicas. The ranks that hold the parts of one generation shard in the update's layout are then neighbors, and
-    gather in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` only numbers ranks and
-    changes no result.
+    number of data-parallel replicas whose ranks alternate: `inner` consecutive ranks have the same tp index and
+    different dp indices. With a suitable `inner`, the update ranks that hold the parts of one generation shard are
+    neighbors, and gather in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` only
+    numbers ranks and changes no result.
     """
 
     tp: int = 1
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """The number of copies of each expert; assumes that ep x etp divides the ranks."""
+        """The number of copies of each expert, if ep x etp divides the ranks of a stage."""
         return max(1, self.stage_devices // (self.ep * self.etp))
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -91,7 +91,7 @@ class Layout:
         return Coordinates(tp, cp, dp, pp, index % self.etp, index // self.etp % self.ep, index // (self.etp * self.ep))
 
     def rank(self, tp: int, dp: int, cp: int = 0, pp: int = 0) -> int:
-        """Return the rank at the given coordinates: the inverse of `coordinates`."""
+        """Return the rank at the given coordinates (inverse of the method `coordinates`)."""
         outer = pp * (self.dp // self.inner) + dp // self.inner
         return ((outer * self.cp + cp) * self.tp + tp) * self.inner + dp % self.inner
 
@@ -155,11 +155,11 @@ class Tensor:
 
     - `tp_dim`: the dim that tensor parallelism shards (for experts: expert tensor parallelism). If it is -1, each rank
       has a copy.
-    - `unit`: the number of rows of that dim that must not be separated (a head).
+    - `unit`: the number of consecutive rows along `tp_dim` that must remain together (a head).
     - `shared`: if there are more ranks than units, several ranks have a copy of one unit (key-value heads).
     - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
-    - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert, whose name
-      is `name` with the number of the expert in place of `*`.
+    - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert. The name
+      of this tensor is `name` with the number of the expert in place of `*`.
     - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
     - `tied`: the tensor is an embedding that is also on the last stage.
     """
@@ -180,7 +180,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """Yield (name, index in `box`, box in the file) for each file tensor in a box."""
+        """Yield (name in the files, index in `box`, box of this file tensor) for a box."""
         if not self.experts:
             yield self.name, (), box
             return
@@ -214,7 +214,7 @@ class Side(DeviceRange):
 class TensorKind(NamedTuple):
     """Tensors that differ only in name and layer.
 
-    `tensor` is one of these tensors. Every layer of [start, stop) has `each` of these tensors.
+    `tensor` is one of these tensors. `each` is the number of these tensors in every layer of [start, stop).
     """
 
     tensor: Tensor
@@ -227,7 +227,7 @@ class TensorKind(NamedTuple):
         return self.each * self.layers_on(side.layout)[stage]
 
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
-        """Return the kind's number of layers per stage; 0 or 1 for embedding and head."""
+        """Return how many of the kind's layers each stage has (embedding, head: 0 or 1)."""
         return _count_layers_by_stage(
             self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
         )
@@ -246,7 +246,7 @@ def _count_layers_by_stage(
 
 
 def strip_name(tensor: Tensor) -> Tensor:
-    """Return the tensor without name and layer; all tensors of a kind give the same."""
+    """Return a tensor without name and layer; it is equal for all tensors of a kind."""
     return replace(tensor, name="", layer=0)
 
 
@@ -316,8 +316,8 @@ def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
 def shard(tensor: Tensor, side: Side, rank: int) -> Box:
     """Return the box of `tensor` that `rank` holds.
 
-    The box is the tensor-parallel slice of the rank. For experts, the box is the rank's slice over etp of the rank's
-    own experts. If weights are sharded over dp, the box is a range of dim 0 of the slice.
+    The box is the tensor-parallel slice of the rank. For experts, the box contains the rank's own experts, each sharded
+    over etp. If weights are sharded over dp, the box is a range of dim 0 of the slice.
     """
     layout = side.layout
     place = layout.coordinates(rank)
@@ -355,7 +355,7 @@ def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box
 
 
 def owns(tensor: Tensor, side: Side, rank: int) -> bool:
-    """Return whether `rank` is the first of all ranks that hold its box of a tensor."""
+    """Return whether `rank` is the first of the ranks that hold its box of `tensor`."""
     layout = side.layout
     place = side.layout.coordinates(rank)
     if layout.pp > 1 and place.pp != stages(tensor, layout)[0]:

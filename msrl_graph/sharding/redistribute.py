@@ -28,7 +28,7 @@ def boxes(tensor: Tensor, side: Side, ranks: Iterable[int]) -> set[Box]:
 
 
 def crosses(source: Side, target: Side, layers: int) -> bool:
-    """Return whether layers change their pipeline stage."""
+    """Return whether any of the `layers` layers changes its pipeline stage."""
     before = source.layout
     after = target.layout
     if before.pp == after.pp == 1:
@@ -42,10 +42,10 @@ def crosses(source: Side, target: Side, layers: int) -> bool:
 def gather_block(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> int:
     """Return the smallest number g of ranks that must gather together to reshard.
 
-    The ranks of each source stage are cut into blocks of g consecutive ranks, so g divides their number. In each block,
-    the boxes of `source` together cover the `target` box of every rank. If layers change their pipeline stage, a block
-    includes the ranks at the same positions of all stages. Both shardings must have the same devices. A block of a
-    whole stage always suffices.
+    The ranks of each source stage are cut into blocks of g consecutive ranks, so g divides the number of ranks per
+    stage. In each block, the boxes of `source` together cover the `target` box of every rank. If layers change their
+    pipeline stage, a block includes the ranks at the same positions of all stages. Both shardings must have the same
+    devices. A block of a whole stage always suffices.
     """
     width = source.layout.stage_devices
     across = any(crosses(source, target, tensor_kind.tensor.layers) for tensor_kind in kinds)
@@ -97,11 +97,11 @@ def list_gather_groups(source: Side, across: bool, block: int) -> list[tuple[int
 def find_served_stages(
     source: Side, target: Side, ways: tuple[tuple[bool, int], ...]
 ) -> frozenset[tuple[frozenset[int], ...]]:
-    """Return the pipeline stages of the target whose weights a rank may receive.
+    """Return for which pipeline stages of `target` each rank may receive weights.
 
-    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. The result has an entry for each rank,
-    and equal entries only once. The entry of a rank has, for each route, the target stages of all ranks that gather
-    together with the rank. Weights of other stages never reach the rank.
+    `ways` are routes, given by `across` and `block` as in `list_gather_groups`. The result is a set with one entry for
+    each rank; ranks with equal entries share one entry. An entry has, for each route, the target stages of all ranks
+    that gather together with the rank. Weights of other stages never reach the rank.
     """
     width = source.layout.stage_devices
     width_there = target.layout.stage_devices
@@ -259,10 +259,11 @@ def _classify_hosts(source: Side, target: Side, per_host: int, block: int, exper
 
 @lru_cache(maxsize=1 << 12)
 def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
-    """Return the elements that the first or the last target host still needs.
+    """Return how many elements the first or the last target host still needs.
 
     The host must have these elements after the resharding, but does not have them before. The result is the larger of
-    the two hosts' numbers. It is at most the `inward` of `count_movement`, and is faster to compute.
+    the two hosts' numbers. It is at most the number `inward` that `count_movement` returns. This function is faster
+    than `count_movement`.
     """
     hosts = {target.first // per_host, target.device(target.devices - 1, per_host) // per_host}
     missing = dict.fromkeys(hosts, 0)

@@ -53,7 +53,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Lengths from a file, which starts again from its first length after its last.
+    """Lengths from a file. After the last length, the first length is used again.
 
     There is one length per row, in the order of the rows' numbers. With `by_iteration`, there is only one length per
     iteration, and all rows of the iteration have this length.

@@ -205,7 +205,7 @@ class SimulatedDriver(PoolProgress):
         self._queue_job((pool, 0), turn, [pool])
 
     def _prompts_known(self, number: int, now: int) -> bool:
-        """Return whether it is known which prompt iteration `number` draws first.
+        """Return whether the first prompt of the iteration `number` is known.
 
         `now` is the iteration that the updates run. In a program with a refill, the number of prompts that an iteration
         draws is known only when the iteration has ended. So the iteration before `number` must have ended.

@@ -2,8 +2,8 @@
 
 Invariant: a node gets each unit of an iteration once; an update gets each unit once per epoch. Without `stream`, a node
 begins when all of its rows have been written and moved. With `stream`, a batch is moved as soon as it is ready, and the
-batches of an edge are moved one after another. Rows are assigned to data-parallel groups as the docks of a run do, as
-if all rows were on one host.
+batches of an edge are moved one after another. The docks of a simulation assign rows to data-parallel groups like the
+docks of a run in which all rows are on one host.
 """
 
 from __future__ import annotations

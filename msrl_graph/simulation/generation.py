@@ -90,10 +90,10 @@ def generate(
 
 
 def tail_share(stretches: Iterable[tuple[float, float, int]]) -> float:
-    """Return the share of the time in which few sequences are live.
+    """Return the share of a generation's time in which few sequences are live.
 
-    "Few" means fewer than half of the largest number of live sequences. The time begins with the first start of a
-    sequence, and ends with the last end.
+    "Few" means fewer than half of the largest number of live sequences. The generation's time begins with the first
+    start of a sequence, and ends with the last end of a sequence.
     """
     changes: dict[float, int] = {}
     for begin, end, count in stretches:

@@ -2,9 +2,9 @@
 
 A lane is one device of a pool. For functions, a lane is a host.
 
-Invariant: a device does one thing at a time, in the order of its pool's instruction stream. A data-parallel group
-begins when all of its devices are free, and computes as slowly as its slowest device. Each interval of work, including
-resharding and swaps, is recorded as a LaneSpan.
+Invariant: a device does one thing at a time, in the order of its pool's instructions. A data-parallel group begins when
+all of its devices are free, and computes as slowly as its slowest device. Each interval of work, including resharding
+and swaps, is recorded as a LaneSpan.
 """
 
 from __future__ import annotations

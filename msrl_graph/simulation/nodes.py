@@ -1,8 +1,8 @@
 """The simulation of nodes with weights: the time that a node takes for its rows.
 
 Invariant: all seconds come from cost/time.py, for the actual lengths of the rows. If data-parallel groups have a common
-collective, they wait for each other at the collective. The collectives of an update are at each optimizer step. The
-collectives of an engine that shards weights over dp are at each micro-batch.
+collective, they wait for each other at the collective. An update has such collectives at each optimizer step. An engine
+that shards weights over dp has them at each micro-batch.
 """
 
 from __future__ import annotations

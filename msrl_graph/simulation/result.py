@@ -55,7 +55,7 @@ class NodeWork:
     - `span`: the seconds per iteration from the first start to the last end.
     - `mean`: the seconds per iteration that a device of the pool works, averaged over the devices.
     - `most`: the seconds per iteration that the busiest data-parallel group works.
-    - `share`: the work as a fraction of the time of all devices of the pool.
+    - `share`: the fraction of the pool's device time that is spent on this work.
     """
 
     pool: str
@@ -105,7 +105,10 @@ class Simulation:
 
     @property
     def tail(self) -> float:
-        """The mean of `Iteration.tail` over the iterations."""
+        """The mean share of a generation's time in which few sequences are live.
+
+        This is the mean of `Iteration.tail` over the iterations.
+        """
         tails = [iteration.tail for iteration in self.iterations]
         return sum(tails) / len(tails)
 
@@ -150,7 +153,10 @@ class Simulation:
         }
 
     def idle(self, pool: str) -> float:
-        """Return the share of a pool's device time without computing or resharding."""
+        """Return the share of a pool's device time in which no device work is done.
+
+        Device work is computing and resharding.
+        """
         return max(0.0, 1 - sum(work.share for work in self.work if work.pool == pool))
 
     def to_json(self) -> str:

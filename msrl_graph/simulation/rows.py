@@ -44,9 +44,9 @@ def keys(prefix: Sequence[int], numbers: range) -> list[int]:
 
 
 def stream_key(seed: int, purpose: str, name: str) -> int:
-    """Return the key of a random stream, equal to the key in `noise.RandomStream`.
+    """Return the key of a random stream.
 
-    This function does not import NumPy.
+    The key is the same as in `noise.RandomStream`, but this function does not import NumPy.
     """
     digest = hashlib.blake2b(f"{purpose}\0{name}".encode(), digest_size=8).digest()
     return key(seed, int.from_bytes(digest, "little"))
@@ -66,7 +66,8 @@ def name_number(name: str) -> int:
 class RowSampler:
     """The random numbers of a simulation.
 
-    They are the lengths of rows, the slowness of devices, the seconds of functions, and the units of mini-batches.
+    The random numbers are the lengths of rows, the slowness of devices, the seconds of functions, and the units of
+    mini-batches.
     """
 
     plan: Plan

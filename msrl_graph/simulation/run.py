@@ -278,8 +278,8 @@ class Simulator:
     def _taken_lengths(self, groups: list[Group]) -> dict[str, list[int]]:
         """Return the lengths of the rows that an iteration with partial rollout uses.
 
-        The lengths are by column. `groups` are the groups that the iteration uses; their prompts may be from earlier or
-        later iterations.
+        The keys of the result are columns. `groups` are the groups that the iteration uses; their prompts may be from
+        earlier or later iterations.
         """
         lengths: dict[str, list[int]] = {}
         for column in token_columns(self.plan.graph):
@@ -292,9 +292,10 @@ class Simulator:
         return lengths
 
     def _run_function(self, turn: Turn, name: str) -> NodeTiming:
-        """Simulate a function on the hosts; rows of the source are available immediately.
+        """Simulate a function on the hosts.
 
-        Each host processes its share of the rows, one row after another, or several rows at the same time.
+        Each host processes its share of the rows, one row after another, or several rows at the same time. The rows of
+        the source of prompts are available immediately.
         """
         node = self.plan.graph.node(name)
         lanes = turn.hosts

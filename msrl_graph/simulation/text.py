@@ -97,7 +97,10 @@ def _write_work(page: Page, simulation: Simulation) -> None:
 
 
 def _write_timeline(page: Page, simulation: Simulation, width: int) -> None:
-    """Write the timeline of the iteration with the median time, one line per pool."""
+    """Write the timeline of one iteration, with one line per pool.
+
+    The iteration is the one whose seconds are the median of all iterations.
+    """
     shown = sorted(simulation.iterations, key=lambda iteration: (iteration.seconds, iteration.number))[
         (len(simulation.iterations) - 1) // 2
     ]

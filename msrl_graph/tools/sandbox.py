@@ -1,7 +1,7 @@
 """A sandbox for untrusted Python code: a separate process under bubblewrap.
 
-bubblewrap: https://github.com/containers/bubblewrap. If the system does not allow the isolation, no code is run. This
-package imports nothing from other packages of msrl_graph.
+bubblewrap: https://github.com/containers/bubblewrap. If the system does not let bubblewrap isolate the code, the code
+is not run. This package imports nothing from other packages of msrl_graph.
 
 Invariant: the code ends when the call ends, and leaves nothing behind.
 
@@ -185,9 +185,9 @@ def _isolation_options(disk: int, modules: Sequence[str]) -> list[str]:
 
 
 def _communicate(process: subprocess.Popen[bytes], code: bytes, deadline: float, limit: int) -> SandboxResult:
-    """Send the code to the process, and collect its output until it ends.
+    """Send the code to the process, and collect its output until the process ends.
 
-    Stops earlier if the process reaches `deadline`, or if its output exceeds `limit` bytes.
+    Returns earlier if the process reaches `deadline`, or if its output exceeds `limit` bytes.
     """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

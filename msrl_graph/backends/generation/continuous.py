@@ -94,8 +94,8 @@ class SequenceBatch:
     def step(self) -> list[Response]:
         """Draw a token for each running response; return the responses that ended.
 
-        A response ends with an end token, with a stop string, or at its largest number of tokens. Before the draw,
-        responses to waiting prompts are started if enough slots are free.
+        A response ends with an end token, with a stop string, or when it has the largest allowed number of tokens.
+        Before the draw, responses to waiting prompts are started if enough slots are free.
         """
         self._admit_prompts()
         return self._take_responses(self._draw_tokens(), True)
@@ -220,10 +220,10 @@ class SequenceBatch:
         return ended
 
     def _join_text(self, row: int) -> NDArray[np.int32]:
-        """Return the tokens in whose text the stop strings of a response are searched for.
+        """Return the tokens whose text is searched for the stop strings of a response.
 
-        The result has the last `Sampling.joined` tokens of the prompt, followed by all tokens drawn for the response
-        `row`.
+        The result has the last tokens of the prompt, followed by all tokens drawn for the response `row`.
+        `Sampling.joined` states how many of the prompt's tokens are searched.
         """
         return join_response(
             self.prompts[row // self.samples_per_prompt], self.joined[row], self.tokens[row, : self.lengths[row]]
@@ -258,7 +258,8 @@ class SequenceBatch:
 def _stack_padded(mine: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
     """Concatenate two batches along the first dimension.
 
-    The batch that is shorter in dimension `dim` is padded with zeros at the beginning of `dim`.
+    If the batches differ in the size of dimension `dim`, the smaller batch is padded with zeros at the beginning of
+    `dim`.
     """
     import torch
 

@@ -31,7 +31,8 @@ class Attention(Protocol):
     """Causal attention of queries `q` with keys `k` and values `v`.
 
     The shapes are [rows, heads, tokens, head size]. `k` and `v` may have fewer heads than `q`: several query heads then
-    share a key-value head. With a `window`, each query sees `window` keys, the last of which is the query's own key.
+    share a key-value head. With a `window`, a query at position i sees only the keys at the `window` positions up to
+    and including i.
     """
 
     def __call__(
@@ -54,7 +55,7 @@ class RmsNorm(Protocol):
 
 
 class SwiGlu(Protocol):
-    """SwiGLU of `joined`, in whose last dimension gate and up are concatenated."""
+    """SwiGLU of `joined`, which has gate and up concatenated in its last dimension."""
 
     def __call__(self, joined: torch.Tensor) -> torch.Tensor: ...
 

@@ -1,7 +1,7 @@
 """Installation of a device's kernels in a transformers model.
 
-Invariant: where a kernel table has None, the model keeps its own operator. Only the modules of this model change, never
-a class or a file of transformers, because another model of the process may be on another device.
+Invariant: where a kernel table has None, the model keeps its own operator. Only the modules of the given model change.
+Classes and files of transformers stay unchanged, because another model of the process may be on another device.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _apply_feed_forward(module: Any, kernel: SwiGlu, x: torch.Tensor) -> torch.T
 def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
     """Return an attention module's forward that uses `kernel` for rotary embeddings.
 
-    The result is a copy of the transformers method in which the global names of the rotary functions refer to functions
-    that call `kernel`. Transformers has no other way to replace the rotary functions.
+    The result is a copy of the transformers method. In the copy, the global names of the rotary functions refer to
+    functions that call `kernel`. Transformers has no other way to replace the rotary functions.
     """
 
     def rotate_halves(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
     """Compute softmax(q kᵀ · scaling) v over the keys that each query sees.
 
-    A query sees its own key and the keys before it. With a `window`, a query sees only the last `window` of these keys.
+    A query sees the key at its own position and the keys at earlier positions. With a `window`, a query sees only the
+    last `window` of these keys.
     """
     import torch
 

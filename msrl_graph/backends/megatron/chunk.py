@@ -65,8 +65,8 @@ def build_stage(
 
     The module's parameters have no values yet. With `first`, the module includes the embedding; with `last`, it
     includes the last norm and the head. `hf_model` is the transformers model without weights. It provides the rotary
-    angles, the attention scale, the routers' corrections, and the padding token. The embedding's row for the padding
-    token gets no gradient from the embedding lookup.
+    angles, the attention scale, the biases that correct the routers' scores, and the padding token. The embedding's row
+    for the padding token gets no gradient from the embedding lookup.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -169,7 +169,7 @@ def build_stage(
         def forward(self, tree: prefix_tree.Tree) -> torch.Tensor:
             """Return hidden states for the nodes of a micro-batch's prefix tree.
 
-            On the last pipeline stage, the result has only the nodes from whose hidden states outputs are computed
+            On the last pipeline stage, the result has only the nodes whose hidden states are needed to compute outputs
             (`Tree.before`). On every other stage, the result has all nodes.
             """
             hidden = self.look_up(tree.ids)[:, None] if first else None
@@ -217,8 +217,8 @@ def release_buffers(chunks: Sequence[Any]) -> None:
 def _drop_router_weights(experts: Any, *_: Any) -> None:
     """Release the weights that a router computed for the tokens.
 
-    Megatron's token dispatcher would keep these weights until the layer's next pass. Their autograd graph would keep a
-    recomputed layer's input, and the input's gradient, for the same time.
+    Megatron's token dispatcher would keep these weights until the layer's next pass. The autograd graph of the weights
+    would keep a recomputed layer's input, and the input's gradient, for the same time.
     """
     experts.token_dispatcher.probs = None
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 
 class _Nothing:
-    """A replacement for a CUDA stream or event, whose work is always finished."""
+    """A replacement for a CUDA stream or event, on which all work is always finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -48,9 +48,9 @@ def patch_torch_cuda() -> Iterator[None]:
     def make_zeros(*args: Any, device: Any = None, **options: Any) -> Any:
         """Make zeros on the host if the caller asks for the device `cuda`.
 
-        Only Megatron's schedules ask for `cuda`, for their counts of tokens. Megatron's other code asks for the current
-        device. The alternative is a torch mode that intercepts every call. Such a mode would need as much time per call
-        as a small operator.
+        Only Megatron's schedules ask for `cuda`, to create counters of tokens. Megatron's other code asks for the
+        current device. This function does not use a torch mode, which would intercept every call and need as much time
+        per call as a small operator.
         """
         return zeros(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
 

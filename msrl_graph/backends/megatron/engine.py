@@ -383,7 +383,7 @@ def _get_model_type() -> Any:
 
 
 def _locate_pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[list[Any], slice]]:
-    """Return, for each shard, the parameters and the rows in which it is stored.
+    """Return, for each shard, the parameters and the rows that store the shard.
 
     A shard of a dense weight is stored in one parameter. A shard of experts is stored in one parameter per expert. The
     rows are the same slice in each of these parameters. A shard that is in no chunk has no parameters.

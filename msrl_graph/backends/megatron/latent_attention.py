@@ -108,7 +108,7 @@ def specify(
             return super().forward(states), None
 
     class Columns(ColumnParallelLinear):  # type: ignore[misc]
-        """A column-parallel linear layer that sets its tensor-parallel group itself.
+        """A column-parallel linear layer that fills in its own tensor-parallel group.
 
         Megatron constructs this layer without the argument `tp_group`.
         """

@@ -48,7 +48,7 @@ def moments(verb: str, work: Workload) -> Moments:
 
 
 def _sum(s: _Stage) -> Moments:
-    """Return the bytes during the sum of replicated weights' gradients over tp.
+    """Return the bytes while gradients of replicated weights are summed over tp.
 
     The sum is computed bucket by bucket.
     """
@@ -149,7 +149,10 @@ class _Stage(Sizes):
 
     @cached_property
     def latents(self) -> int:
-        """Bytes of latent attention's latents, and of the tensors that their norms keep."""
+        """Bytes of latent attention's latents, and of the tensors that the norms keep.
+
+        The norms are the norms of the latents.
+        """
         latent = self.work.model.latent
         return self.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.item if latent else 0
 
@@ -181,7 +184,7 @@ class _Stage(Sizes):
 
     @cached_property
     def kept(self) -> int:
-        """Bytes of `stored` that are on the device; 0 if activations are offloaded."""
+        """The part of `stored` that is on the device; 0 if activations are offloaded."""
         return 0 if self.work.activations_away else self.stored
 
     @cached_property
@@ -240,7 +243,7 @@ class _Stage(Sizes):
 
     @cached_property
     def head(self) -> int:
-        """The number of elements of the head on this rank; the embedding has as many."""
+        """The number of elements of the head on this rank; the embedding is as large."""
         kind = next(candidate for candidate in self.work.model.kinds if candidate.tensor.padded)
         return elements(box_at(kind.tensor, self.side, (0, 0, 0)))
 
@@ -379,8 +382,8 @@ def _sum_saved(s: _Stage, index: int, count: int) -> int:
 def _backward(s: _Stage, routes: bool, separate: bool, summed: bool) -> Named:
     """Yield the change in bytes during each part of a layer's backward pass.
 
-    The change is relative to the start of the layer's backward pass, when all tensors that the layer saved and the
-    gradient of its output exist. A change is negative if more saved bytes are freed than bytes are allocated.
+    The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer and
+    the gradient of the layer's output exist. A change is negative if more bytes are freed than allocated.
     """
 
     def gradients(before: int, now: int) -> int:

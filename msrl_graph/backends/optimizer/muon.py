@@ -161,7 +161,7 @@ def orthogonalize(matrix: torch.Tensor) -> None:
 
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
-    """Return the factor for a matrix's update, which depends on the matrix's shape.
+    """Return a factor for a matrix's update, computed from the matrix's shape.
 
     Source: arXiv:2502.16982, eq. 4.
     """

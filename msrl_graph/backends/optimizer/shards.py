@@ -1,5 +1,7 @@
 """Optimizer slices: the tensors that a rank updates by one rule, and their states.
 
+A rule is an update rule of the optimizer, such as AdamW.
+
 Invariant: elements are updated in float32 and independently of each other, so that no layout changes the result. With
 ZeRO 1 all tensors of a slice are concatenated. The replica group is the ranks that hold copies of these tensors. Each
 rank of the replica group updates one stretch: a range of elements of the concatenation.
@@ -41,10 +43,10 @@ class ReplicaGroup:
 
 
 def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts: bool) -> ReplicaGroup:
-    """Return the group of ranks whose gradients of the same weights must be summed.
+    """Return the group of ranks that hold the same weights and sum their gradients.
 
     With `experts`, the weights are experts. With `divided`, weights are sharded over dp, and the engine has already
-    summed their gradients over dp.
+    summed the gradients over dp.
     """
     if experts:
         number = 1 if divided else layout.edp
@@ -60,8 +62,9 @@ def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts:
 class OptimizerSlice:
     """Tensors, or rows of tensors, that are updated by one rule, element by element.
 
-    With ZeRO 1, the tensors are concatenated, and this rank updates only its stretch (a range of elements) of the
-    concatenation. Between `leave` and `arrive` the optimizer states are in host memory.
+    A rule is an update rule of the optimizer, such as AdamW. With ZeRO 1, the tensors are concatenated, and this rank
+    updates only its stretch (a range of elements) of the concatenation. Between `leave` and `arrive` the optimizer
+    states are in host memory.
     """
 
     def __init__(
@@ -142,8 +145,9 @@ class OptimizerSlice:
     def _copy_stretch(self, tensors: list[torch.Tensor], own: torch.Tensor | None = None) -> torch.Tensor:
         """Return a float32 copy of this rank's stretch of some tensors.
 
-        The stretch is a range of elements of the concatenated `tensors`. The copy is padded with zeros. If `own` is
-        given, the copy is written to `own`.
+        The stretch is a range of elements of the concatenated `tensors`. All ranks have stretches of the same size;
+        where a stretch extends beyond the tensors' last element, the copy has zeros. If `own` is given, the copy is
+        written to `own`.
         """
         import torch
 

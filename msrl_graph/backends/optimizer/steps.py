@@ -56,7 +56,7 @@ class Steps:
     - `divided`: whether the weights are sharded over dp.
     - `offload`: whether the optimizer states are in host memory between steps.
 
-    Shards of weights that are on other pipeline stages are empty.
+    If a weight is on another pipeline stage, this rank's shard of the weight is empty.
     """
 
     def __init__(
@@ -253,7 +253,10 @@ class Steps:
             )
 
     def _count_holders(self, tensor: Tensor) -> int:
-        """Return how many ranks of a stage hold the same part of `tensor`'s gradient."""
+        """Return how many ranks of a pipeline stage hold the same part of a gradient.
+
+        The gradient is the gradient of the weight `tensor`.
+        """
         layout = self.layout
         if tensor.experts:
             return self.copies[True].number * (layout.etp if tensor.tp_dim < 0 else 1)
@@ -262,8 +265,9 @@ class Steps:
     def _compute_norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
         """Return the 2-norm of the whole gradient, or NaN if `sound` is false on any rank.
 
-        The squares of all elements are summed; an element that several ranks hold counts once. All ranks take part in
-        all sums. So all ranks get the same bits, and agree on whether the norm is finite.
+        `sound` is false if the caller found an error in this step's loss. The squares of all elements are summed; an
+        element that several ranks hold counts once. All ranks take part in all sums. So all ranks get the same bits,
+        and agree on whether the norm is finite.
         """
         import torch
         from torch import distributed as dist

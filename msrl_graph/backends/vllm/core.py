@@ -104,7 +104,7 @@ class SampledBatch:
 
 
 class TokenSampler:
-    """A sampler that draws the tokens instead of vLLM.
+    """A sampler that draws tokens in place of vLLM's sampler.
 
     The sampler sets all logits of a request to -inf, except the logit of one drawn token. vLLM then samples that token
     greedily. `group`: the ranks that must agree on the tokens.
@@ -150,7 +150,7 @@ class TokenSampler:
 
 
 def _make_processor(sampler: TokenSampler) -> type:
-    """Make a vLLM logits processor that draws tokens by `sampler`."""
+    """Make a vLLM logits processor that draws tokens with `sampler`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
     class Processor(LogitsProcessor):  # type: ignore[misc]
@@ -184,7 +184,7 @@ class Replica:
     """The process groups of one vLLM engine.
 
     vLLM has one set of process groups per process, in global variables. During a call of this engine, the variables
-    hold this engine's set. So a call never uses the groups of a world that has ended. It also never uses the groups of
+    hold this engine's set. So a call never uses process groups that no longer exist. It also never uses the groups of
     another engine, some of which (such as expert groups) can be missing.
     """
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class EngineMemory(Protocol):
     def weights(self) -> None:
-        """Allocate the memory of the parameters, whose contents are then undefined."""
+        """Allocate the parameters' memory; the parameters' contents are undefined."""
 
     def cache(self) -> None:
         """Allocate the memory of the KV cache, and clear the cache."""

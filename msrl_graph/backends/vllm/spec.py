@@ -26,7 +26,8 @@ def block_size(work: Workload) -> int:
 def count_prompt_tokens(work: Workload) -> int:
     """Return the number of prompt tokens in the KV cache, over all sequences.
 
-    The sequences of one prompt share the prompt's whole cache blocks, except the block of the prompt's last token.
+    The sequences of one prompt share the cache blocks that the prompt's tokens fill completely. The block of the
+    prompt's last token is never shared.
     """
     shared = max(0, work.prompt - 1) // block_size(work) * block_size(work)
     return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
@@ -138,8 +139,8 @@ BEGUN = 13
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
     """Return how many operators Python calls in one call of the engine.
 
-    `act` is the kind of the call, which includes the draw of a token. Torch's profiler counted the operators on Qwen2
-    models of 2 and 6 layers.
+    `act` is the kind of the call. Each call includes the draw of a token. Torch's profiler counted the operators on
+    Qwen2 models of 2 and 6 layers.
     """
     return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 

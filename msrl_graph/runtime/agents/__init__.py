@@ -1,4 +1,4 @@
 """Agents: the user's programs that send OpenAI-style requests to the policy.
 
-The ranks of a run answer these requests through an HTTP endpoint that the run starts.
+A run starts an HTTP endpoint for these requests. The ranks of the run compute the answers.
 """

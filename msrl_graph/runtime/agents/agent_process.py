@@ -1,7 +1,7 @@
 """The process that runs a generation node's agents.
 
-The first rank of each data-parallel group starts such a process. `AgentProcess` is the rank's handle of this process,
-and `main` is the program of the process.
+The first rank of each data-parallel group starts one process of this kind. `AgentProcess` is the rank's handle of the
+process, and `main` is the program of the process.
 
 Invariant: the user's code never runs in a rank, because this code could block or end the rank. The process ends when
 its rank has ended.

@@ -3,8 +3,8 @@
 Each call has its own deadline, and its own API key for the endpoint.
 
 Invariant: the tokens for the agents' requests are drawn in batches, and the batching never changes which tokens are
-drawn. An agent and its row fail if the agent raises an error, takes too long, or returns a value that its column cannot
-hold. When the call for a row ends, its API key becomes invalid.
+drawn. An agent and its row fail if the agent raises an error, takes too long, or returns a value that does not fit the
+value's column. The API key of a call becomes invalid when the call ends.
 """
 
 from __future__ import annotations
@@ -285,9 +285,10 @@ class Agents:
         return values | self.filled(self.batch.task, self.batch.iteration, int(self.batch.rows[place]))
 
     def _store_result(self, place: int, conversations: Conversations, result: Any) -> None:
-        """Store the response of an agent and the values that it returned.
+        """Store an agent's response, and the values in `result` that the agent returned.
 
-        Raises BadResult if there is no response, or if a value does not fit its column.
+        `place` is the index of the agent's row in the batch. Raises BadResult if there is no response, or if a value
+        does not fit its column.
         """
         last = conversations.last
         if last is None:

@@ -1,7 +1,7 @@
 """Requests to the agents' endpoint and the endpoint's answers, in OpenAI's format.
 
 Invariant: a request that cannot be served is refused with an OpenAI error that names the reason. The run, not the
-agent, decides how tokens are drawn. Parameters of a request that say how to draw tokens are ignored and reported.
+agent, decides how tokens are drawn. If a request has sampling parameters, these parameters are ignored and reported.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CompletionRequest:
     - `stop`: texts that end the answer.
     - `logprobs`, `ids`: whether the answer has log-probabilities, and whether it has token ids.
     - `stream`, `usage`: whether the answer is a stream, and whether the stream ends with the numbers of tokens.
-    - `left_out`: the parameters of the request that say how to draw tokens, which are ignored.
+    - `left_out`: the request's sampling parameters, which are ignored.
     """
 
     messages: Messages = field(default_factory=list)
@@ -93,8 +93,8 @@ class CompletionRequest:
 def parse_request(body: Any, chat: bool, model: str) -> CompletionRequest:
     """Parse a request for a chat answer if `chat` is true, or else for a completion.
 
-    `body` is the parsed JSON of the request. Raises RequestRefused if the request cannot be served or asks for another
-    model than `model`.
+    `body` is the parsed JSON of the request. `model` is the name of the endpoint's model. Raises RequestRefused if the
+    request cannot be served, or names another model.
     """
     if not isinstance(body, dict):
         raise RequestRefused("the body is not a JSON object", "invalid_json")

@@ -3,15 +3,16 @@
 Invariant: an answer in a conversation has exactly the tokens that the policy drew. The tokens before the answer are
 exactly the tokens that the policy read when it drew the answer.
 
-The requests of a row form a tree. If the messages (or the text) of a request begin with an earlier exchange that ends
-with an answer of the policy, the request continues this answer. If the messages begin with several such exchanges, the
-request continues the latest answer. If there is no such answer, the request begins a new conversation. If an agent
-repeats a request because the answer did not reach the agent, the repeated request gets the same answer.
+The requests of a row form a tree. The messages (or the text) of a request may begin with an earlier exchange, which
+ends with an answer of the policy. In this case, the request continues this answer. If the messages begin with several
+earlier exchanges, the request continues the latest answer. If the messages begin with no earlier exchange, the request
+begins a new conversation. If an agent repeats a request because the answer did not reach the agent, the repeated
+request gets the same answer.
 
 A path from the root of the tree to the last answer that the agent received is a conversation. A row is trained on
-conversations that begin with the row's own prompt. Only the latest of these conversations are used, and the program
-states the maximum number of them. If several conversations share an answer, the answer is trained only in the latest of
-these conversations.
+conversations that begin with the row's own prompt. The program states the maximum number of these conversations; if
+there are more, only the latest are used. If several of the used conversations share an answer, the answer is trained
+only in the latest of them.
 
 The noise of a draw has one of these keys:
 - The first conversation of a row has the key of the row.
@@ -51,8 +52,8 @@ class DrawnAnswer:
 
     - `previous`: the answer that this answer continues, or None.
     - `prefix`: all tokens before the answer.
-    - `base`: the number of tokens at the beginning of `prefix` that are the row's own prompt (`Conversations.context`).
-      It is 0 if the conversation does not begin with this prompt.
+    - `base`: the length of the row's own prompt (`Conversations.context`), with which `prefix` begins. It is 0 if
+      `prefix` does not begin with this prompt.
     - `key`: the key of the noise with which the answer is drawn.
     - `number`: the number of the answer among the answers of its row.
     - `most`: the maximum number of tokens of the answer.
@@ -127,7 +128,7 @@ class Conversations:
     # Requests
 
     def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> DrawnAnswer:
-        """Return a new DrawnAnswer for a chat request; the policy must draw its tokens.
+        """Return a new DrawnAnswer for a chat request; its tokens are not drawn yet.
 
         `messages` are the messages of the request. `most` is the request's own limit on the tokens of the answer, or
         None. `more` are arguments of the chat template. If the agent repeats a request whose answer the agent did not
@@ -145,7 +146,7 @@ class Conversations:
         return self._ask(None, self.speech.encode_prompt(messages, **more), most)
 
     def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
-        """Return a new DrawnAnswer for a completion; the policy must draw its tokens.
+        """Return a new DrawnAnswer for a completion; its tokens are not drawn yet.
 
         `prompt` is the text or the tokens after which the policy answers. `most` is the request's own limit on the
         tokens of the answer, or None. If the agent repeats a request whose answer the agent did not receive, the result
@@ -280,7 +281,7 @@ class Conversations:
     def count_left_out(self, spoken: AgentResponse) -> tuple[int, int]:
         """Count the row's answers that are not part of the response `spoken`.
 
-        Returns the number of these answers, and the number of their tokens.
+        Returns two numbers: how many answers are left out, and how many tokens these answers have.
         """
         kept = {id(answer) for answer in spoken.drawn_answers}
         left_out_lengths = [

@@ -98,7 +98,7 @@ class SampleReplies:
 
 @dataclass(frozen=True)
 class AgentsFinished:
-    """The last message of a batch: its agents have ended.
+    """The last message of a batch: all agents of the batch have ended.
 
     Either all agents have finished, or the failure of an agent ends the run.
 

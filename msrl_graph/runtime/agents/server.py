@@ -1,9 +1,9 @@
 """The endpoint: an HTTP server for OpenAI's requests, which the policy answers.
 
 Invariant: a request belongs to the row whose API key it has, and to no other row. A request is refused unless its API
-key is the key of a row whose agent is running. A connection without such a request is closed after some seconds
-(process/connection_gate.py). All requests are handled in one event loop, so two requests never change the conversations
-of a row at the same time.
+key is the key of a row whose agent is running. A connection is closed after some seconds if no request with a valid API
+key arrives (process/connection_gate.py). All requests are handled in one event loop, so two requests never change the
+conversations of a row at the same time.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Endpoint:
         return parsed
 
     def _start_answer(self, conversations: Conversations, parsed: CompletionRequest) -> DrawnAnswer:
-        """Return the DrawnAnswer for a request; the policy must draw its tokens.
+        """Return the DrawnAnswer for a request; its tokens are not drawn yet.
 
         `conversations` are the conversations of the request's row. Raises RequestRefused.
         """

@@ -1,7 +1,7 @@
 """A model's chat template, applied to conversations with the policy.
 
-Invariant: text that the policy drew is never tokenized again. When a request continues a conversation, its tokens are
-exactly the drawn tokens, followed by the tokens of the text that the template writes after the drawn text. Some
+Invariant: text that the policy drew is never tokenized again. A request that continues a conversation has exactly the
+drawn tokens, followed by new tokens. The new tokens encode the text that the template writes after the drawn text. Some
 templates write an earlier message differently when newer messages follow. The request then begins a new conversation.
 """
 
@@ -84,10 +84,10 @@ class ChatTemplate:
         )
 
     def _text_after_answer(self, turn: str, text: str) -> str | None:
-        """Return the text that the template writes in a message after the drawn text.
+        """Return the end of a message's text: what the template adds to the drawn text.
 
         `turn` is the whole text of the message, and `text` is the drawn text. Returns None if the end of the drawn text
-        cannot be found.
+        cannot be found in `turn`.
         """
         closes = max((turn.rfind(closer) for closer in self._closers), default=-1)
         if closes >= 0:

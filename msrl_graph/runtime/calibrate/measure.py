@@ -62,9 +62,9 @@ TASKS = 25  # iterations of the dock that are measured
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
     """Measure this machine and write the figures to `path`.
 
-    `plan` is a small plan. The measurement runs this plan's dock and one of its Python functions. `rounds` says how
-    often all probes run. `most` is the largest number of ranks that run at the same time (0: twice the number of
-    cores). Raises CalibrationError.
+    `plan` is a small plan. The measurement runs the dock of this plan and one of the plan's Python functions. `rounds`
+    is the number of times that all probes run. `most` is the largest number of ranks that run at the same time. If
+    `most` is 0, this number is twice the number of cores. Raises CalibrationError.
     """
     with closing(Temporary()) as temporary:
         folder = temporary.folder
@@ -163,7 +163,8 @@ def median_rates(rates: list[BusyRates]) -> BusyRates:
 def spread(rates: list[BusyRates]) -> list[float]:
     """Return the relative spread of each rate over ranks and rounds.
 
-    The spread of a rate is the median of the relative distances between its measured values and their median.
+    A rate has several measured values. Its spread is the median, over these values, of the relative distance between a
+    value and the median of the values.
     """
     series = [[rate.launch for rate in rates]]
     series += [
@@ -177,8 +178,8 @@ def spread(rates: list[BusyRates]) -> list[float]:
 def worlds(most: int = 0) -> list[int]:
     """Return the numbers of ranks with which the probes run.
 
-    By default, the result is the powers of two below the number of cores, the number of cores, and twice the number of
-    cores. With `most`, the result is all numbers from 1 to `most`.
+    If `most` is 0, the numbers are the powers of two below the number of cores, the number of cores itself, and twice
+    the number of cores. If `most` is positive, the result is all numbers from 1 to `most`.
     """
     cores = os.cpu_count() or 1
     return (
@@ -191,7 +192,7 @@ def worlds(most: int = 0) -> list[int]:
 def start_probers(world: int) -> Callable[[], list[BusyRates]]:
     """Start `world` rank processes; return a function that runs their probes.
 
-    Each call of the returned function runs each probe of each rank once.
+    Each call of the returned function runs every probe once, on all ranks.
     """
     threads = max(1, (os.cpu_count() or 1) // world)
     ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
@@ -305,9 +306,10 @@ def measure_function(plan: Plan) -> float:
 
 
 def main(folder: str, path: str, rounds: int, most: int) -> None:
-    """Run the measurement in the child process, and write the figures to `path`.
+    """Run the whole measurement and write the figures to `path`.
 
-    In each round, all probes run once with each number of ranks.
+    `measure` starts a child process that calls this function. In each round, all probes run once with each number of
+    ranks.
     """
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())

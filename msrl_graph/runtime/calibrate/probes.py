@@ -142,7 +142,7 @@ def layer() -> list[tuple[float, float]]:
 
 
 def attention() -> list[tuple[float, float]]:
-    """Return (FLOP of one head of one row, FLOP/s) for several shapes of attention.
+    """Return (FLOP of one head for one row, FLOP/s) for several shapes of attention.
 
     The attention is causal, but the FLOP are counted as if it were not causal.
     """
@@ -256,7 +256,7 @@ def collectives(world: int) -> dict[str, tuple[float, float]]:
 def _kinds(world: int) -> list[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any], float]]:
     """Return (name, call, received parts) of each kind of collective.
 
-    The arguments of the call are one rank's part of the tensor, and the full tensor. The third item is the amount of
+    The arguments of `call` are one rank's part of the tensor, and the full tensor. `received parts` is the amount of
     data that a rank receives, in units of one rank's part.
     """
     return [

@@ -60,7 +60,7 @@ class ColumnData:
         return ColumnData(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, rows: Array) -> ColumnData:
-        """Return a copy of the rows at these positions, in this order."""
+        """Return a copy of the rows at the positions `rows`, in the order of `rows`."""
         if self.offsets is None:
             return ColumnData(self.values[rows])
         lengths = self.lengths[rows]
@@ -82,12 +82,12 @@ class ColumnRows:
     column: ColumnData
 
     def take(self, positions: Array) -> Self:
-        """Return a copy of the rows at these positions, in this order."""
+        """Return a copy of the rows at the given positions, in the order of `positions`."""
         return type(self)(self.rows[positions], self.column.take(positions))
 
     @property
     def reported_values(self) -> Array:
-        """The number that a controller of the dock receives for each row: its length."""
+        """The number that the dock's controllers receive for each row: the row's length."""
         return self.column.lengths
 
 

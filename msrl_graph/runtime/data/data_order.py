@@ -1,7 +1,7 @@
 """The order in which the rows of a data file are used.
 
-A position is a number, from 0, that counts the uses of rows in order. After the last row of the file, the next pass
-over the file begins.
+The uses of rows are numbered from 0, and the number of a use is its position. After the last row of the file, the next
+pass over the file begins.
 
 Invariant: the row at a position is a function of the random stream and the arguments. Any process can compute the rows
 at any range of positions without the rows before that range.

@@ -1,8 +1,8 @@
 """The rows of a data file: read, checked, tokenized and assigned to iterations.
 
-Invariant: the row at a position is a function of the seed; if rows are drawn by weight, it also depends on the
-iteration and the weights. A row that cannot be used is either reported with its number before the run starts, or left
-out and counted. The same rows in the same order give the same data in every file format.
+Invariant: the row at a position (data_order.py) is a function of the seed; if rows are drawn by weight, it also depends
+on the iteration and the weights. A row that cannot be used is either reported with its number before the run starts, or
+left out and counted. The same rows in the same order give the same data in every file format.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DatasetPreview:
         return f"the first {self.examined:,}" if self.examined < self.rows else f"{self.rows:,}"
 
     def warnings(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
-        """Yield warnings on left-out rows, control tokens, and too few rows."""
+        """Yield warnings on left-out rows, control tokens, and fewer rows than `prompts`."""
         if 2 * self.left_out > self.examined:
             help = "raise the bounds, or use other data: the run trains only on the remaining rows"
             yield Diagnostic("bad-data", f"{data.path}: {self}", data.span, help, "warning")
@@ -85,7 +85,7 @@ class DatasetPreview:
 def check(data: DataSource, plan: Plan) -> DatasetPreview:
     """Examine a data file and return a preview of it.
 
-    Raises Fault if the file cannot be read, if one of its first rows cannot be used, or if no row is short enough.
+    Raises Fault if the file cannot be read, if one of the first rows cannot be used, or if all rows are too long.
     """
     rows = read(data, plan.graph)
     try:
@@ -103,7 +103,7 @@ def check(data: DataSource, plan: Plan) -> DatasetPreview:
 
 
 def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Yield the first control token of each row with control tokens, and its place.
+    """Yield the first control token of each row, and where in the file the token is.
 
     Only text that a model reads is searched. The token that ends a response is not reported.
     """
@@ -123,7 +123,7 @@ def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the texts in a field's value: the value itself, or its messages' texts."""
+    """Yield all texts in a field's value, which is a text or contains messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -157,8 +157,8 @@ def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
 class _Numbers:
     """The rows in which a text column has a float, such as 3.0, instead of text.
 
-    Many libraries convert a column of integers with a missing value to floats. If all floats of a column are whole
-    numbers, `read` writes them as integers.
+    If an integer is missing in a column of integers, many libraries convert the column to floats. If all floats of a
+    column are whole numbers, `read` writes them as integers.
     """
 
     def __init__(self, data: DataSource, graph: Graph) -> None:
@@ -174,7 +174,7 @@ class _Numbers:
                     self.broken.add(column)
 
     def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield each column whose floats are all whole, and the lines with these floats."""
+        """Yield each column whose floats are all whole numbers, with the floats' lines."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
@@ -182,9 +182,9 @@ class Dataset:
     """The usable rows of a data file, numbered from 0 in the file's order.
 
     A row is left out if a column is longer than its bound, or if a column that a model reads has no token. `left_out`
-    is the number of such rows by column; a row counts only for the first column that is too long or empty. `too_long`
-    is the total number, and `reason` is a text with the reasons. `rows` is the result of `read`, if the caller has
-    already read the file.
+    is the number of left-out rows by column; a row counts only for the first column that is too long or empty.
+    `too_long` is the number of all left-out rows, and `reason` is a text with the reasons. `rows` is the result of
+    `read`, if the caller has already read the file.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class Dataset:
                 raise bad_row(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
 
     def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
-        """Return a mask that is false for rows to leave out because of the column `name`."""
+        """Return a mask: False for rows that are left out because of the column `name`."""
         kind = self.graph.column(name)
         column = self.columns[name]
         sequences_by_node = [(node, sequences(self.graph, node)) for node in nodes_with_weights(self.graph)]
@@ -375,7 +375,7 @@ class Dataset:
         return fits
 
     def _check_vocabulary(self, name: str, column: ColumnData, size: int) -> None:
-        """Raise Fault if a usable row of a column has a token outside the vocabulary."""
+        """Raise Fault if a usable row has a token outside the model's vocabulary."""
         if not len(unknown := self.usable[rows_outside_vocabulary(column.take(self.usable), size)]):
             return
         ids = column[unknown[0]]
@@ -394,11 +394,11 @@ class Dataset:
         return len(self.usable)
 
     def locate(self, index: int) -> str:
-        """Return where in the file a usable row is, for a message."""
+        """Describe, for a message, where a usable row is in the file."""
         return row_place(self.data, self.lines[self.usable[index]])
 
     def indices(self, position: int, count: int) -> Array:
-        """Return `count` row indices from `position` on, in endless shuffled passes."""
+        """Return `count` row indices from `position` on; each pass has a new random order."""
         return data_order.shuffle_rows(self.order, len(self), position, count)
 
     def draw(self, weights: Array, iteration: int, position: int, count: int) -> Array:

@@ -27,7 +27,7 @@ class DecodeError(ValueError):
 def encode(value: Any) -> bytes:
     """Encode a value that consists of dataclasses, tuples, containers and arrays.
 
-    Named tuples and scalars are possible, too.
+    The value may also contain named tuples and scalars.
     """
     return _encoder.encode(value)
 

@@ -1,7 +1,7 @@
 """Detection of wrong numbers in a run.
 
-Wrong numbers are values that are not finite, tokens outside a model's vocabulary, empty responses, and
-log-probabilities of the trainer that differ from the generator's.
+Wrong numbers are values that are not finite, tokens outside a model's vocabulary, and empty responses. A trainer's
+log-probabilities are also wrong if they differ from the generator's log-probabilities.
 
 Invariant: the process that produces a wrong number reports it once, in the same iteration. With `on_nan = stop` the
 report ends the run. With `skip` the number is counted, reported and passed on unchanged, and the update skips the
@@ -39,11 +39,15 @@ TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
 class Comparison:
     """A check of log-probabilities against the log-probabilities at sampling.
 
-    The node `node` computes log-probabilities of the column `response` with the generator's weights, and also reads
-    `column`, the log-probabilities at sampling. If node and generator use the same version of the weights, the two
-    log-probabilities of a token may differ by `tolerance` nats, as the mean over the tokens of a batch. The generator
-    receives its weights through the resharding edge `edge`. `turns` is true if the response has several turns; in this
-    case, `column` has NaN for tokens that the environment wrote.
+    - `node`: the node that computes log-probabilities with the generator's weights, and also reads the
+      log-probabilities at sampling.
+    - `response`: the column whose log-probabilities are compared.
+    - `column`: the column of the log-probabilities at sampling.
+    - `tolerance`: the largest allowed difference in nats, as the mean over the tokens of a batch. It applies if node
+      and generator use the same version of the weights.
+    - `turns`: true if the response has several turns. In this case, `column` has NaN for tokens that the environment
+      wrote.
+    - `edge`: the resharding edge through which the generator receives its weights.
     """
 
     node: str
@@ -70,7 +74,7 @@ class SampledLogProbs:
 def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
     """Return the names of the columns for a generation's tokens and log-probabilities.
 
-    If the program declares no column for the log-probabilities, the dock has an undeclared column for them.
+    If the program declares no column for the log-probabilities, the second name is an undeclared column of the dock.
     """
     response = next(
         column for column in node.writes if graph.column(column).element == "i32" and is_tokens(graph, column)
@@ -81,8 +85,8 @@ def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
 def find_comparison(plan: Plan) -> Comparison | None:
     """Find a node that can check the log-probabilities which a generation recorded.
 
-    It is the first node after the generation that computes log-probabilities of the response with the generator's
-    weights.
+    The result has the first suitable node after the generation. A node is suitable if it computes log-probabilities of
+    the response with the generator's weights.
     """
     graph = plan.graph
     # The nodes of one worker are in one pool, so the order of the pools does not matter.
@@ -147,8 +151,8 @@ class NumericsWatch:
     def report_rows(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
         """Report a problem with some rows; the setting `on_nan` decides the effect.
 
-        With `stop`, this ends the run. With `skip`, the report gets a message, and the rows are counted under `reason`,
-        unless `reason` is empty.
+        `problem` is the message. With `on_nan = stop`, the problem ends the run. With `skip`, the message is added to
+        `report`, and the rows are counted under `reason`, unless `reason` is empty.
         """
         message = _format_message(node, task, rows, problem)
         if self.stops:

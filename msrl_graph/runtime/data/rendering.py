@@ -116,7 +116,7 @@ class _Process:
         self.program: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Any) -> tuple[str, str]:
-        """Send a request to the process; return its outcome and a text.
+        """Send a request to the process; return the request's outcome and a text.
 
         The outcome is "fine" (the text is the answer), "load" (the tokenizer cannot be loaded), "error" (the template
         failed) or "bound" (the template exceeded a limit).

@@ -39,9 +39,9 @@ ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every 
 class RecordedTable:
     """A table of a recording: the rows of one generation or of the source.
 
-    The table also has the repeats that a `select` made of these rows.
+    The table also has the repeats of these rows, which a `select` made.
 
-    - `column`: the column to which the rows belong, such as `response`. `rows`: their row set (ir/rowsets.py).
+    - `column`, `rows`: a column to which the rows belong, such as `response`, and the rows' row set (ir/rowsets.py).
     - `folder`: the table's folder within the recording; "" if there is only one table.
     - `ids`: the columns of row numbers, each with the row set that it numbers: {"row": 1, "prompt_row": 0}.
     """
@@ -182,8 +182,8 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
 def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> None:
     """Write the rows of a task into Parquet files in the folder of a run.
 
-    `pieces` has the rows by column, in ascending order. An evaluation runs only the nodes that it needs. For a
-    generation that does not run in the evaluation, no file is written.
+    `pieces` has the rows of each column, in ascending order. No file is written for a generation that does not run in
+    an evaluation, because an evaluation runs only the nodes that it needs.
     """
     from pyarrow import parquet
 
@@ -221,7 +221,7 @@ def _build_table(
     rows_by_set: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
-    """Build the Arrow table `level` from the columns of its rows and their ancestors.
+    """Build the Arrow table `level`, with columns of its rows and of their ancestors.
 
     `rows_by_set` is the result of `_select_rows`. A value is null if it is missing: a filter dropped the row, or a
     function returned None.
@@ -232,10 +232,10 @@ def _build_table(
     rows = np.unique(np.concatenate([*rows_by_set.values()]))
 
     def row_numbers(rowset: int, only: bool = False) -> Array:
-        """Return for each row of the table the number of its ancestor in a row set.
+        """Return, for each row of the table, the number of its ancestor in a row set.
 
-        A row of the row set counts as its own ancestor. The number is -1 if there is no ancestor. With `only`, the
-        number is also -1 for every row that is not in the row set.
+        A row that is in the row set counts as its own ancestor. The number is -1 if there is no ancestor. If `only` is
+        true, the number is also -1 for every row that is not in the row set.
         """
         result = np.full(len(rows), -1)
         for own_set, own_rows in rows_by_set.items():
@@ -284,7 +284,7 @@ def _select_rows(
     """Return the numbers of the rows to write into a table, by row set.
 
     These are the rows that were produced and, for each `select`, the rows that it chose; repeats have their own
-    numbers. An evaluation has no filters, so each row continues once.
+    numbers. In an evaluation (`trains` is false), each row continues once, because there are no filters.
     """
     nothing = ColumnRows(
         np.zeros(0, np.int64), ColumnData(np.zeros(0, np.int64))
@@ -363,8 +363,8 @@ class Recording:
     ) -> list[list[Array]]:
         """Return the recorded responses of these rows, as a generator would return them.
 
-        Each prompt has `fan` rows. The result has one list for each name in `columns`: tokens, log-probabilities at
-        sampling, and further columns.
+        `rows` are the numbers of the rows; each prompt has `fan` rows. The result has one list for each name in
+        `columns`: tokens, log-probabilities at sampling, and further columns.
         """
         path, recorded = self._iteration(node, columns, iteration)
         context = sequences(self.plan.graph, node).context

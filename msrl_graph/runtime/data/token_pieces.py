@@ -4,8 +4,8 @@ Examples of pieces are a response after its prompt, and an environment's reply a
 
 Invariant: the tokens of the text before a piece, followed by the tokens of the piece, decode to the joined text. Some
 tokenizers put a blank before each text (Llama 2, TinyLlama). With such a tokenizer, a piece is encoded together with
-the text before it, and the tokens of the text before are removed from the result. If the joined tokens still decode to
-another text, the piece is rejected.
+the preceding text, and the tokens of the preceding text are removed from the result. If the joined tokens still decode
+to another text, the piece is rejected.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Pieces:
     def exact(self) -> bool:
         """Whether a text can be encoded on its own, without its preceding text.
 
-        If so, the tokens of every text decode to this text, no matter which tokens precede them. The types of the
-        tokenizer's components decide this.
+        The value is true if the tokens of every text decode to this text, no matter which tokens precede them. It is
+        derived from the types of the tokenizer's components.
         """
         parts = {
             key: [*_iterate_parts(getattr(self.tokenizer, key))] for key in ("normalizer", "pre_tokenizer", "decoder")
@@ -180,7 +180,7 @@ def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> boo
     """Return whether a tokenizer's model encodes every character, even unknown ones.
 
     `bytewise` means that the pre-tokenizer converts text to bytes. A BPE model encodes every character if it has a
-    token for each byte, or an unknown token that it does not merge with the next unknown token.
+    token for each byte. It also does so if it has a token for unknown characters and never merges two of these tokens.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -6,8 +6,9 @@ of the traffic breaks the connection.
 
 - On one host, the socket is in a folder that only the user who started the run can enter. Each end asks the kernel
   which user owns the process at the other end (SO_PEERCRED). No network port is open.
-- Between hosts, both ends prove that they have the key of the run, which is new for each attempt. Both ends use TLS 1.3
-  and accept only the certificate of the run. Each process receives the key with its arguments.
+- Between hosts, both ends prove that they have the key of the run. The key is new for each attempt (each start of the
+  driver). Both ends use TLS 1.3 and accept only the certificate of the run. Each process receives the key with its
+  arguments.
 """
 
 from __future__ import annotations

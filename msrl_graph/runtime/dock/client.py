@@ -93,7 +93,7 @@ class Client:
     def report_computed_rows(self, rows: int, total: int, where: str = "") -> None:
         """Report to the dock that this process has computed `rows` of `total` rows.
 
-        `total` is the number of rows of the share. `where` is a more exact position, such as the turn of an episode.
+        `total` is the number of rows of the share. `where` is a text with more detail, such as the turn of an episode.
         """
         if self.activity is not None:
             self.activity.set_computed_rows(rows, total, where)
@@ -223,8 +223,9 @@ class Client:
     ) -> None:
         """Execute the instructions of a pool.
 
-        Each instruction is executed inside the context manager that `around` returns for it. The first `begin`
-        instructions were already executed and are skipped.
+        For each instruction, the method calls `around` with the instruction, and executes the instruction inside the
+        context manager that `around` returns. `walker` has one method for each kind of instruction, which executes the
+        instruction. The first `begin` instructions were already executed and are skipped.
         """
         walk = Walk({pool: instructions}, begin)
         while (step := walk.step(pool)) is not None:
@@ -336,9 +337,10 @@ def look_up_address(name: str) -> Address:
 
 
 def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, ColumnRows]]:
-    """Yield the parts of rows that are too large for one warehouse, by column.
+    """Split rows that are too large for one warehouse, and yield the parts.
 
-    Each part is one column. If there is only one column, the two parts are the halves of its rows.
+    `pieces` has the rows by column. Each part is one column. If there is only one column, the two parts are the halves
+    of its rows.
     """
     if len(pieces) > 1:
         yield from ({column: piece} for column, piece in pieces.items())
@@ -351,8 +353,8 @@ def _split_pieces(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, Col
 def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
     """Merge fragments of one column.
 
-    Each item of `parts` is a pair: the positions in the result that the rows of a fragment get, and the fragment
-    itself.
+    Each item of `parts` is a pair: the positions in the result at which to put the rows of a fragment, and the
+    fragment.
     """
     if len(parts) == 1:
         return parts[0][1]
@@ -365,7 +367,7 @@ def _assemble_column(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
 def _find_rows(rows: Array, pieces: Sequence[ColumnRows]) -> ColumnData | None:
     """Return the values of `rows`, in order, from the first piece with all these rows.
 
-    Returns None if no piece has all of them.
+    Returns None if no piece has all these rows.
     """
     for piece in pieces:
         order = np.argsort(piece.rows)

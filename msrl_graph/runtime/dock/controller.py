@@ -58,7 +58,7 @@ class MiniBatches:
 
     @classmethod
     def cut(cls, reader: NodeReads, iteration: int, rows: Array) -> MiniBatches:
-        """Return an iteration's mini-batches of all epochs; `rows` are ascending."""
+        """Cut the ascending row numbers of an iteration into mini-batches, for each epoch."""
         size = reader.mini_batch or max(len(rows), 1)
         stream = noise.RandomStream(reader.seed, "mini_batch", reader.node)
         todo: deque[tuple[int, Array]] = deque()
@@ -71,7 +71,7 @@ class MiniBatches:
         return cls(todo, rows, mini_batch, np.bincount(mini_batch, minlength=1))
 
     def ready(self, rows: Array) -> list[tuple[int, Array]]:
-        """Note that `rows` became ready; return the mini-batches to hand out in this call."""
+        """Record that `rows` are ready; return the mini-batches that are due as a result."""
         self.missing_rows -= np.bincount(
             self.mini_batch_of_row[np.searchsorted(self.rows, rows)], minlength=len(self.missing_rows)
         )
@@ -88,7 +88,7 @@ class IterationState:
     """What a controller knows of one iteration.
 
     `shares` has the shares that were handed out, by group, and `loads` has the total load (tokens or units) of each
-    group. `tokens` is the number of tokens of the ready units, which is counted only if a batch has a number of tokens.
+    group. `tokens` is the number of tokens of the ready units; always 0 if the node's `chunk_tokens` is 0.
     """
 
     task: Task
@@ -115,14 +115,14 @@ class Controller:
     def keeps(self) -> bool:
         """Whether the decisions on this node depend on the order in which rows arrive.
 
-        They do if each batch is cut from the rows that are ready. Such a decision must be stored before its shares are
+        True if each batch is cut from the rows that are ready. Such a decision must be stored before its shares are
         announced. Other decisions (all rows at once, or the mini-batches of an update in order) need no storage: a new
         controller makes the same decision again, because a row that is written again goes to the same warehouse.
         """
         return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 
     def open(self, task: Task) -> list[Round]:
-        """Begin a task, unless it was begun; return the decisions that this call makes.
+        """Begin a task, unless it has already begun; return the decisions of this call.
 
         A node that reads only states of the algorithm waits for no rows: this call makes all its decisions.
         """
@@ -141,7 +141,7 @@ class Controller:
         self.states.pop(key, None)
 
     def take_in_news(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
-        """Record that rows arrived in warehouses; return the decisions that this causes."""
+        """Record the news of arrived rows; return the decisions that this call makes."""
         if (state := self.states.get(key)) is None or not self._record_news(state, news):
             return []
         return self._deal(state)
@@ -156,8 +156,8 @@ class Controller:
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
         """Rebuild the state of a controller from its news and its stored decisions.
 
-        `news` is all news of the iteration, and `rounds` are the decisions that the controller of the dead process
-        stored. Returns the further decisions that this call makes.
+        `news` is all news of the iteration, and `rounds` are the decisions that the dead process stored for this
+        controller. Returns the further decisions that this call makes.
         """
         self._begin(task)
         state = self.states[task.key]
@@ -245,7 +245,7 @@ class Controller:
         return handed, max(handed, len(state.progress.rows_under_way[0]) * self.reader.epochs)
 
     def describe_missing_rows(self, key: str) -> str:
-        """Describe for a message the rows and verdicts that the node waits for."""
+        """Return a message text about the rows and verdicts for which the node waits."""
         progress = self.states[key].progress
         reader = self.reader
         parts = list[str]()

@@ -247,8 +247,8 @@ class DockHost:
     async def free(self) -> tuple[int, tuple[int, bool] | None]:
         """Return the warehouse's free bytes, and which of its open tasks ends first.
 
-        This task is given by its sort key `Task.turn`: tasks end in this order. The second value is None if no task is
-        open.
+        The second value is the sort key `Task.turn` of that task, or None if no task is open. Tasks end in the order of
+        this key.
         """
         return self.warehouse.free, min((task.turn for task in self.warehouse.tasks.values()), default=None)
 
@@ -342,10 +342,10 @@ class DockHost:
         return now - last, rows
 
     async def _ask_for_last_move(self) -> list[str]:
-        """Ask all hosts for the time of their last progress; return their status lines.
+        """Ask all hosts for their last progress, and return the status lines of all hosts.
 
-        `still` describes progress and status lines. Of the hosts that answer, the latest time is recorded in the field
-        `moved`.
+        `still` describes progress and status lines. The field `moved` is set to the time of the latest progress on any
+        host. A host that does not answer is left out.
         """
         async with self.polling:  # all waits reach their deadline at the same time
             requests = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
@@ -359,7 +359,10 @@ class DockHost:
             return [line for _, rows in reports for line in rows]
 
     def _describe_slow_rows(self, rows: list[str]) -> str:
-        """Return the end of a timeout message: status lines, and the setting to increase."""
+        """Return the end of a timeout message: status lines, and the setting to increase.
+
+        `rows` are the status lines. Returns "" if there are no status lines.
+        """
         if not rows:
             return ""
         longer = 2 * self.deadline
@@ -373,7 +376,11 @@ class DockHost:
         return self.warehouse.get(key, wanted)
 
     async def at(self, process: str, activity: str, rows: int = 0, total: int = 0, where: str = "") -> None:
-        """Record the activity and the progress of a process without a local warehouse."""
+        """Record the activity and the progress of a process.
+
+        Only a process whose host has no warehouse makes this call. `rows` of `total` rows are computed. `where` is a
+        text with more detail.
+        """
         now = time.monotonic()
         before = self.doing.get(process)
         since = before.since if total and before else now

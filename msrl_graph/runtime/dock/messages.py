@@ -95,8 +95,9 @@ class WorkShare:
 class Round:
     """A decision of a controller: the units that each data-parallel group gets next.
 
-    `parts` has one entry for each group. `last` means that no further decision follows in the iteration or, for a node
-    that works in rounds of prompts (before a filter with `refill`), in the current round of prompts.
+    `parts` has one entry for each group. `last` means that this decision is the last decision of the iteration. If the
+    node works in rounds of prompts (before a filter with `refill`), `last` means the last decision of the current round
+    of prompts.
     """
 
     epoch: int
@@ -106,10 +107,10 @@ class Round:
 
 @dataclass(frozen=True)
 class WarehouseInventory:
-    """What a warehouse has of an open task, from which controllers are rebuilt.
+    """The data of one open task in a warehouse.
 
-    `news` is about all rows of the task in the warehouse. `rounds` are, for each node, the decisions that the node's
-    controller has stored in the warehouse.
+    A replacement of a dead process rebuilds its controllers from this data. `news` is about all rows of the task in the
+    warehouse. `rounds` are, for each node, the decisions that the node's controller has stored in the warehouse.
     """
 
     task: Task
@@ -179,8 +180,8 @@ class ProcessStatus(NamedTuple):
       host (0: not reported).
     - `done`: for each node that writes no rows, the number of rows that the process finished in the task `key`.
     - `rows`: the number of rows computed, of the `total_rows` of the share (0: the process does not count its rows).
-      `last_row_at`: when the last row was computed (time.monotonic; 0: none yet). `where`: a more exact position, such
-      as the turn of an episode.
+      `last_row_at`: when the last row was computed (time.monotonic; 0: none yet). `where`: a text with more detail,
+      such as the turn of an episode.
     """
 
     activity: str
@@ -253,8 +254,8 @@ class Status:
     - `last`: the last node that received a share. `moves`: a counter that grows when rows arrive, are handed out or are
       computed.
     - `waits`: the requests that wait for an answer. `doing`: the last activity that each process reported.
-    - `ended`: the processes of the host that stopped responding and were killed: for each process id, the name and the
-      reason.
+    - `ended`: the killed processes of the host. A process is killed when it stops responding. For each process id, the
+      name of the process and the reason for the kill.
     - `bytes`: the number of bytes that the processes of the host have read and written.
     """
 

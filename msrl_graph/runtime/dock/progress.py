@@ -93,7 +93,8 @@ class Progress:
     def find_surviving_prompts(self, rounds: int) -> tuple[Array, Array, int]:
         """Find the first prompts with rows that pass the filter with `refill`.
 
-        Considers the prompts of the first `rounds` prompt rounds. Returns the result of `first_prompts`.
+        Considers the prompts of the first `rounds` prompt rounds. Returns the result of `first_prompts`
+        (row_tables.py).
         """
         filter = self._filter
         prompt_count = rounds * self.task.prompts

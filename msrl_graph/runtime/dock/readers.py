@@ -38,15 +38,16 @@ class NodeReads:
     - `reads`: the columns that the node reads. `sets`: all sets of rows of the graph (ir/rowsets.py).
     - `rows` and `unit`: the sets of the node's rows and of its units, as indices into `sets`. If a function that works
       on responses has `per = prompt`, its units are prompts.
-    - `chunk`, `chunk_tokens`: the number of units or of tokens of a batch, from the plan's controller (0: no such
-      limit).
-    - `group_warehouses`: for each data-parallel group, the index of the warehouse of its host (-1: the host has none).
+    - `chunk`: the number of units of a batch, or 0. `chunk_tokens`: the number of tokens of a batch, or 0. Both numbers
+      are from the plan's controller; 0 means no such limit.
+    - `group_warehouses`: for each data-parallel group, the index of the warehouse on the group's host; -1 if that host
+      has no warehouse.
     - `tokens`: the columns whose lengths make up the length of a unit, and how often each column counts. `balance`:
       whether the groups' shares have similar total lengths, instead of similar numbers of units. `imbalance`: the
       largest load that a share may have, as a multiple of the average load of the groups' shares.
-    - `passed`: the nodes whose verdicts decide which rows this node gets. They are filters, and generations and
-      functions whose failed rows leave the iteration. `failing`: the generations and functions in `passed` that come
-      before this node. They drop rows in an evaluation, too.
+    - `passed`: the nodes whose verdicts decide which rows this node gets. These nodes are the filters, and those
+      generations and functions that drop a failed row from the iteration. `failing`: the generations and functions in
+      `passed` that come before this node. In an evaluation, only the nodes in `failing` drop rows.
     - `refilling`: the filter of the graph that requests more prompts, if any. `before_refill`: the filters before
       `refilling`. `loops`: the node is the `refilling` filter or comes before it, so the node works in rounds of
       prompts.
@@ -162,9 +163,9 @@ def list_node_reads(plan: Plan) -> list[NodeReads]:
 
 
 def list_members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
-    """Return the dock's processes, and the address data to find them.
+    """Return the dock's processes, and what other processes need to find the dock.
 
-    There is one process for each host that has a warehouse or a controller.
+    The dock has one process for each host that has a warehouse or a controller.
     """
     controller_host = {controller.node: controller.host for controller in plan.docks.controllers}
     warehouse_index = {host: i for i, host in enumerate(plan.docks.warehouses)}

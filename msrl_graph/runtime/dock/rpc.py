@@ -69,8 +69,8 @@ def greeting_bytes(name: str) -> bytes:
 class RpcServer:
     """A server through which other processes call methods of the object `served`.
 
-    The methods with the names `methods`, which are coroutines, can be called. The server has a name and answers only
-    processes that have the run's key.
+    `methods` are the names of the methods that can be called. These methods are coroutines. The server has a name and
+    answers only processes that have the run's key.
     """
 
     def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
@@ -209,8 +209,9 @@ class RpcConnection:
 
     `find` returns the address of a process. A reply is read when its value is requested.
 
-    A reply on one of the thread's connections (`lines`) may depend on a call that was lost on another of them. So while
-    the thread waits for a reply, it reads the replies on all its connections and repairs broken connections.
+    `lines` has all connections of the thread. A reply on one connection may depend on a call that was lost on another
+    connection. So while the thread waits for a reply, it reads the replies on all its connections and repairs broken
+    connections.
     """
 
     def __init__(self, name: str, find: Find, host: int, key: bytes, lines: Mapping[str, RpcConnection]) -> None:

@@ -3,10 +3,10 @@
 Such a file is a *segment*. Segments are grouped by *task*, which is one iteration of training or of an evaluation.
 
 Invariant: a segment file is complete or absent, and never changes. The file describes its own contents, so the
-replacement of a dead process can read everything. Readers get views of the file, which nobody may write to. The views
-stay valid when the file is dropped: the memory of a large dropped file is reused only when no process reads the file
-any more. The room (the folder of the files) is removed with all its files when the last process that called `Room.join`
-has ended, even if the process was killed.
+replacement of a dead process can read everything. Readers get read-only views of the file. The views stay valid when
+the file is dropped: the memory of a large dropped file is reused only when no process reads the file any more. The room
+(the folder of the files) is removed with all its files when the last process that called `Room.join` has ended, even if
+the process was killed.
 
 A room is a private folder (files/private.py) with a name that nobody can guess. Every process that joins the room
 checks that the folder is private. A segment file has a header in MessagePack, followed by raw arrays, and no pickle. A
@@ -103,7 +103,7 @@ class Room:
         return statuses
 
     def stored_bytes(self) -> int:
-        """Return the bytes of the rows in this room."""
+        """Return how many bytes the rows in this room use."""
         total_bytes = 0
         for path in self.path.glob("*/[!.]*"):
             with suppress(OSError):  # dropped meanwhile
@@ -161,8 +161,8 @@ class Activity:
     def set_computed_rows(self, rows: int, total: int, where: str = "") -> None:
         """Record that `rows` of `total` rows are computed.
 
-        `where` is a more exact position. The numbers are written to shared memory at most once every _STATUS_INTERVAL
-        seconds.
+        `where` is a text with more detail, such as the turn of an episode. The numbers are written to shared memory at
+        most once every _STATUS_INTERVAL seconds.
         """
         now = time.monotonic()
         before, _, moved, _ = self._rows
@@ -206,9 +206,10 @@ def room_name(run: str, host: int) -> str:
 
 
 def _sweep(place: Path) -> None:
-    """Remove this user's rooms in the folder `place` that no process uses any more.
+    """Remove the unused rooms of this user from the folder `place`.
 
-    Such a room is left over if the process that should have removed it was killed, too.
+    A room (a folder with files of rows) is unused if no process uses it any more. An unused room is left over if the
+    process that should have removed the room was killed.
     """
     for path in place.iterdir():
         if not _ROOM.fullmatch(path.name):
@@ -310,7 +311,10 @@ class Segments:
         return known[name].pieces
 
     def writer(self, key: str, name: str) -> str:
-        """Return the node that wrote a segment, which this process has read before."""
+        """Return the node that wrote the segment `name`.
+
+        This process must have read the segment before.
+        """
         node: str = self._open[key][name].node
         return node
 

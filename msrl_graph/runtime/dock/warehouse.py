@@ -4,9 +4,9 @@ See arXiv:2507.19017, figure 4. A *task* is one iteration of training or of an e
 the rows of one write, in shared memory.
 
 Invariant: writes are idempotent: a row that is written again replaces the earlier copy. Processes of the host write and
-read the segments directly. The warehouse knows the segments and sends rows to other hosts. The folder of the segments
-also has the open tasks, and the decisions of all controllers in the dock process. So a replacement of the process can
-read everything. This module imports neither Ray nor torch.
+read the segments directly. The warehouse knows the segments and sends rows to other hosts. The folder with the segments
+also contains a record of the open tasks, and the stored decisions of all controllers in the dock process. So a
+replacement of the process can read everything. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -155,9 +155,10 @@ def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
 
 
 def payload_bytes(pieces: Mapping[str, ColumnRows]) -> int:
-    """Return the size of the rows' values in bytes; a plan counts the same bytes.
+    """Return the size of the rows' values in bytes.
 
-    The lengths and numbers of the rows are not counted, nor are the verdicts of filters.
+    The lengths and numbers of the rows are not counted, nor are the verdicts of filters. The plan computes the size of
+    rows in the same way.
     """
     return sum(piece.column.values.nbytes for piece in pieces.values() if not isinstance(piece, Verdicts))
 

@@ -187,9 +187,10 @@ def kernels(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def nnal(host: ExaminedHost) -> Iterator[Finding]:
-    """Check the version and the environment of NNAL, if the machine needs it.
+    """Check the version of NNAL, and the environment variable that NNAL needs.
 
-    NNAL is the library with the fused operators of vllm-ascend.
+    NNAL is the library with the fused operators of vllm-ascend. The check runs only if vllm-ascend or NNAL is
+    installed.
     """
     kit = cann(host)
     version = output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
@@ -255,7 +256,7 @@ def health(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def links(host: ExaminedHost) -> Iterator[Finding]:
-    """Check HCCL's network ports, one per die.
+    """Check the network ports that HCCL uses; each die has one port.
 
     HCCL does not need these ports within a host, nor within an A3's super node.
     """
@@ -282,7 +283,7 @@ def links(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def stray(host: ExaminedHost) -> Iterator[Finding]:
-    """Warn if torch's NPU plug-in is installed on a machine without NPU and CANN."""
+    """Warn if torch's NPU plug-in is installed, but there is neither an NPU nor CANN."""
     if PLUGIN in host.packages and ASCEND not in host.kinds and cann(host) is None:
         message = f"{PLUGIN} {host.packages[PLUGIN]} is installed, but there is neither an NPU nor CANN: "
         message += "torch loads it and fails"

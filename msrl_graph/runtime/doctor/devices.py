@@ -64,7 +64,7 @@ def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
 
 
 def held(host: ExaminedHost, dies: Sequence[DeviceEntry], command: str) -> Iterator[Finding]:
-    """Check whether other processes use the memory of the dies.
+    """Check whether processes that already run use memory of the dies.
 
     `command` is the command that lists these processes.
     """

@@ -29,6 +29,7 @@ class Finding:
 
     - `check`: the name of the check.
     - `told`: what the check found, in words for the user.
+    - `state`: "ok", "warning", or "wrong" if a run would fail.
     - `next`: the next step for the user, with its command.
     - `hosts`: the names of the hosts to which the finding applies.
     """
@@ -151,7 +152,7 @@ def together(*queries: HostQuery) -> HostQuery:
 def failed(
     output: CommandOutput, command: str, seconds: float, line: Callable[[str], str] = output_parsers.last_line
 ) -> str:
-    """Describe why a command failed; "" if it succeeded.
+    """Describe why a command failed; "" if the command succeeded.
 
     `seconds` is the time limit of the command. `line` selects the line of the command's output that states the reason.
     """
@@ -165,7 +166,7 @@ def failed(
 def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Yield the findings of all rules on all hosts, in the order of the rules.
 
-    If a rule has equal findings on several hosts, they are yielded as one finding.
+    If a rule has equal findings on several hosts, these findings are yielded as one finding.
     """
     for rule in rules:
         yield from merged(replace(finding, hosts=(host.title,)) for host in hosts for finding in rule(host))
@@ -174,7 +175,8 @@ def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Fin
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Merge equal findings into one finding that names the hosts of all of them.
 
-    Findings of the same check with the state "ok" count as equal, even if their texts differ; the first text is kept.
+    Two findings with the state "ok" count as equal if they are of the same check, even if their texts differ. The text
+    of the first finding is kept.
     """
     by_key: dict[tuple[str, ...], Finding] = {}
     for finding in findings:

@@ -65,7 +65,7 @@ WANTS = asking(
 
 
 def versions(host: ExaminedHost) -> dict[str, str]:
-    """Return a host's versions of packages, Python, CANN, CUDA and their drivers.
+    """Return the versions of a host's packages, Python, CANN, CUDA and drivers.
 
     The rule `together` compares these versions with the versions that are known to work together.
     """

@@ -1,8 +1,8 @@
 """The hosts to examine: this machine, or all hosts of the cluster in RAY_ADDRESS.
 
-Invariant: within WITHIN seconds, each host has answered, or a finding names it as a host that does not answer. Ray is
-loaded in a separate process, which is killed after WITHIN seconds. A host needs only the packages that come with Ray.
-msrl_graph itself need not be installed on a host.
+Invariant: after at most WITHIN seconds, each host has either answered or is named by a finding as a host that does not
+answer. Ray is loaded in a separate process, which is killed after WITHIN seconds. A host needs only the packages that
+come with Ray. msrl_graph itself need not be installed on a host.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
 def _clock_difference(prober: Any) -> float:
     """Return the seconds by which a host's clock is ahead of this machine's clock.
 
-    Because the query takes time, only an interval of the difference is known. The result is the value of this interval
-    that is nearest to 0.
+    Because the query takes time, only an interval that contains the difference is known. The result is the number in
+    this interval that is nearest to 0.
     """
     import ray
 

@@ -7,7 +7,8 @@ The formats are taken from the following sources. They were not compared with th
 - `npu-smi info` of Atlas A2 (npu-smi 23.0 to 25.5) and A3 (24.1 to 26.0): reports 834, 1130, 2534 and 12980 in
   vllm-project/vllm-ascend. A3 has an additional column: the number of the die on the host. Version 26.0 has one more
   column in the table of processes.
-- `hccn_tool -i 0 -link -g`: ascend-faultdiag with its user guide, and ascend-common (devmanager/hccn), of MindCluster.
+- `hccn_tool -i 0 -link -g`: the code of MindCluster, in ascend-faultdiag (also its user guide) and in ascend-common
+  (devmanager/hccn).
 - ascend_toolkit_install.info: report 834 in vllm-project/vllm-ascend.
 - ascend_ops_install.info: CANN 9.1.0, if the operators of CANN are installed by their own .run file.
 - version.cfg, nnal/atb/latest/version.info, driver/version.info: READMEs of models for Ascend, for CANN 8.0 and 8.2.
@@ -190,10 +191,10 @@ def torch_cuda(text: str) -> str:
 
 
 def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
-    """Return the free and the total bytes of memory of the machine or its container.
+    """Return the free and the total bytes of the memory that processes can use.
 
-    `meminfo` is the text of /proc/meminfo. `most` is the memory limit of the container's cgroup, as text. `used` is the
-    number of bytes that this cgroup uses, as text.
+    If the container has a memory limit, the result is limited by it. `meminfo` is the text of /proc/meminfo. `most` is
+    the memory limit of the container's cgroup, as text. `used` is the number of bytes that this cgroup uses, as text.
     """
     sizes = {
         name: int(match[0]) << 10 for name, value in fields(meminfo).items() if (match := re.match("[0-9]+", value))

@@ -1,7 +1,7 @@
 """Rules for a program: whether hosts have everything that the plan needs.
 
-Invariant: the plan states everything that it needs from the hosts on which it runs. Everything that makes the driver
-refuse a run before its start is also an error of these rules.
+Invariant: the plan states everything that it needs from the hosts on which it runs. If a problem would make the driver
+refuse the run before the start, these rules report an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def wants(plan: Plan) -> HostQuery:
 
 
 def _files_read(plan: Plan) -> dict[str, list[str]]:
-    """Return the absolute paths that the hosts of a plan read, by title.
+    """Return, by title, the absolute paths of the files that a plan's hosts read.
 
     A title is, for example, `model policy`. The paths are absolute, because processes start in another folder.
     """
@@ -52,9 +52,9 @@ def _files_read(plan: Plan) -> dict[str, list[str]]:
 
 
 def findings(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Yield the findings of all checks: whether the hosts have what a plan needs.
+    """Check whether the hosts have what a plan needs; yield the findings.
 
-    If all of these findings are "ok", an additional first finding says that the plan can run.
+    If all findings are "ok", an additional first finding says that the plan can run.
     """
     support_findings = [*_check_support(plan)]
     rules = (_check_packages, _check_interpreters, _check_devices, _check_memory, _check_files)
@@ -127,7 +127,7 @@ def _check_devices(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Findin
 
 
 def _count_usable(host: ExaminedHost, kind: DeviceKind) -> float:
-    """Return how many of a host's devices of a kind a run can use."""
+    """Return how many devices of the kind `kind` a run can use on a host."""
     if host.resources is not None:
         return host.resources.get(kind.resource, 0)
     if kind.is_host:

@@ -23,7 +23,7 @@ _ROUND = 0.25  # cost of one more round, without its prompts, as a share of the 
 
 
 class RefillSize:
-    """Estimator of how many prompts an `adaptive` filter must draw in each round.
+    """Estimator of how many prompts each round draws, for a filter with `adaptive`.
 
     `adapts` is true if the program has a filter with `adaptive`.
     """
@@ -50,9 +50,9 @@ class RefillSize:
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:
-        """Add a metric to a report: the number of prompts in each round of `number`.
+        """Add the number of prompts per round of an iteration to a report, as a metric.
 
-        `number` is an iteration.
+        `number` is the number of the iteration.
         """
         if self.adapts:
             report.count("refill/prompts", self.draw_size(number), 1)
@@ -89,8 +89,9 @@ def prompts_for(target: int, share: float, most: int) -> int:
     """Choose how many prompts each round draws: at least `target`, at most `most`.
 
     The choice minimizes the expected cost of drawing until `target` prompts have passed the filter. The cost is the
-    number of drawn prompts, plus `_ROUND` * `target` for each round after the first, because the run waits for each
-    round. Each prompt is assumed to pass independently with the probability `share`.
+    number of drawn prompts, plus a fixed cost for each round after the first, because the run waits for each round. The
+    fixed cost is `target` times the constant `_ROUND`. Each prompt is assumed to pass independently with the
+    probability `share`.
     """
     return min(range(target, most + 1), key=lambda size: (_cost(size, target, share, most), size))
 

@@ -5,12 +5,13 @@ uses the update's weights. A task of a pipelined pool has two parts: the opening
 previous iteration has ended) and the rest.
 
 Invariant: a pool begins a task only when `PoolProgress` (ir/async_schedule.py) reports that the pool may begin this
-task. The pool then generates with the newest weights that the updates have sent, up to the iteration that the updates
-currently compute. So no row exceeds its age bound, even if a process is slow. If the updates send every version, and a
-generation is slower than the updates, the generation is only one version behind the updates. With `deterministic`, the
-rows of an iteration depend only on the program. A pipelined pool executes requests in the order in which the driver
-makes the requests. So the driver requests all openings that the pool may begin before it requests the rest of an
-iteration.
+task. The pool then generates with the newest version of the weights that has been sent, but not with a version after
+the iteration that the updates currently compute. So no row exceeds its age bound, even if a process is slow. If the
+updates send every version, and a generation is slower than the updates, the generation is only one version behind the
+updates. With `deterministic`, the rows of an iteration depend only on the program.
+
+A pipelined pool executes requests in the order in which the driver makes the requests. So the driver first requests all
+openings that the pool may begin, and then the rest of an iteration.
 """
 
 from __future__ import annotations
@@ -88,16 +89,16 @@ class AsyncPools(PoolProgress):
         self.reports.setdefault(task.key, []).extend(references)
 
     def task_for_ranks(self, task: Task) -> Task:
-        """Return the copy of a task that is sent to the ranks in `in_step`.
+        """Return a copy of `task`, which the driver sends to the ranks in `in_step`.
 
         `in_step` has the ranks that compute in step with the updates, and the ranks of pipelined pools. The ranks of
-        pipelined pools get the copy as the request for the rest of the task. In the copy, two fields are set for the
-        resharding edges that have a `staleness`:
+        pipelined pools get the copy as the request for the rest of the task (the part after the generation). In the
+        copy, two fields are set for the resharding edges that have a `staleness`:
 
         - `sends`: the edges over which the updates send weights at the beginning of the task.
-        - `fetches`: for each edge, how many fetches of weights the driver has requested so far, and the version of the
-          weights that samples the rows of the task. If the driver has not requested a fetch for this task, the version
-          is the newest sent version.
+        - `fetches`: two numbers for each edge: how many fetches of weights the driver has requested so far, and the
+          version of the weights with which the task's rows are sampled. If the driver has not requested a fetch for
+          this task, the version is the newest sent version.
         """
         number = task.number
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}

@@ -209,7 +209,7 @@ def _prepare_run(
 def _check_lost_lines(
     run: Path, begin: Path, manifest: checkpoint.Manifest, in_place: bool, span: Span
 ) -> list[Diagnostic]:
-    """Check that the metrics lines that a run wrote before a checkpoint still exist.
+    """Check that the metrics lines up to a checkpoint still exist.
 
     `run` is the folder of the run that wrote the checkpoint `begin`. The lines are in metrics.jsonl in this folder, or
     in a copy in the checkpoint. Returns a warning if lines are missing. Raises Fault if lines are missing and the

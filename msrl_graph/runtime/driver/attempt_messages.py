@@ -24,7 +24,7 @@ class Attempt:
     - `folder`: the temporary folder of the attempt.
     - `answer`: the descriptor of the open file to which the driver writes its result.
     - `resume`: the checkpoint to resume from; "" if the run starts from the beginning.
-    - `lines`: the number of metrics lines in `out` that were written before the checkpoint `resume`.
+    - `lines`: how many lines the metrics file in `out` had when the checkpoint `resume` was written.
     - `restarts`: how many times the run was restarted before this attempt.
     - `url`: the URL to which the results are uploaded; "" if the results remain in `out`.
     """
@@ -52,7 +52,13 @@ class Attempt:
 class Result:
     """The driver's message to the supervisor: how the attempt ended.
 
-    `kind` is "done", "fault", "failed", "died" or "interrupted". The supervisor retries only an attempt that "died".
+    `kind` is one of these words. The supervisor retries the run only after "died".
+
+    - "done": the run has ended normally.
+    - "fault": the input is wrong, or the machines lack what the plan needs.
+    - "failed": an error that a retry would not remove.
+    - "died": a process or a host was lost, or stopped to respond.
+    - "interrupted": a signal asked the run to end.
     """
 
     kind: str

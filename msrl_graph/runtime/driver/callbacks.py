@@ -17,7 +17,7 @@ OnIteration = Callable[[dict[str, Any]], object]
 
 
 class CallbackFailed(Exception):
-    """The `on_iteration` function raised `error`, which ended the run."""
+    """The run has ended because the user's function `on_iteration` raised `error`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -25,7 +25,10 @@ class CallbackFailed(Exception):
 
 
 class MetricsFollower:
-    """Reader that follows a run's metrics file while the driver writes the file."""
+    """Reader of a run's metrics file; it calls `on_iteration` for each new iteration.
+
+    The driver writes the file at the same time.
+    """
 
     def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
         """`begin`: the first iteration that the run computes."""

@@ -17,9 +17,9 @@ _REPORTED = "edited"  # file in an attempt's folder, with a path a line
 
 
 class ChangedFiles:
-    """The user's files that a run copied when it began, to be checked for changes.
+    """The files of the user that the run has copied, to be checked for changes.
 
-    Files in `reported` were reported as changed by earlier attempts, and are not checked again.
+    The files in `reported` are not checked again, because earlier attempts have already reported their changes.
     """
 
     def __init__(self, folder: Path, reported: Sequence[str]) -> None:

@@ -43,8 +43,8 @@ INSTALL = "install the same versions on every host, from the same constraints"
 class HostColumn:
     """A column of the host table: one fact about each host, in the plan's host order.
 
-    `wrong` has the indices of the hosts whose value does not fit the plan. `message` says what that means for the run.
-    `span` is the place in the program that requires the fact.
+    `wrong` has the indices of the hosts whose value does not fit the plan. `message` says what these wrong values mean
+    for the run. `span` is the position in the program's text at which the fact is required.
     """
 
     title: str
@@ -61,8 +61,8 @@ class HostColumn:
 class Hosts:
     """The hosts of a plan, in the plan's order, with an actor and facts of each host.
 
-    `clocks` are the seconds by which each host's clock is ahead of this machine's clock. `blind` lists, for each folder
-    in the argument `marks` of the function `probe`, the hosts that do not see the folder.
+    `clocks` says for each host by how many seconds its clock is ahead of this machine's clock. `blind` has a list of
+    hosts for each folder in the argument `marks` of the function `probe`: the hosts that do not see this folder.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ class Hosts:
             )
 
     def _interpreters(self) -> Iterator[HostColumn]:
-        """Yield a table column for each Python interpreter that a program sets for pools.
+        """Yield a column for each Python interpreter that the program names for a pool.
 
         Only hosts with processes that use the interpreter are checked.
         """
@@ -224,7 +224,7 @@ class Hosts:
         )
 
     def _variables(self) -> Iterator[HostColumn]:
-        """Yield a table column for each environment variable that contradicts the plan."""
+        """Yield a column for each environment variable whose value the plan does not want."""
         for setting in environment_check.wanted_settings(self.plan):
             cells = [facts["variables"].get(setting.name, "-") for facts in self.seen]
             applies = [setting in environment_check.wanted_settings(self.plan, host) for host in range(len(self.seen))]
@@ -258,7 +258,7 @@ class Hosts:
         return [*texts, "the hosts of the run\n" + self.table(columns)] if verbose else texts
 
     def _diagnose(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
-        """Return one diagnostic about all columns with wrong facts, including their table."""
+        """Return one diagnostic about all columns that have wrong facts, with a table."""
         first, *others = sorted(columns, key=lambda column: not column.span.line)
         code = first.code if all(column.code == first.code for column in others) else "host-differs"
         message = "\n".join([*(column.message for column in (first, *others)), self.table(columns)])
@@ -269,7 +269,7 @@ class Hosts:
         return Diagnostic(code, message, first.span, help, severity, related)
 
     def table(self, columns: Sequence[HostColumn]) -> str:
-        """Format columns as a table with one line per distinct host; mark wrong cells."""
+        """Format columns as a table; mark wrong cells. Hosts with equal cells share lines."""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for title in ("host", *(column.title for column in columns)):
             table.add_column(title, no_wrap=True)
@@ -292,7 +292,7 @@ class Hosts:
 class HostsSilent(NoResources):
     """Error: hosts do not answer, although Ray reports these hosts as alive.
 
-    At the first start of a run, the user must repair such hosts. After a restart, the hosts are lost or will return.
+    At the first start of a run, the user must repair the hosts. After a restart, the supervisor retries the run.
     """
 
 
@@ -302,7 +302,7 @@ def probe(
     """Query a plan's hosts for facts, such as versions, files, memory and clocks.
 
     An actor is started on each host and added to `actors`. The function also finds out which hosts see each folder in
-    `marks`. The first folder is the run's folder. `also` has the paths of further files that every host reads.
+    `marks` (the run's folder comes first). `also` has the paths of further files that every host reads.
     """
     import ray
 
@@ -380,9 +380,9 @@ def _silent_hosts(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
 
 
 def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
-    """Return the seconds by which a host's clock is ahead of this machine's clock.
+    """Return by how many seconds a host's clock is ahead of this machine's clock.
 
-    Because the query takes time, only an interval is known. The result is the value of the interval nearest to 0.
+    The query takes time, so only an interval for this number is known. The result is the interval's value nearest to 0.
     """
     import ray
 
@@ -397,10 +397,10 @@ def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
 
 @contextmanager
 def _marker_file(folder: Path) -> Iterator[str]:
-    """Create a marker file in a folder, by which hosts prove that they see the folder.
+    """Create a marker file in a folder; a host that finds the file sees the folder.
 
-    A folder of the same name on another disk does not contain the marker. A read-only folder cannot contain a marker;
-    each host is then asked for the files that should be in the folder.
+    A folder of the same name on another disk does not contain the marker. If a folder is read-only, no marker can be
+    created; each host is then asked for the files that should be in the folder.
     """
     marker = folder.absolute() / f".{uuid.uuid4().hex}"
     with suppress(OSError):

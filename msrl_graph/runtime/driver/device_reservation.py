@@ -28,8 +28,8 @@ class DeviceReservation(NamedTuple):
     """A placement group of Ray with a bundle of devices on each host.
 
     `bundles`, `nodes` and `addresses` have an entry for each host of the plan: the index of the host's bundle, the
-    host's node id in Ray, and the host's address. The first host of a plan reads the data and writes the weights. So
-    the driver's machine is the first host, if the driver's machine belongs to the reserved hosts.
+    host's node id in Ray, and the host's address. The driver's machine is the plan's first host if devices on this
+    machine are reserved, because the first host reads the data and writes the weights.
     """
 
     group: Any
@@ -117,7 +117,7 @@ def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReser
 
 
 def _list_reservations(name: str) -> dict[str, float]:
-    """Return the number of devices that other runs have reserved, by run name.
+    """Return how many devices each other run has reserved; the keys are run names.
 
     `name` is the name of this run's own reservation, which is left out.
     """
@@ -132,7 +132,7 @@ def _list_reservations(name: str) -> dict[str, float]:
 
 
 def _describe_free_devices(kind: str, lost: Collection[str]) -> list[str]:
-    """Describe how many devices each host has, and how many of them are free.
+    """Describe how many devices each host has, and how many of these devices are free.
 
     `kind` is the devices' resource name in Ray. Hosts whose addresses are in `lost` are left out. The list is empty if
     this version of Ray does not report the free devices of each host.

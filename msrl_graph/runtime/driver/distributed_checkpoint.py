@@ -63,8 +63,8 @@ class DistributedCheckpoint:
     ) -> Path:
         """Write the checkpoint after `iteration` iterations, and return its folder.
 
-        `program` is everything in the plan that decides the run's result. `carried` is the run state, which is part of
-        the checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
+        `program` has the values of the plan on which the run's result depends. `carried` is the run state, which is
+        part of the checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
         """
         written = None
         try:
@@ -103,7 +103,7 @@ class DistributedCheckpoint:
         return target
 
     def _with_hosts(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
-        """Return a copy of a manifest that says which host stores each file.
+        """Add to a manifest which host stores each file; return the result as a copy.
 
         `files` are the checkpoint files that each rank has written, by rank number.
         """
@@ -160,9 +160,9 @@ class DistributedCheckpoint:
     # Resuming
 
     def check_files(self, folder: Path) -> None:
-        """Check that some host has an intact copy of each file of the resumed checkpoint.
+        """Check that each file of the resumed checkpoint is intact on at least one host.
 
-        Raises Fault if no host has an intact copy of a file. The message says what is wrong with each such file.
+        Raises Fault if a file is intact on no host. The message says what is wrong with each such file.
         """
         if not self.hosts_with_parts:
             return
@@ -246,9 +246,9 @@ class DistributedCheckpoint:
     def _find_files(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
         """Find the places that have intact copies of a checkpoint's files.
 
-        A place is the number of a host, or HERE for the driver's disk. The first returned dictionary has, for each
-        file, the places where the file is intact. The second dictionary has, for each place, the error of each file (""
-        if the file is intact).
+        A place is the number of a host, or HERE for the driver's disk. The first returned dictionary lists for each
+        file the places where the file is intact. The second dictionary has for each place the error of each file ("" if
+        the file is intact).
         """
         requests = {
             place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.hosts_with_parts, HERE)

@@ -1,9 +1,9 @@
-"""Status of the docks of all hosts, and detection of lost hosts.
+"""Status of every host's dock, and detection of lost hosts.
 
 Invariant: a query of a dead dock raises an error immediately. A host counts as lost if its dock does not answer and the
 host does not accept a connection. Ray itself reports a cut link only after a minute or more; this check finds the lost
-host much earlier. The driver waits for a host that accepts a connection, because such a host can be slow, or stopped
-for a while.
+host much earlier. If a host accepts a connection but its dock does not answer, the driver continues to wait, because
+the host may be slow, or stopped for a while.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class DockMonitor:
     def look(self, ray: Any, actors: Sequence[Any], patience: float, watched: bool = False) -> None:
         """Query the status of each dock, and wait up to `patience` seconds for answers.
 
-        `actors` are the docks. With `watched`, the docks also report the details that are shown to users who watch the
-        run. A dock that has not answered the previous query is not queried again. Raises Ray's error if a dock is dead.
+        `actors` are the Ray actors of the docks. With `watched`, the docks also report the details that are shown to
+        users who watch the run. A dock that has not answered the previous query is not queried again. Raises Ray's
+        error if a dock is dead.
         """
         for i, actor in enumerate(actors):
             if i not in self._asked:
@@ -59,7 +60,7 @@ class DockMonitor:
     def silent_docks(self, seconds: float) -> list[int]:
         """Return the indices of docks that have not answered a query for over `seconds`.
 
-        A dock is returned only if `look` has waited LOOKS times for the dock's answer.
+        A dock is returned only if at least LOOKS calls of `look` have waited for the dock's answer.
         """
         now = time.monotonic()
         return [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > seconds]
@@ -93,8 +94,8 @@ def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) 
 def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None:
     """Wait until each process has answered or died.
 
-    `references` has a pending call of each process, by the name of the process. If a process has died, the next call of
-    the process raises Ray's error. `nodes` are the hosts' node ids in Ray.
+    `references` has, by the name of each process, the Ray reference to a pending call of this process. If a process has
+    died, the next call of the process raises Ray's error. `nodes` are the hosts' node ids in Ray.
 
     Raises HostLost in two cases: a host cannot be reached in two successive checks, or some processes take far longer
     to answer than all others. Without these checks, the wait might never end, because Ray sometimes does not report
@@ -126,7 +127,7 @@ def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
 
 
 def unreachable_hosts(nodes: Iterable[str]) -> set[str]:
-    """Return the addresses of hosts that Ray reports dead or that are unreachable.
+    """Return the addresses of hosts that Ray reports as dead or that are unreachable.
 
     `nodes` are Ray node ids, not addresses, because another node can have the same address after a restart of Ray.
     """

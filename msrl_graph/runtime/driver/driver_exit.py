@@ -1,6 +1,6 @@
-"""End of a driver process; the driver first writes its result for the supervisor.
+"""The end of a driver process, which first writes its result for the supervisor.
 
-Invariant: only the first result is written.
+Invariant: a driver writes only one result, even if several of its threads want to end the process.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
 def exit_with_supervisor(attempt: Attempt) -> None:
     """Wait until the supervisor is gone, then end this process and the run.
 
-    In this case, the supervisor's keeper (its cleanup process, processes.py) ends the run too. But the keeper may have
-    been killed together with the supervisor. A driver that continues alone would write into the same folder as the next
-    driver.
+    When the supervisor is gone, its keeper (its cleanup process, processes.py) should end the run. But the keeper may
+    have been killed together with the supervisor. A driver that continues alone would write into the same folder as the
+    next driver.
     """
     os.set_inheritable(attempt.parent, False)
     with suppress(OSError):

@@ -34,9 +34,10 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def judge_value(setting: Setting, value: str) -> tuple[Severity, str, str]:
-    """Return severity, code and help of a diagnostic about an environment variable.
+    """Return the severity, code and help text for a variable with an unwanted value.
 
-    `setting` has the value that the plan wants. `value` is the variable's actual, different value.
+    The three values are for a diagnostic. `setting` has the environment variable and the value that the plan wants.
+    `value` is the variable's actual, different value.
     """
     if setting.refuses(value):
         return "error", FAILING, f"unset {setting.name}, or set it to {setting.value} ({setting.source})"

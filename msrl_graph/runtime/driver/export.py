@@ -80,7 +80,7 @@ def _load_plan(path: Path, target: str) -> Plan:
 def _select_workers(path: Path, manifest: Manifest, plan: Plan, worker: str) -> list[str]:
     """Return the names of the workers to export, in their order in the checkpoint.
 
-    If `worker` is empty, all workers whose weights the checkpoint contains are exported.
+    If `worker` is empty, the result has every worker that has weights in the checkpoint.
     """
     pieces = (piece.name.split("/") for file in manifest.files for piece in file.pieces)
     saved = list(dict.fromkeys(name for name, kind, *_ in pieces if kind == "weights"))

@@ -1,8 +1,8 @@
 """The function hosts of a run, which the driver starts, calls and replaces.
 
 Several iterations may be in progress at the same time. Each host has one process for each of these iterations; such a
-process is called a lane. So the functions of an iteration are not delayed while functions of the previous iteration
-wait for ranks.
+process is called a lane of the host. So the functions of an iteration are not delayed while functions of the previous
+iteration wait for ranks. If a lane's process dies, another process replaces it in the same lane.
 
 Invariant: the calls of a lane run in the order of the requests, even if the lane's process is replaced. Ray keeps the
 order of calls to one process, but not the order of calls that Ray retries after the process died. If a later call ran
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class ActorCall:
-    """A call of a method of a lane's process.
+    """A method call that the driver has requested from a function host's process.
 
     `reference` is the Ray reference to the result. If the process died and the call is repeated, `reference` changes.
     """
@@ -32,11 +32,12 @@ class ActorCall:
 
 
 class FunctionHosts:
-    """The processes of all lanes of all hosts; each can die up to `restarts` times.
+    """The processes of all function hosts; each can be replaced `restarts` times.
 
-    `start(host, lane, again)` starts a process and returns its Ray actor. `again` means that the process replaces a
-    process that died. `ended(references)` returns a dictionary whose keys are the references that have ended. The value
-    of a reference is Ray's error if the process died before the call ended, and None in all other cases.
+    A host has `lanes` processes; the number of a process on its host is its `lane`. `start(host, lane, again)` starts a
+    process and returns its Ray actor. `again` means that the process replaces a process that died. `ended(references)`
+    returns a dictionary whose keys are the references to ended calls. The value of a reference is Ray's error if the
+    process died before the call ended, and None in all other cases.
     """
 
     def __init__(
@@ -56,14 +57,20 @@ class FunctionHosts:
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
-        """Request a method call, to run after all earlier calls of the host's lane."""
+        """Request a method call from a process, to run after the process's earlier calls.
+
+        The process is number `lane` of the host (modulo the number of processes per host).
+        """
         call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open_calls[call.process].append(call)
         self._send(call)
         return call
 
     def ask_all(self, method: str) -> list[ActorCall]:
-        """Request a call of `method` from all processes, first from lane 0 of each host."""
+        """Request a call of `method` from all processes.
+
+        The calls of all hosts' first processes (lane 0) come first in the result.
+        """
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
     def replace_dead(self) -> list[str]:
@@ -95,7 +102,7 @@ class FunctionHosts:
 
 
 def name(host: int, lane: int = 0) -> str:
-    """Return the name of the process that runs a host's lane, for messages."""
+    """Return a process's name for messages: its host, and its number on the host."""
     return f"functions of host {host}{f' lane {lane}' if lane else ''}"
 
 

@@ -36,7 +36,8 @@ class FunctionTasks:
     def begin(self, task: Task) -> None:
         """Request the function calls of a task.
 
-        If the values of the algorithm states are not known yet, only the opening of the task is requested.
+        If the values of the algorithm states are not known yet, only the calls before the first function that reads an
+        algorithm state are requested.
         """
         part: Part = "opening" if task.trains and self.reads_states and not self.carried.knows(task.number) else "whole"
         self.calls[task.key] = []
@@ -45,10 +46,10 @@ class FunctionTasks:
             self.openings[task.number] = task
 
     def calls_of(self, task: Task) -> list[ActorCall]:
-        """Return all function calls of a task, which the driver then waits for.
+        """Return all function calls of a task; the driver waits for these calls.
 
-        Raises RuntimeError if the driver has not requested the rest of the task, because values of algorithm states are
-        not known yet.
+        Raises RuntimeError if the driver has not requested all calls of the task, because values of algorithm states
+        are not known yet.
         """
         self.request_ready()
         if task.number in self.openings and task.trains:
@@ -60,16 +61,16 @@ class FunctionTasks:
         self.ended -= {*map(reference, self.calls.pop(task.key))}
 
     def awaited_references(self) -> list[Any]:
-        """Return Ray references to the unfinished calls that the next task waits for.
+        """Return Ray references to the unfinished calls for which the next task waits.
 
-        A task of which only the opening is requested waits until the functions of the previous iteration have ended.
+        If only the first calls of a task were requested, the task waits for the functions of the previous iteration.
         The result contains the unfinished calls of these functions. The result is empty if no task waits.
         """
         before = self.calls[f"train/{min(self.openings) - 1}"] if self.openings else []
         return [call_reference for call_reference in map(reference, before) if call_reference not in self.ended]
 
     def record_ended(self, ended: Collection[Any]) -> None:
-        """Record which function calls have ended; request the work that waited for them.
+        """Record which function calls have ended; request the work that waited for calls.
 
         `ended` are Ray references. References to calls that are not function calls are ignored. Raises the error of a
         call that failed.
@@ -78,7 +79,7 @@ class FunctionTasks:
         self.request_ready()
 
     def request_ready(self) -> None:
-        """Request the rest of each task for which all algorithm states have a known value."""
+        """Request the remaining calls of each task whose algorithm states are all known."""
         while self.openings:
             number = min(self.openings)
             if not self.carried.knows(number):
@@ -98,8 +99,9 @@ class FunctionTasks:
 
 
 def lane(task: Task) -> int:
-    """Return the number of the lane (function_hosts.py) whose processes run a task.
+    """Return the number of the process on each host that runs a task's functions.
 
-    An evaluation uses the lane of the last iteration before the evaluation, because that iteration has ended.
+    function_hosts.py calls this number a lane. An evaluation uses the process of the last iteration before the
+    evaluation, because that iteration has ended.
     """
     return task.number if task.trains else task.number - 1

@@ -110,7 +110,7 @@ class Driver:
         return result
 
     def _bring(self, out: Path) -> checkpoint.Manifest:
-        """Copy files and metrics of the resumed checkpoint; return the manifest."""
+        """Copy a resumed checkpoint's files and metrics; return the checkpoint's manifest."""
         folder = Path(self.attempt.resume)
         manifest = checkpoint.read_manifest(folder)
         self.pool.checkpoints.bring(folder, manifest, self._wait_for_disk)
@@ -257,7 +257,7 @@ class Driver:
         return _Running(task, start, [*ranks, *self.async_pools.reports.pop(task.key, ()), *self.tasks.calls_of(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
-        """Start each iteration that `pools` may begin while the updates compute `now`."""
+        """Start iterations that `pools` may begin while updates compute iteration `now`."""
         last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
         for pool, number in self.async_pools.due(now, last, self.run_state.knows_data, pools):
             task = self.run_state.task(number)
@@ -286,7 +286,7 @@ class Driver:
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
-        """Drop an ended task's rows; return moved bytes by action, and the message count."""
+        """Drop an ended task's rows; return bytes moved per action, and the message count."""
         fault_points.reach("driver", f"clear {task.key}")
         for remark in [*(text for report in reports for text in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
@@ -304,7 +304,7 @@ class Driver:
         return moved, messages
 
     def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """Wait for calls; return their results. Meanwhile, pools run ahead of `training`.
+        """Wait for calls' results; pools meanwhile run ahead of iteration `training`.
 
         Raises if a call fails, a process cannot be replaced, or no row (`disk`: no byte) moves for `deadline` seconds.
         """
@@ -404,7 +404,7 @@ class Driver:
         return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
-        """Return whether to measure memory: in iteration 1, or in 0 if it is the only one."""
+        """Return whether to measure memory: in iteration 1 (in 0, if there is no other)."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:

@@ -45,8 +45,8 @@ class Interrupted(Exception):
 class Outcome:
     """Results of a run.
 
-    `folder` contains the files of the run; it is a string if the folder is at a URL. `reported` has the first and the
-    last value of each column mean that the evaluations report. The keys of `reported` are the titles of the means.
+    `folder` contains the files of the run; it is a string if the folder is at a URL. The evaluations report means of
+    columns. For each mean, `reported` has the first and the last value, under the title of the mean.
     """
 
     folder: Path | str
@@ -69,11 +69,11 @@ class Outcome:
     @property
     @public
     def best(self) -> dict[str, Path | str]:
-        """The checkpoint with the best figure of each evaluation that has a `best` figure.
+        """The checkpoint at which each evaluation's `best` figure has its best value.
 
-        A program names this figure with the attribute `best`. The keys are the titles of the figures. A figure is left
-        out if its best value was reached before the training, or if the checkpoint with this value is not in the run's
-        folder.
+        A program chooses a figure of an evaluation with the attribute `best`. The keys of the result are the titles of
+        these figures. A figure is left out if its best value was reached before the training, or if the checkpoint with
+        this value is not in the run's folder.
         """
         saved = self._list_names(checkpoint.FOLDER) if any(best.iteration for best in self.bests) else []
         checkpoints: dict[str, Path | str] = {}

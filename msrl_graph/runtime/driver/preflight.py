@@ -84,7 +84,8 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 def _links(model: Model) -> Iterator[Diagnostic]:
     """Yield an error for each symbolic link that leads out of a model's folder.
 
-    Without the error, the run would read the file to which the link leads, and save its content with the trained model.
+    Without the error, the run would read the file to which the link leads, and save the file's content with the trained
+    model.
     """
     folder = Path(model.path)
     for file, target in (tensor_files.find_outside_links(folder) if folder.is_dir() else {}).items():
@@ -138,9 +139,9 @@ def _reason(placement: Placement) -> str:
 
 
 def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
-    """Suggest axes to leave out of a layout, so that an installed engine can run it.
+    """Suggest axes to remove from a layout, so that an installed engine supports it.
 
-    An axis is, for example, `tp`. Returns "" if no choice of axes helps.
+    An axis is, for example, `tp`. Returns "" if the removal of axes does not help.
     """
     node = plan.graph.node(placement.node)
     model = plan.model(placement.node)
@@ -157,9 +158,9 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
 
 
 def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
-    """Check the pools' Python interpreters, unless the run is on a cluster.
+    """Yield an error for each Python interpreter of a pool that does not fit the run.
 
-    On a cluster, cluster_probe.py checks the interpreters of each host.
+    If the run is on a cluster, no error is yielded: cluster_probe.py checks the interpreters of each host.
     """
     return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check_interpreters(plan)
 

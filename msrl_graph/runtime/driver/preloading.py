@@ -45,7 +45,7 @@ COMMON = (
 def starting_early(file: str) -> Iterator[PreloadServer | None]:
     """Start a preload server before a program file or plan file is read.
 
-    The server ends with the context. Yields None if no run of the file could use a server.
+    The server ends with the context. Yields None if the program or plan cannot use a server.
     """
     server = _start() if _mentions_host(Path(file)) else None
     try:
@@ -94,7 +94,10 @@ def _mentions_host(file: Path) -> bool:
 
 
 def modules(plan: Plan) -> list[str]:
-    """Return the modules that a plan's ranks import, except the modules in COMMON."""
+    """Return the modules that a plan's ranks import and that COMMON does not contain.
+
+    COMMON has the modules that every run imports.
+    """
     from ...backends import ENGINES
 
     engines = {ENGINES[p.engine.name].build.partition(":")[0] for p in plan.placements if p.engine.name in ENGINES}

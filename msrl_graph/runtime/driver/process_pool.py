@@ -256,7 +256,7 @@ class ProcessPool:
             ray.kill(self.probes.pop())
 
     def results(self, references: Sequence[Any]) -> list[Any]:
-        """Wait for Ray references and return their results.
+        """Wait for the calls of some Ray references, and return the calls' results.
 
         Raises HostLost if a host of the cluster is lost.
         """

@@ -45,7 +45,7 @@ def make_working_copy(url: str) -> Path:
 def choose(url: str, overwrite: bool) -> None:
     """Check that a run can write its results to a URL.
 
-    Raises Fault if the URL is not writable, or if it has results that must not be replaced.
+    Raises Fault if the URL is not writable or not empty. With `overwrite`, the URL may contain the results of a run.
     """
     urls.check_writable(url)
     with urls.report_errors(url):

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes, and what changed after it was written.
+"""The checkpoint that a run resumes, and later changes that affect the result.
 
 Invariant: a damaged checkpoint is refused. A checkpoint of another algorithm or model is refused. All other changes
 that affect the result are listed in one warning. Layouts and the locations of files never affect the result.
@@ -48,10 +48,10 @@ def find_resume_point(
 ) -> ResumePoint:
     """Find the checkpoint to resume from, and check that it fits the plan.
 
-    `target` is the folder of a checkpoint or of a run. `now` has the digests of the plan's files as the files are on
-    disk. If `now` is None, files are not compared. If `trains` is true, the run continues from the checkpoint. If
-    `trains` is false, the run only evaluates the checkpoint. Raises Fault if the checkpoint is damaged or belongs to
-    another program.
+    `target` is the folder of a checkpoint or of a run. `now` has digests of the plan's files in their present state. If
+    `now` is None, files are not compared. If `trains` is true, the run continues from the checkpoint. If `trains` is
+    false, the run only evaluates the checkpoint. Raises Fault if the checkpoint is damaged or belongs to another
+    program.
     """
     path, manifest = find_checkpoint(target, span)
     if trains and manifest.iteration > plan.deploy.run.iterations:
@@ -124,11 +124,11 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
 
 
 def program(plan: Plan) -> dict[str, Any]:
-    """Return everything in a plan that decides the result of a run.
+    """Return the values in a plan on which the result of a run depends.
 
-    The result contains the algorithm, the shapes of the models, the seed, the version of the random streams, the data,
-    and what the run does when it finds a NaN. If a learning-rate schedule depends on the number of iterations, the
-    result also contains the number of iterations.
+    The values are the algorithm, the shapes of the models, the seed, the version of the random streams, the data, and
+    what the run does when it finds a NaN. If a learning-rate schedule depends on the number of iterations, the result
+    also contains the number of iterations.
     """
     models = model_shapes(plan)
     data = {
@@ -145,7 +145,7 @@ def program(plan: Plan) -> dict[str, Any]:
 
 
 def model_shapes(plan: Plan) -> dict[str, Any]:
-    """Return, for each model of a plan, the properties that identify it.
+    """Return, for each model of a plan, the properties that identify the model.
 
     Weights are not part of these properties.
     """

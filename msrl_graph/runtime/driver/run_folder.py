@@ -102,7 +102,8 @@ def _creation_fault(folder: Path | str | None, error: OSError) -> Fault:
 def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
     """Check that a run may replace the results in a folder; return the folder.
 
-    Raises Fault if the run reads some of these results, for example as a model or as rows of the run `replay`.
+    Raises Fault if the run reads some of these results, for example as a model, or as rows to replay. `replay` is the
+    folder of the run whose rows are replayed, or "".
     """
     results = [(folder / name).resolve() for name in MADE]
     reads = [
@@ -120,7 +121,8 @@ def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
 def clear_results(folder: Path, begin: Path | None) -> None:
     """Remove the results in a run's folder.
 
-    If the run resumes from the checkpoint `begin` in this folder, only newer checkpoints are removed.
+    If the run resumes from the checkpoint `begin` in this folder, only the checkpoints that are newer than `begin` are
+    removed.
     """
     newer = [
         checkpoint_path
@@ -137,8 +139,8 @@ def clear_results(folder: Path, begin: Path | None) -> None:
 def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
     """Create the folder of a run.
 
-    `stated` says whether the user named the folder. If the user did not name the folder, and another run has created a
-    folder of this name in the meantime, the next free name is used.
+    `stated` says whether the user named the folder. If the user did not, and another run has meanwhile created a folder
+    of this name, the next free name is used.
     """
     while True:
         try:
@@ -250,7 +252,7 @@ def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
 
 
 def _supervises(pid: int) -> bool:
-    """Return whether a process that holds the lock of a run's folder is a supervisor.
+    """Return whether the process `pid`, which locks a run's folder, is a supervisor.
 
     The result is true for all such processes except two kinds: a driver, which ends when its supervisor ends, and a
     process that is ending. A process that is ending has no command line, because its memory is released before its

@@ -64,7 +64,7 @@ class InputFile:
 class RunInputs:
     """Files and package versions that decide a run's result.
 
-    A key of `files` names what the file belongs to and the file itself, for example `model policy: config.json`.
+    A key of `files` names two things: the owner of the file, and the file itself. Example: `model policy: config.json`.
     `versions` has the version of each package.
     """
 
@@ -79,7 +79,7 @@ NO_INPUTS = RunInputs({}, {})
 class Differences:
     """Differences between the inputs of two runs, as texts.
 
-    `model` are the differences that make the model another model. `changed` are all other differences.
+    `model` has the differences after which a model counts as another model. `changed` has all other differences.
     """
 
     model: tuple[str, ...] = ()
@@ -108,9 +108,9 @@ def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
 
 
 def companions(folder: Path, name: str) -> dict[str, InputFile]:
-    """Return the files of a model's folder other than its weights.
+    """Return the files in a model's folder that are not weights.
 
-    `name` is the model's name in the program. The keys are the keys of `RunInputs.files`.
+    `name` is the model's name in the program. The keys have the same form as the keys of `RunInputs.files`.
     """
     return {f"model {name}: {file.relative_to(folder)}": _read_file(file) for file in sorted(companion_files(folder))}
 
@@ -209,7 +209,7 @@ def differences(before: RunInputs, now: RunInputs) -> Differences:
 
 
 def data(inputs: RunInputs) -> dict[str, str]:
-    """Return a digest of the sampled blocks of each data file, by the data's name."""
+    """Return, by the name of each data file, a digest of the file's sampled blocks."""
     return {
         name.removeprefix("data "): entry.sampled for name, entry in inputs.files.items() if name.startswith("data ")
     }
@@ -234,7 +234,7 @@ def describe_edit(inputs: RunInputs) -> str:
 def _compare_file(name: str, before: InputFile | None, now: InputFile | None) -> Iterator[tuple[bool, str]]:
     """Yield (`decides`, text) for each difference between two versions of a file.
 
-    `decides` is true if the difference makes the model another model.
+    `decides` is true if the model counts as another model after the difference.
     """
     decides = _is_model(name)
     if before is None or now is None:
@@ -303,7 +303,7 @@ class DigestThread:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread; a file that is not digested completely keeps only its samples."""
+        """End the thread; no SHA-256 is recorded for a file that is not read completely."""
         self.closed.set()
         self.thread.join()
 

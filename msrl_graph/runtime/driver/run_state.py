@@ -68,8 +68,8 @@ class RunState:
     def task(self, number: int) -> Task:
         """Return the task of training iteration `number`, with all inputs known so far.
 
-        `knows_data(number)` must be true. The rows of the task are sampled with the values of the algorithm states that
-        are the newest known values at the first call for the iteration.
+        `knows_data(number)` must be true. The rows of the task are sampled with certain values of the algorithm states:
+        the newest values that were known when this method was first called for the iteration.
         """
         cut = self.cut[number] if self.groups else ()
         now = min(self.states)
@@ -103,7 +103,7 @@ class RunState:
         return self.positions[last] + (number - last) * self.graph.rows[0]
 
     def take_report(self, task: Task, report: Report) -> None:
-        """Record what a report of a process says about the next iteration's data.
+        """Record what a process reports about the data of the next iteration.
 
         The process has ended its part of `task`, an iteration of training.
         """
@@ -186,10 +186,10 @@ class RunState:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
 
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
-        """Write the run state as a file of a checkpoint; return the written file.
+        """Write the run state as a file of a checkpoint; return a list with this file.
 
-        The position in the data is stored in the manifest, not in this file. The list is empty if the run state has no
-        other content.
+        The position in the data is stored in the manifest, not in this file. If the run state has no other content, no
+        file is written, and the list is empty.
         """
         arrays = {**self.states[min(self.states)], **(_to_arrays(self.cut[min(self.cut)]) if self.groups else {})}
         arrays |= self.refill.to_arrays()

@@ -32,8 +32,8 @@ MOST = 256 << 20  # bytes: some tens of MiB are usual, and each host keeps them 
 def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
     """Return the files to copy, by absolute path.
 
-    `shipped` means that the files are sent to other hosts. Raises Fault if files that are sent are larger than MOST in
-    total.
+    `shipped` means that the files are sent to other hosts. Raises Fault if the files are sent and have more than MOST
+    bytes in total.
     """
     spans = {path: node.span for path, _, node in files_loaded(plan)}
     code = user_modules.plan_files(plan)
@@ -63,7 +63,10 @@ def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
 
 
 def _read_file(file: Path, folder: Path | None) -> ShippedFile:
-    """Read a file of the user (`folder` is None), or a file in the folder of a model."""
+    """Read a file of the user, or a file of a model.
+
+    `folder` is the folder of the model; None for a file of the user.
+    """
     with file.open("rb") if folder is None else open_inside(file, folder) as stream:
         return ShippedFile(stream.read(), os.fstat(stream.fileno()).st_mtime_ns)
 

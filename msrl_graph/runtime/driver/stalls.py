@@ -53,7 +53,7 @@ class StallClock:
             self._bytes_time = now
 
     def seconds(self, since: float = 0.0) -> float:
-        """Return the seconds since the last progress, or since `since` if that is later."""
+        """Return the seconds since the last progress, or since the time `since` if later."""
         return time.monotonic() - max(self.since, since)
 
 
@@ -78,7 +78,7 @@ class DeathReports:
     def take_reasons(self, names: Iterable[str]) -> dict[str, str]:
         """Return, by process name, why processes were killed for not responding.
 
-        Reasons that an earlier call has returned are left out.
+        A reason that an earlier call has returned is left out.
         """
         reasons: dict[str, str] = {}
         for (_, pid), (name, reason) in self._heard.items():

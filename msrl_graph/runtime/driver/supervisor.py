@@ -81,7 +81,7 @@ def run(
 
 
 class Supervisor:
-    """Supervisor of a prepared run; `driver` has Python's arguments to start a driver."""
+    """Supervisor of a run; it starts drivers with the Python arguments `driver`."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class Supervisor:
     def _attempt_with_fewer(
         self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
     ) -> Result:
-        """Run on the remaining hosts if the program fits; else wait for the lost hosts."""
+        """Run on the remaining hosts if they suffice; else wait for the lost hosts."""
         remaining = plural(result.hosts, "host")
         patience = self.plan.docks.deadline
         if (fewer := with_hosts(self.plan, result.hosts)) is not None:
@@ -314,7 +314,7 @@ class Supervisor:
                 return Result("died", reason)
 
     def _drive(self, attempt: Attempt, logs: Path, temporary: Temporary) -> str:
-        """Start a driver and wait for its end; return a reason in case there is no result."""
+        """Start a driver and wait for its end; return what explains a missing result."""
         command = [sys.executable, *self.driver, attempt.folder]
         # Only the first failure is reported; Ray would print tracebacks of others.
         environment = {
@@ -402,8 +402,7 @@ def _size(path: Path) -> int:
 def _is_file(stream: IO[str]) -> bool:
     """Return whether another process can write to a stream directly.
 
-    If another process cannot (the stream of a notebook, or a stream in memory), this process writes the text to the
-    stream.
+    If the result is false (for the stream of a notebook, or a stream in memory), this process writes the text itself.
     """
     try:
         return stream.fileno() >= 0
@@ -412,7 +411,7 @@ def _is_file(stream: IO[str]) -> bool:
 
 
 def _append_to_first_line(message: str, more: str) -> str:
-    """Append `more` to a message's first line; the message's other lines list waits."""
+    """Append `more` to the first line of a message; other lines describe waits."""
     first_line, newline, rest = message.partition("\n")
     return first_line + more + newline + rest
 

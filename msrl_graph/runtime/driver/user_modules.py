@@ -25,8 +25,8 @@ _BY_NAME = ("import_module", "__import__")
 def plan_files(plan: Plan) -> dict[Path, Path]:
     """Return the Python files of a plan's functions.
 
-    The keys are all files that the functions need. The value for a file is the file that the program names and that is,
-    or imports, the needed file.
+    The keys are all files that the functions need. The value for a needed file is a file that the program names: the
+    needed file itself, or a file that imports the needed file.
     """
     owners: dict[Path, Path] = {}
     for path, _, _ in files_loaded(plan):
@@ -35,7 +35,7 @@ def plan_files(plan: Plan) -> dict[Path, Path]:
 
 
 def modules(path: Path) -> Iterator[Path]:
-    """Yield a Python file, and all files that it imports from the user's folders.
+    """Yield a Python file, and all files of the user that the file imports.
 
     Imports of the imported files are also followed.
     """
@@ -113,7 +113,7 @@ def _list_imports(file: Path) -> Iterator[tuple[str, Path | None]]:
 def _user_folders() -> list[Path]:
     """Return the folders of `sys.path` that contain files of users.
 
-    These are all folders except those of the standard library and of installed packages.
+    The folders of the standard library and of installed packages are left out.
     """
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     folders = []

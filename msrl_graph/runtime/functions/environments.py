@@ -88,8 +88,8 @@ class EnvironmentClass:
     def start(self) -> None:
         """Import the file that defines the class.
 
-        If the failure of a row ends the run, this process imports the file. If rows may fail without an end of the run,
-        a separate process imports the file, so that the user's code cannot harm this process.
+        If a failed row ends the run, this process imports the file. If a failed row does not end the run, a separate
+        process imports the file, so that the user's code cannot harm this process.
         """
         if self.verdicts:
             folder = shipped_files.shipped_folder()
@@ -222,17 +222,19 @@ class Episodes:
         }
 
     def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
-        """Return the dock's column that says which rows remain, by the column's name.
+        """Return a dictionary with one column of the dock: the verdicts on the rows.
 
-        Lost rows are counted and reported in `report`. The metrics that count failed rows have names that begin with
-        `metric_prefix`. Returns {} if a failure ends the run, because no row can then be lost.
+        The key is the name of the column. A verdict says whether a row remains or is lost. Lost rows are counted and
+        reported in `report`. The metrics that count failed rows have names that begin with `metric_prefix`. Returns {}
+        if a failure ends the run, because a run with this setting never loses rows.
         """
         return self.surviving_rows.make_verdicts(report, metric_prefix)
 
     def _ask(self, requests: Mapping[int, Ask], when: str) -> list[tuple[Utterance, bool]]:
         """Return the environment's reply to each request, in the order of the requests.
 
-        The reply for a lost row is an empty text and the flag True. `when` names the turn in words.
+        A reply is a text (or messages), and a flag that is true if the episode is over. The reply for a lost row is an
+        empty text with the flag True. `when` names the turn in words.
         """
         alive = {position: request for position, request in requests.items() if not self.surviving_rows.lost[position]}
         replies: dict[int, tuple[Utterance, bool]] = {}

@@ -1,7 +1,7 @@
 """The client of a fork server, a process that has imported a user's code.
 
-Invariant: no process that the fork server (fork_server.py) forks outlives the client that requested it. The fork server
-is the parent of the forked processes, so it can report how each of them ended.
+Invariant: a process that the fork server (fork_server.py) has forked ends no later than the client that requested the
+process. The fork server is the parent of the forked processes, so it can report how each of them ended.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def exits_within(pid: int, seconds: float) -> bool:
 def death_reason(status: int | None) -> Failure:
     """Return the failure that explains why a process ended, from its exit status.
 
-    The status None means that the status is not known.
+    `status` is None if the exit status is not known.
     """
     if status is None:
         return PROCESS_GONE

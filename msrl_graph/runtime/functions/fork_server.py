@@ -4,8 +4,9 @@ The program is a fork server (a *nest*): it imports the user's files, and then f
 program is used for code that may do harm, or that runs in parallel.
 
 Invariant: the user's code can only harm its own process.
-- A forked process has a memory limit: a number of bytes beyond what it uses after the import of the user's files.
-- A forked process is the first process that the system kills when memory runs out.
+- A forked process has a memory limit: a number of bytes beyond what the process uses after the import of the user's
+  files.
+- If memory runs out, the system kills the forked processes before all other processes.
 - A forked process ends when its nest ends. The nest ends when the process that started the nest ends.
 
 A message is a pickle, preceded by its length. Pickles are safe because the author of the user's code is trusted. But a
@@ -46,7 +47,7 @@ Serve = Callable[[socket.socket], None]  # the work of a forked process: answer 
 
 
 class Spec(Protocol):
-    """The user's code that a nest loads.
+    """The user's code that a fork server loads.
 
     `folder` is the folder with the run's shipped files.
     """
@@ -81,8 +82,8 @@ def receive_exactly(connection: socket.socket, length: int) -> bytes:
 def main() -> None:
     """Import the user's files, and execute the client's orders until the client ends.
 
-    The first message from the client is the Spec. The nest replies with the reason why the import failed, or with "" if
-    the import succeeded. An order is to fork a process, or to wait for the end of a forked process.
+    The first message from the client is the Spec. The server replies with the reason why the import failed, or with ""
+    if the import succeeded. An order is to fork a process, or to wait for the end of a forked process.
     """
     orders = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, meant for the run

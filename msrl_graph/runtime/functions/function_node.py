@@ -54,8 +54,8 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 class Results:
     """The results of a function node for a batch, or for a part of a batch.
 
-    - `columns`: for each written column, row numbers and the values of these rows. A filter has one column, with its
-      verdicts.
+    - `columns`: for each written column, row numbers and the values of these rows. If the node is a filter, the only
+      column is the column of the filter's verdicts.
     - `states`: for each state that the function computes, its values for the next iteration.
     - `failed`: for each unit that failed and leaves the iteration, the failure and how many rows the unit has. The keys
       say in words which unit or row failed.
@@ -278,7 +278,7 @@ class FunctionNode:
     def _call_many(self, batch: Batch, task: Task, arguments: list[tuple[str, Any]]) -> Iterator[Any]:
         """Call the variant of the function that takes many rows at a time (`many`).
 
-        Returns the results of all rows of the batch.
+        `arguments` are the arguments for all rows of the batch. Returns the results of all rows.
         """
         assert self.many is not None
         where = f"{len(batch.rows)} rows"

@@ -59,8 +59,8 @@ PARTIAL_WRITE_INTERVAL = (
 class _Calls(Walker):
     """The methods that execute a function host's instruction stream for one task.
 
-    The stream calls functions and never moves weights. `drawn` is the number of rounds of prompts that were drawn in
-    the task.
+    The instruction stream is the list of instructions that the plan gives to all function hosts. Its instructions call
+    functions and never move weights. `drawn` is the number of rounds of prompts that were drawn in the task.
     """
 
     host: FunctionHost
@@ -97,7 +97,8 @@ class FunctionHost:
     - `called`: the name of the process.
     - `folder`, `logs`: the run's temporary folder on this host, and the folder of log files.
     - `again`: true if this process replaces a process that died.
-    - `digests`: for each data file, the digest of its sampled blocks when the run began.
+    - `digests`: for each data file, a digest that was computed when the run began. It covers the size of the file and
+      samples of its content.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class FunctionHost:
         )
 
     def run(self, task: Task, tables: Tables) -> Report:
-        """Execute the function nodes' instruction stream for one task, whole or in part.
+        """Execute the function nodes' instructions for a task, or for a part of the task.
 
         A process that replaces a dead process executes the whole task again. The second execution does not change the
         results: the process gets the same shares, functions are pure, and a row that is written twice gets the same
@@ -260,8 +261,8 @@ class FunctionHost:
     def _count_rounds(self, steps: Sequence[Instruction], task: Task) -> int:
         """Return how many rounds of prompts the opening of a task has drawn.
 
-        The *opening* is the first part of the task's instruction stream (`task.part`). `steps` are the instructions of
-        the opening, which this host has finished.
+        The *opening* is the first part of a task's instructions (`task.part`). `steps` are the instructions of the
+        opening. This host has finished the opening.
         """
         filter = next((step.node for step in steps if step.op == "AGAIN"), "")
         return next(
@@ -269,10 +270,10 @@ class FunctionHost:
         )
 
     def _run_source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
-        """Write the prompts of a round to the dock, with the states that are known.
+        """Write the prompts of a round to the dock, together with their states.
 
-        In the opening of a task (the first part of its instruction stream), only the states with which rows are sampled
-        are known. `_put_states` writes the other states later.
+        In the first part of a task (the opening), only some states are known: the states from which rows are drawn.
+        `_put_states` writes the other states later.
         """
         chosen = self._choose_rows(task, round, tables.draws, report)
         columns = self._dataset(task).take(chosen)
@@ -282,7 +283,10 @@ class FunctionHost:
         self._put(task, round, columns)
 
     def _put_states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
-        """Write states to the dock for the prompts that were written without their states."""
+        """Write the prompts' states to the dock if the prompts were written without them.
+
+        `rounds` are the numbers of the rounds in which these prompts were drawn.
+        """
         for round in rounds if self.host == 0 and self.read else ():
             chosen = self._choose_rows(task, round, tables.draws)
             self._put(task, round, self._state_columns(task, chosen, tables.states, self.read))
@@ -298,8 +302,8 @@ class FunctionHost:
     ) -> dict[str, ColumnData]:
         """Return the states of some rows of the data, as columns of the dock.
 
-        `chosen` are the numbers of the rows. `tables` has the values of states for all rows of the data. `named` maps
-        the names of the dock's columns to states. In an evaluation, each state has its initial value.
+        `chosen` are the numbers of the rows. `tables` has, for each state, the values for all rows of the data. `named`
+        has the states, by the names of the dock's columns. In an evaluation, each state has its initial value.
         """
         return {
             name: ColumnData(
@@ -311,10 +315,10 @@ class FunctionHost:
         }
 
     def _choose_rows(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
-        """Return the numbers of the rows of the data that a round draws.
+        """Return the numbers of the data rows that a round draws.
 
-        The result depends only on the arguments. It is stored, because the part of the task after the opening needs the
-        same rows again.
+        `draws` has the values of the states from which rows are drawn. The result depends only on the arguments. It is
+        stored, because the second part of the task needs the same rows again.
         """
         if (task.key, round) in self.drawn:
             return self.drawn[task.key, round]
@@ -344,7 +348,7 @@ class FunctionHost:
     def _journal_call(self, node: Node, where: str) -> Iterator[None]:
         """Record an import of a user's file, or a call of the option `weights`.
 
-        `where` says in words what is imported or called. Raises RunError if it must not be repeated.
+        `where` says in words what is imported or called. Raises RunError if the import or call must not be repeated.
         """
         try:
             with self.note.record_call(f"{node.name}: {where}"):

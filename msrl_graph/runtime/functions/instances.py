@@ -107,8 +107,8 @@ class ClassSignature:
 class Instances:
     """The instances of an environment class for some rows, one for each row.
 
-    An instance is identified by the position of its row. Plain methods run in threads, with at most `at_once` calls at
-    a time. `async` methods share an event loop, in which all calls run concurrently.
+    An instance is identified by the position of its row. Methods that are not `async` run in threads, with at most
+    `at_once` calls at a time. `async` methods share an event loop, in which all calls run concurrently.
     """
 
     def __init__(self, called: ClassSignature, at_once: int) -> None:

@@ -36,7 +36,7 @@ PATIENCE = 5.0  # extra seconds for a process to report the timeouts of its inst
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """The environment class that a fork server (a nest) loads.
+    """The environment class that a fork server loads.
 
     - `folder`: the folder with the run's shipped files.
     - `path`, `name`: the user's file, and the name of the class in this file.

@@ -1,7 +1,7 @@
 """Protection of a process from forks and exits in the user's code that it calls.
 
-Invariant: a call returns only in the process that began the call. If the user's code forks and the child returns from
-the call, the child is ended at this point, so the child never answers instead of its parent. In a process that other
+Invariant: a call returns only in the process that began the call. If the user's code forks and the forked child returns
+from the call, the child is ended immediately. So the child never answers instead of its parent. In a process that other
 processes depend on, `os._exit` does not end the process; it raises an error in the call.
 """
 
@@ -63,7 +63,10 @@ def end_child(parent: int) -> None:
 
 
 def guard_exit() -> None:
-    """Make `os._exit` within a `guarded_call` of this process raise ProcessExit."""
+    """Replace `os._exit`, so that it raises ProcessExit inside a `guarded_call`.
+
+    Only calls that this process guards are affected. In all other code, `os._exit` ends the process as usual.
+    """
     leave = os._exit
     own = os.getpid()
 

@@ -44,10 +44,11 @@ class SurvivingRows:
         self.lost = np.zeros(len(rows), bool)
 
     def fail(self, position: int, failure: Failure, when: str = "", given: Mapping[str, Any] | None = None) -> range:
-        """Record a row's failure; return the positions of the rows that therefore leave.
+        """Record a row's failure; return the positions of all rows that must leave.
 
-        The rows leave the iteration. `when` says in words when the row failed. `given` are the arguments of the failed
-        call. Raises RunError if a failure ends the run.
+        These rows leave the iteration: the failed row or, with `on_failure = drop_group`, all rows of its group. `when`
+        says in words when the row failed. `given` are the arguments of the failed call. Raises RunError if a failure
+        ends the run.
         """
         if self.on_failure == "stop":
             raise RunError(self._failure_message(position, failure, when, given))
@@ -61,10 +62,11 @@ class SurvivingRows:
         return range(first, first + size)
 
     def make_verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
-        """Return the dock's column that says which rows remain, by the column's name.
+        """Return a dictionary with one column of the dock: the verdicts on the rows.
 
-        Lost rows are counted and reported in `report`. The metrics that count failed rows have names that begin with
-        `metric_prefix`. Returns {} if a failure ends the run, because no row can then be lost.
+        The key is the name of the column. A verdict says whether a row remains or is lost. Lost rows are counted and
+        reported in `report`. The metrics that count failed rows have names that begin with `metric_prefix`. Returns {}
+        if a failure ends the run, because a run with this setting never loses rows.
         """
         if not self.column:
             return {}

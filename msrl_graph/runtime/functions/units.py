@@ -299,10 +299,10 @@ def _to_array(result: Any) -> Array:
 
 
 def row_filter(sieve: Sieve | None) -> Sieve | None:
-    """Return `sieve` if it is a filter of the program, or else None.
+    """Return `sieve` if it belongs to a filter of the program, or else None.
 
-    A node whose rows may fail also has a sieve, which only drops the rows that failed. The result for such a sieve is
-    None.
+    A sieve describes a node at which rows leave the iteration. The node is a filter, or a node that drops only its
+    failed rows. The result is None if the node is not a filter.
     """
     return None if sieve is None or sieve.failures else sieve
 

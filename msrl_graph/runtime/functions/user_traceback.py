@@ -68,8 +68,8 @@ def describe_failure(
 ) -> str:
     """Return the message for a failed call of a node's Python code.
 
-    `where` names the row or the unit in words. `given` are the arguments of the call, by parameter. The full text, with
-    the whole traceback, is written to the log of this process.
+    `where` names the row or the unit in words. `given` has a (parameter, value) pair for each argument of the call. The
+    full text, with the whole traceback, is written to the log of this process.
     """
     summary = error if isinstance(error, ErrorSummary) else ErrorSummary.from_error(error)
     headline = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {summary.reason}"

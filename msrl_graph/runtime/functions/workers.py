@@ -43,7 +43,10 @@ Reply = tuple[list[UnitOutcome], dict[str, float], float]
 
 
 def uses_workers(node: Node) -> bool:
-    """Return whether worker processes, if the run has them, call a node's function."""
+    """Return whether a node's function may be called by worker processes.
+
+    If the result is false, the function host itself calls the function.
+    """
     call = CallAttributes.of(node).functions[0]
     signature = signature_of(call, "function") if call.kind == "call" else None
     return concurrent_calls(node, 2, signature) == 2

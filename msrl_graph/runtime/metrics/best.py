@@ -21,8 +21,8 @@ from ...ir.evaluation import Evaluation
 class BestFigure:
     """The best value of the figure that an evaluation names with its attribute `best`.
 
-    `iteration` is the number of iterations after which the best value was reached. `since` is the number of evaluations
-    after the evaluation with the best value.
+    `iteration` is the number of iterations that had ended when the best value was measured. `since` is the number of
+    evaluations after the evaluation with the best value.
     """
 
     evaluation: Evaluation
@@ -43,10 +43,11 @@ class BestFigure:
 
 
 def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[BestFigure]:
-    """Find the best value of the figure that each evaluation names with `best`.
+    """Find, for each evaluation, the best value of the figure named by `best`.
 
-    Evaluations without the attribute `best` are left out. If several values are equally good, the first of these values
-    is the best. A missing or non-finite value is never the best. An evaluation without a finite value is left out.
+    `best` is an attribute of an evaluation. `lines` are the metrics lines of the run. If several values are equally
+    good, the first of these values is the best. A missing or non-finite value is never the best. Left out are
+    evaluations without the attribute, and evaluations without a finite value.
     """
     bests = []
     for evaluation in (candidate for candidate in evaluations if candidate.best):
@@ -62,8 +63,8 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
 def early_stop_reason(bests: Iterable[BestFigure]) -> str:
     """Return why training ends before its last iteration; "" if training continues.
 
-    `patience` is an attribute of an evaluation. Training ends if `patience` evaluations in a row have not improved the
-    best figure.
+    Training ends if the last `patience` evaluations have not improved the best figure. `patience` is an attribute of an
+    evaluation.
     """
     exhausted = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
     return (

@@ -15,10 +15,11 @@ Sums = Mapping[str, tuple[float, float]]  # by name: the total and the weight, 0
 def means(sums: Sums) -> dict[str, float]:
     """Return the mean of each metric, and the metrics derived from several sums.
 
-    `sums` has a (total, weight) for each metric. A metric with weight 0 is a count; its total is returned instead of a
-    mean. The derived metrics of a loss term TERM are:
+    `sums` has the pair (total, weight) of each metric. A metric with weight 0 is a count; its total is returned instead
+    of a mean. The derived metrics of a loss term TERM are:
 
-    - `TERM/effective_sample_size`: (mean r)^2 / mean r^2, from 0 to 1, where r is the `ratio` of the term.
+    - `TERM/effective_sample_size`: (mean r)^2 / mean r^2, from 0 to 1. r is the number whose mean is the metric
+      `TERM/ratio`.
     - `TERM/explained_variance`: 1 - var(e) / var(R), where e is the error of the predicted values and R the returns.
       This metric is absent if all returns are equal.
     """

@@ -1,7 +1,7 @@
 """Display of a run: a live line on a terminal; elsewhere, one line per iteration.
 
-Invariant: an iteration is displayed with its number, counted from 0, as in metrics, rows, logs and errors. A displayed
-count is the number of finished iterations.
+Invariant: an iteration is displayed with its number, counted from 0. Metrics, recorded rows, logs and errors use the
+same number. A displayed count is the number of finished iterations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .terminal_panel import panel
 class Screen(Console):
     """A console that ignores a broken pipe, so that the run continues.
 
-    The console draws only on a terminal. Notebooks set FORCE_COLOR, so a console of rich would treat a notebook's pipe
-    as a terminal.
+    The console draws only on a terminal. The class `Console` of the library rich would treat the pipe of a notebook as
+    a terminal, because notebooks set FORCE_COLOR.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -77,9 +77,9 @@ def is_terminal(stream: IO[str] | None) -> bool:
 class Display:
     """Display of a run's progress.
 
-    The methods `phase` and `iteration` can be called at any rate, because the display limits the rate of drawing. With
-    `watched`, a terminal shows everything that is known about the run (terminal_panel.py). Without `watched`, a
-    terminal shows one line.
+    The methods `phase` and `iteration` can be called at any rate, because the display limits the rate of drawing. If
+    `watched` is true, a terminal shows everything that is known about the run (terminal_panel.py). If `watched` is
+    false, a terminal shows one line.
     """
 
     def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
@@ -154,7 +154,7 @@ class Display:
     def iteration(self, line: dict[str, Any], scalars: list[str], reports: Sequence[Report] = ()) -> None:
         """Show the metrics line of an ended iteration.
 
-        `scalars` are the columns whose means are shown.
+        `line` is the metrics line. `scalars` are the names of the columns whose means are shown.
         """
         self.facts.iteration(line, scalars, reports)
         # A figure that is named by its unit has the name after the value.

@@ -1,7 +1,7 @@
 """Figures of an evaluation in addition to column means: pass@k, best@k, maj@k.
 
-An evaluation can name a column with the attribute `by`, such as the source of a prompt. Each figure is then also
-computed for each value of this column, over the prompts with this value.
+The attribute `by` of an evaluation can name a column, such as a column with the source of each prompt. Each figure is
+then also computed for each value of this column, over the prompts with this value.
 
 Invariant: the figures are computed from all rows of the evaluation together, so the figures do not depend on how the
 rows were distributed over processes.
@@ -30,8 +30,8 @@ def evaluation_figures(
 ) -> dict[str, float]:
     """Return the figures of an evaluation, by the figures' names in the metrics.
 
-    `pieces` has the rows of each column that the figures need, by the name of the column. Raises RunError if the column
-    `by`, which splits the evaluation, has more than MOST_VALUES values.
+    A key of `pieces` is the name of a column that the figures need; the value has the rows of this column. Raises
+    RunError if the column that the attribute `by` names has more than MOST_VALUES values.
     """
     row_sets = rowsets(plan.graph)
     counted = row_numbers(row_sets.sets, row_sets.refilling, task)
@@ -60,8 +60,8 @@ def evaluation_figures(
 def _group_prompts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
     """Group the prompts by their values in the column `by` of the evaluation.
 
-    A key of the result is the ending of metric names for one group, such as `data_source=gsm8k`. The value is the list
-    of the row numbers of the group's prompts.
+    A key of the result is a group's ending of metric names, such as `data_source=gsm8k`. The value has the row numbers
+    of the group's prompts.
     """
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:

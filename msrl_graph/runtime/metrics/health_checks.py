@@ -1,10 +1,10 @@
 """Signs in the metrics that something is wrong with a run.
 
-A sign is reported when it first appears. The sign is reported again only if it has been absent for CALM iterations. So
-a figure that swings around its threshold is reported once.
+A sign is reported when it first appears. It is reported again only if it has been absent for CALM iterations. So a
+figure that swings around its threshold is reported once.
 
 Invariant: the reports depend only on the metrics lines in their order. So a resumed run reports the same signs as a run
-without the interruption. The thresholds come from the program's `run { }`. If a sign ends the run, the sign is reported
+without the interruption. The program states the thresholds in its `run { }` block. A sign that ends the run is reported
 by `end_reason`.
 """
 

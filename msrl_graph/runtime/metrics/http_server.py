@@ -29,7 +29,7 @@ FAREWELL = 1.0  # seconds for open pages to hear how the run ended
 
 
 class StatusServer:
-    """Server of a run's web page and Prometheus metrics, in daemon threads."""
+    """Server of a run's web page and Prometheus metrics; it runs in daemon threads."""
 
     def __init__(self, plan: Plan, facts: RunFacts, ports: Ports) -> None:
         self.facts = facts
@@ -55,9 +55,9 @@ class StatusServer:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def end(self, kind: str, reason: str) -> None:
-        """Send all open web pages how the attempt ended; wait until the pages are closed.
+        """Report the end of the attempt to all open web pages, and wait until they close.
 
-        The wait takes at most FAREWELL seconds.
+        `kind` and `reason` say how and why the attempt ended. The wait takes at most FAREWELL seconds.
         """
         self.facts.end(kind, reason)
         until = threading.Event()
@@ -70,10 +70,9 @@ class StatusServer:
 class _Server(ThreadingHTTPServer):
     """An HTTP server on a socket that is already listening.
 
-    A client has some seconds to send its request on a new connection. After that, a client without the token has some
-    more seconds to receive the answer. The number of connections in the first phase and the number of connections in
-    the second phase are limited separately. So no connection in one phase is closed to make room for a connection in
-    the other phase.
+    A connection has two phases with a time limit of some seconds each. In the first phase, the client sends its
+    request. In the second phase, a client without the token receives the answer. The number of connections is limited
+    separately in each phase. So no connection in one phase is closed to make room for a connection in the other phase.
     """
 
     daemon_threads = True

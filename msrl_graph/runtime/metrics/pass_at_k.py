@@ -1,7 +1,7 @@
 """pass@k, best@k and maj@k: results of k attempts, estimated from n attempts.
 
-Invariant: each result is the mean over all subsets that have k of the n attempts at one prompt. The mean is computed
-exactly, without sampling subsets.
+Invariant: each result is the mean over all choices of k attempts from the n attempts at one prompt. The mean is
+computed exactly, without sampling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def pass_at(attempts: int, passed: int, k: int) -> float:
 def best_at(values: Array, k: int) -> float:
     """Return the largest of k values, averaged over all choices of k of the n values.
 
-    The i-th smallest of the n values is the largest value in C(i - 1, k - 1) choices.
+    `values` has the n values, one for each attempt. The i-th smallest of these values is the largest value in C(i - 1,
+    k - 1) choices.
     """
     shares = [math.comb(i, k - 1) / math.comb(len(values), k) for i in range(len(values))]
     return float(np.sort(values) @ shares)
@@ -36,10 +37,10 @@ def best_at(values: Array, k: int) -> float:
 def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
     """Return the mean value of the answers that win a vote of k attempts.
 
-    Each choice of k attempts is a vote. The most frequent answer wins, and its value is the mean value of all attempts
-    with this answer. If several answers are equally frequent, the mean of their values counts. An attempt with an empty
-    answer does not vote. If none of the k attempts votes, the value is the mean value of all attempts without an
-    answer.
+    `values` and `answers` have one element for each attempt. Each choice of k attempts is a vote. The most frequent
+    answer wins, and its value is the mean value of all attempts with this answer. If several answers are equally
+    frequent, the mean of their values counts. An attempt with an empty answer does not vote. If none of the k attempts
+    votes, the value is the mean value of all attempts without an answer.
     """
     own: dict[bytes, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
@@ -60,8 +61,9 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
     without an answer. A key of the result is a number from `counts`. The value is the chance that an answer with this
     number of attempts wins.
 
-    The local array `ways` belongs to an answer that gets `votes` of the k votes. `ways[s, t]` is the number of ways to
-    choose s attempts without this answer, so that t other answers get the same number of votes and no answer gets more.
+    The code counts choices of k attempts in which one answer, the winner, gets `votes` votes and no other answer gets
+    more. The local array `ways` counts choices of the attempts that did not vote for the winner: `ways[s, t]` is the
+    number of choices of s attempts in which t other answers also get `votes` votes.
     """
     shares: dict[int, float] = {}
     for count in sorted(set(counts)):
@@ -81,9 +83,11 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
 
 
 def _with_answer(ways: Array, attempts: int, votes: int) -> Array:
-    """Return `ways`, extended by one more answer that gets at most `votes` votes.
+    """Extend a table of counted choices by one more answer with at most `votes` votes.
 
-    `ways` is defined in `_vote_shares`. `attempts` is the number of attempts that gave the added answer.
+    `ways[s, t]` is the number of choices of s attempts in which t answers get exactly `votes` votes and no answer gets
+    more. `attempts` is the number of attempts that gave the added answer. Returns the table that also counts the
+    attempts with the added answer.
     """
     added = np.zeros_like(ways)
     for drawn in range(min(attempts, votes, len(ways) - 1) + 1):

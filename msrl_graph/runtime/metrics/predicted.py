@@ -23,7 +23,8 @@ from ...passes.reshard import InsertResharding
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
     """Return the number and lengths of an iteration's rows, as medians over `lines`.
 
-    `lines` are metrics lines. Returns None if the program generates nothing, or if a line lacks a metric about lengths.
+    `lines` are the metrics lines of a run. Returns None if the program generates nothing, or if a line lacks a metric
+    about lengths.
     """
     names = (
         "prompt_tokens",

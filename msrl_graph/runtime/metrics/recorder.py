@@ -127,7 +127,7 @@ class Recorder:
         return line
 
     def memory(self, reports: list[Report]) -> None:
-        """Store each rank's live tensor bytes, before each instruction and at its peak."""
+        """Store each rank's live tensor bytes before instructions, and at their peaks."""
         self.tensor_bytes = {report.process: report.bytes for report in reports if report.process.startswith("rank")}
         (self.folder / "memory.json").write_text(json.dumps(self.tensor_bytes, indent=2))
 
@@ -139,9 +139,9 @@ class Recorder:
         reports: list[Report],
         figures: Mapping[str, float],
     ) -> dict[str, float]:
-        """Add the metrics line of an evaluation; return its means and the `figures`.
+        """Add the metrics line of an evaluation; return column means and the `figures`.
 
-        Each mean is the mean of a column that the evaluation reports, over all rows.
+        The evaluation reports these columns. The means are computed over all rows of the evaluation.
         """
         values = {}
         sums = _sum_reports(reports)
@@ -298,8 +298,8 @@ class Recorder:
     def _memory_table(self) -> list[tuple[str, str, float, float, str]]:
         """Return table rows: each phase's predicted and measured peak of tensor bytes.
 
-        The measured value is the highest peak among the pool's ranks. More table rows compare the bytes of host buffers
-        that exist after a resharding. The result is empty if memory was not measured.
+        The measured value is the highest peak among the pool's ranks. More table rows compare the bytes of the host
+        buffers (weights in host memory) that exist after a resharding. The result is empty if memory was not measured.
         """
         rows = []
         for pool in self.plan.pools:
@@ -332,7 +332,7 @@ class Recorder:
         return rows
 
     def _phase(self, op: str, node: str) -> str:
-        """Return the name of an instruction's phase in the memory table of the plan."""
+        """Return the name of the phase of `op` on `node` in the plan's memory table."""
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
@@ -371,7 +371,7 @@ def _is_line(text: bytes) -> bool:
 
 
 def restore_lines(path: Path, copy: bytes) -> str:
-    """Restore the metrics file from a checkpoint's copy, if lines are lost or differ.
+    """Restore the metrics file from a checkpoint's copy if lines are lost or changed.
 
     Returns a description of the damage; "" if the file is intact. Raises OSError if the file cannot be written.
     """
@@ -399,9 +399,9 @@ def restore_lines(path: Path, copy: bytes) -> str:
 def imbalances(reports: list[Report]) -> dict[str, float]:
     """Return the load imbalance of each node that several processes compute.
 
-    A process computes several shares of a node's rows, one after the other. The n-th shares of all processes form a
-    set. The imbalance is sum A divided by sum B. Sum A adds up the tokens of the longest share of each set. Sum B adds
-    up the mean number of tokens per share of each set.
+    A process computes several shares of a node's rows, one after the other. The n-th shares of all processes form the
+    n-th set. The imbalance is sum A divided by sum B. Sum A adds up, over the sets, the number of tokens of the longest
+    share. Sum B adds up, over the sets, the mean number of tokens per share.
     """
     ratios: dict[str, float] = {}
     for node in sorted({node for report in reports for node in report.loads}):

@@ -31,7 +31,7 @@ class ColumnMeans:
     def count(self, report: Report, node: Node, task: Task, name: str, rows: Array, values: Array) -> None:
         """Add the mean and the spread of a column's finite values to a report.
 
-        `values` are the values of `rows` in the column `name`.
+        `name` is the name of the column, `rows` are row numbers, and `values` are the values of these rows.
         """
         finite = np.isfinite(values)
         if not finite.any():
@@ -51,7 +51,7 @@ class ColumnMeans:
 
 
 def prompt_spreads(reports: list[Report]) -> dict[str, float]:
-    """Return metrics, by column, of how much the numbers of a prompt's rows differ.
+    """Return two metrics for each column: how much the rows of a prompt differ.
 
     - `NAME/std`: the unbiased standard deviation among the rows of a prompt, averaged over the prompts.
     - `NAME/flat`: the fraction of the prompts whose rows all have the same number.

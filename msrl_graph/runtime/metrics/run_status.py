@@ -36,9 +36,10 @@ class NodeStatus:
     The counted rows are the rows that the worker state writes. If the worker state writes no rows, the rows that it
     reads are counted.
 
-    - `colour`: the number of the color of the worker state's pool in the plan's picture; None: no color.
+    - `colour`: the number of a color, or None. The plan's picture uses this color for the worker state's pool.
     - `handed`: the number of rows whose input was handed to the worker state.
-    - `of`: the number of the task's rows that the docks know of. A row counts once per epoch.
+    - `of`: the number of the task's rows that the docks know of. If the worker state reads the rows in several epochs,
+      a row counts once per epoch.
     - `done`: the number of rows that the worker state has finished.
     """
 
@@ -62,8 +63,8 @@ class Process:
 class HostStatus:
     """Memory and processes of a host.
 
-    `held` is the number of bytes of the rows in the host's warehouse; None if the host has no warehouse. `used` and
-    `total` are the used bytes and all bytes of the host's memory.
+    `held` is the number of bytes that the rows in the host's warehouse use; None if the host has no warehouse. `used`
+    and `total` are the used bytes and all bytes of the host's memory.
     """
 
     number: int
@@ -211,9 +212,9 @@ class RunFacts:
             self.totals["waited", report.process] += waited  # type: ignore[assignment]
 
     def look(self, statuses: Sequence[Status]) -> None:
-        """Store the statuses of all docks, which come from one query.
+        """Store the statuses of all docks, which answered the same query.
 
-        Only a dock that was asked for details also reports its rows, memory and processes.
+        If the query asked a dock for details, the dock's status also has rows, memory and processes.
         """
         doing = {name: activity for status in statuses for name, activity in status.doing.items()}
         seen = [status.snapshot for status in statuses if status.snapshot is not None]
@@ -276,7 +277,7 @@ class RunFacts:
             self._changed.notify_all()
 
     def end(self, kind: str, reason: str) -> None:
-        """Record how the attempt ended."""
+        """Record how (`kind`) and why (`reason`) the attempt ended."""
         if kind == "done":
             self._waits = ()
         self._states = tuple(replace(state, runs=False) for state in self._states)

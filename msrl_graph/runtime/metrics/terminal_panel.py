@@ -84,7 +84,10 @@ def _hosts(now: RunSnapshot) -> Table:
 
 
 def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
-    """Draw curves: of the first two main figures of an iteration that have a curve."""
+    """Draw the curves of at most two of an iteration's main figures.
+
+    These are the first two main figures that have a curve. `curve` returns the curve of a metric.
+    """
     names = dict.fromkeys([figure_name for figure_name, _ in now.figures if figure_name in now.curves][:2])
     curves: list[RenderableType] = []
     for name in names:

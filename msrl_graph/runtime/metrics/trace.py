@@ -22,8 +22,9 @@ LAST = 180  # and from the end
 class _Kept(NamedTuple):
     """An event of the trace.
 
-    `process` is the number of the process in the trace. A process that works in parallel has several tracks; `lane` is
-    the number of the event's track. `start` is the wall-clock time in seconds.
+    `process` is the number of the process in the trace. The viewer shows the events of a process on one or more tracks:
+    a process that works in parallel has several. `lane` is the number of the event's track. `start` is the wall-clock
+    time in seconds.
     """
 
     name: str

@@ -131,7 +131,10 @@ def check_cluster(address: str, span: Span = NOWHERE) -> None:
 
 
 def _try_connection(address: str, answer: Future[None]) -> None:
-    """Connect to Ray's servers, and store None or the error in `answer`."""
+    """Connect to Ray's servers, and put the outcome into `answer`.
+
+    The outcome is None if the connection succeeds, and the error if the connection fails.
+    """
     try:
         # Only this client reports why the servers refuse. It is not part of Ray's public API.
         if client := getattr(import_module("ray._raylet"), "GcsClient", None):
@@ -157,7 +160,8 @@ def job_config() -> Any:
 def unreachable_cluster(message: str, span: Span, help: str = START) -> NoResources:
     """Return the error for a cluster that cannot be joined.
 
-    `span` is the place in the program to which the error refers, and `help` is the advice to the user.
+    `message` says what went wrong, `span` is the place in the program to which the error refers, and `help` is the
+    advice to the user.
     """
     return NoResources(Diagnostic("no-resources", message, span, help))
 

@@ -35,9 +35,9 @@ def open_store(host: str) -> TCPStore:
 def prepare_process(threads: int) -> None:
     """Set torch's number of threads, and make the C library reuse freed memory.
 
-    Each eager operator allocates and frees megabytes. Without reuse, each operator gets fresh memory from the system.
-    This takes longer than most operators run, because the system handles a page fault for every 4 KiB. With a C library
-    other than glibc, the memory settings do not change.
+    Each eager operator allocates and frees megabytes. Without reuse, the system provides fresh memory for each
+    operator, and handles a page fault for every 4 KiB of this memory. These page faults take longer than most operators
+    run. With a C library other than glibc, the memory settings do not change.
     """
     # gloo and torch would otherwise each start a thread for every core of the machine.
     torch.set_num_threads(threads)

@@ -1,9 +1,9 @@
 """Listening sockets of a run, and limits on connections without authentication.
 
 Invariant: a connection that does not authenticate is closed after some seconds, and each listening socket has a limited
-number of unauthenticated connections. If a new connection would exceed the limit, the client address with the most
-unauthenticated connections loses its oldest unauthenticated connection. So a flood of connections from one address
-closes only connections from that address.
+number of unauthenticated connections. If a new connection would exceed the limit, an older connection is closed: of the
+client address with the most unauthenticated connections, the oldest unauthenticated connection. So a flood of
+connections from one address closes only connections from that address.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Gate:
     def enter(self, connection: socket.socket) -> None:
         """Add a connection that was just accepted.
 
-        If the gate already has `most` connections, the gate first closes one of these connections.
+        If the gate already has `most` unauthenticated connections, the gate first closes one of these connections.
         """
         with self._lock:
             self._forget_closed()

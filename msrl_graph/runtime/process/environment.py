@@ -16,8 +16,8 @@ def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) 
     """Set the variables, the temporary folder, the log and the heartbeat of a process.
 
     - `folder`: the run's temporary folder on this host. This folder contains the files that were shipped to this host.
-      Temporary files of the process are also written into this folder, so they are removed when the run ends. One of
-      these files is the cache folder that torch leaves behind.
+      Temporary files of the process are also written into this folder, so they are removed when the run ends. For
+      example, the cache folder that torch leaves behind is in this folder.
     - `logs`: the folder of log files. The output of the process goes to a file in this folder. The file is named after
       `process`.
     - `process`: the name of the process.

@@ -43,12 +43,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Limits(NamedTuple):
-    """Time limits in seconds: a process without a beat for longer is killed.
+    """Time limits in seconds, after which a process without a beat is killed.
 
     - `stopped`: the limit for a process that is stopped by a signal.
     - `silent`: the limit for a process that has no beat for another reason. This limit is longer than `stopped`,
-      because loading a library holds the interpreter's lock, and so do some regular expressions. While a process is
-      ready to run, only its seconds on a CPU core count, so a process that gets no core is not killed.
+      because a process holds the interpreter's lock while it loads a library or evaluates some regular expressions.
+      While a process is ready to run, only its seconds on a CPU core count, so a process that gets no core is not
+      killed.
 
     A process can wait for another process, which makes no progress. The waiting process is limited by the dock's
     deadline. Both limits of this class are shorter than this deadline, unless the deadline is shorter than a minute. So
@@ -265,11 +266,11 @@ def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
 
 
 def bytes_moved(folder: Path | str) -> int:
-    """Return the bytes that the run's processes on this host have read and written.
+    """Return how many bytes the run's processes on this host have read and written.
 
-    The function counts each process with a heart in `folder`. A process that flushes a file to disk only waits, and the
-    system does not count the flushed bytes for this process. So if one of the processes waits for a disk, the function
-    adds the bytes that all disks of this host have written.
+    The function counts each process with a heart in `folder`. While a process flushes a file to disk, the process only
+    waits, and the system does not count the flushed bytes for this process. So if one of the processes waits for a
+    disk, the function adds the number of bytes that all disks of this host have written.
     """
     total = 0
     waits = False
@@ -290,7 +291,7 @@ def _read_hearts(home: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def _count_bytes(pid: int) -> int:
-    """Return the bytes that a process has read from and written to files and sockets.
+    """Return how many bytes a process has read or written, in files and sockets.
 
     The pages of mapped files that the system has loaded for the process count as read bytes.
     """
@@ -306,7 +307,7 @@ def _count_bytes(pid: int) -> int:
 
 
 def _count_flushed_bytes() -> int:
-    """Return the bytes that the disks of this host have written."""
+    """Return how many bytes the disks of this host have written."""
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/vmstat").read_text(encoding="ascii")
         return int(text.partition("nr_written ")[2].split()[0]) * _PAGE
@@ -325,7 +326,10 @@ def _threads(pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the ids of a process's descendants that run a program of msrl_graph."""
+    """Return the ids of the child processes that run a program of msrl_graph.
+
+    The children of these child processes are included, at any depth, if they run a program of msrl_graph.
+    """
     children = []
     for thread in _threads(pid):
         with suppress(OSError):
@@ -342,6 +346,9 @@ def _command(pid: int) -> bytes:
 
 
 def _program(pid: int) -> str:
-    """Return the last part of the dotted name of the module that a process runs."""
+    """Return the short name of the module that a process of msrl_graph runs.
+
+    The short name is the last part of the module's dotted name. The result is "unknown" for any other process.
+    """
     words = _command(pid).split(b"\0")
     return next((word.decode().rpartition(".")[2] for word in words if word.startswith(OURS)), "unknown")

@@ -35,7 +35,7 @@ Packages = Mapping[str, tuple[str, ...]]  # by package, the names under which it
 class PackageQuery(TypedDict):
     """The facts to look up on a host.
 
-    - `packages`: the packages that the driver's interpreter must be able to import on the host.
+    - `packages`: the packages whose versions are looked up in the process that answers the query.
     - `others`: for each other interpreter that a pool uses, the command that prints the versions of its packages.
     - `files`: the paths of files.
     - `devices`: a glob pattern for device files in /dev.
@@ -109,7 +109,7 @@ class HostActor:
         return time.time()
 
     def keep(self, files: dict[str, Any]) -> str:
-        """Store the user's files that the run ships to this host, and return their folder.
+        """Store the user's files that the run ships to this host; return their new folder.
 
         The caller uses this method only on hosts that have the package msrl_graph.
         """
@@ -208,7 +208,8 @@ def _version(names: tuple[str, ...]) -> str:
 def package_digest() -> str:
     """Return the version of msrl_graph and a digest of its files.
 
-    The digest is needed because the files of a source checkout may change while its version does not.
+    The digest is needed because the files of a source checkout may change while the version of msrl_graph does not
+    change.
     """
     spec = find_spec(PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

@@ -81,7 +81,7 @@ def _append_to(folder: Path, name: str) -> None:
     """Append all output of this process to the file `name` in `folder`.
 
     Raises OSError if other users can write to the folder, or if the file is a link. The check is needed because a host
-    that does not see the run's folder may have another folder at the same path, which may belong to any user.
+    may not see the run's folder. Another folder, of any user, may then be at the same path on this host.
     """
     folder_handle = private.open_folder(folder, private.OTHERS_WRITE)
     try:
@@ -119,9 +119,9 @@ def file_name() -> str:
 
 
 def log_details(*text: str) -> None:
-    """Write to this process's log file the text that is too long for an error message.
+    """Write a text to this process's log file, as details of an error.
 
-    Without a log file, nothing is written.
+    The text is too long for the error's message. If the process has no log file, nothing is written.
     """
     if _file:
         print("\n".join(part.rstrip("\n") for part in text), file=sys.stderr, flush=True)

@@ -2,10 +2,10 @@
 
 The bytes are measured at one moment (`live_bytes`), or as the peak of a phase (`Peak`).
 
-Invariant: a storage counts once, by its present size, even if several tensors share it. Host buffers, such as weights
-that are swapped out, are counted separately from other tensors in main memory. If the device is a CPU, these other
-tensors are the tensors on the device. Memory that a kernel allocates for itself while it runs is not part of a tensor
-and is not measured.
+Invariant: a storage counts once, by its present size, even if several tensors share it. Host buffers are main memory
+for tensors that are moved away from the device, such as weights that are swapped out. They are counted separately from
+other tensors in main memory. If the CPU is the device, tensors outside host buffers count as device memory. Memory that
+a kernel allocates for itself while it runs is not part of a tensor and is not measured.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _storages() -> list[torch.UntypedStorage]:
 
 
 def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
-    """Return the bytes of storages on the device and on the host.
+    """Return how many bytes the storages use on the device and on the host.
 
-    Storages at the same address share one memory. Its size is the size of the largest of these storages.
+    Storages at the same address share one memory. The size of this memory is the size of the largest of these storages.
     """
     sizes: dict[int, int] = {}
     places: dict[int, str] = {}
@@ -86,11 +86,11 @@ def _place(storage: torch.UntypedStorage) -> str:
 
 
 def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
-    """Return the bytes of `device` and of `host`, from the bytes in each place.
+    """Return the number of bytes on the `device` and on the `host`.
 
-    The places (`PLACES`) are a device other than the CPU, host buffers, and other main memory. `other_device` is true
-    if some storage is on a device other than the CPU. Main memory then counts as host memory. If `other_device` is
-    false, the CPU is the device, and main memory counts as device memory.
+    `sums` has the number of bytes in each place. The places (`PLACES`) are a device other than the CPU, host buffers,
+    and other main memory. `other_device` is true if some storage is on a device other than the CPU. Main memory then
+    counts as host memory. If `other_device` is false, the CPU is the device, and main memory counts as device memory.
     """
     main = sums[MAIN]
     return {
@@ -100,7 +100,7 @@ def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
 
 
 def live_bytes() -> dict[str, int]:
-    """Return the bytes of live tensors on the `device` and in `host` buffers."""
+    """Return how many bytes the live tensors use on the `device` and on the `host`."""
     return _sum(_storages())
 
 

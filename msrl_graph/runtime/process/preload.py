@@ -63,7 +63,8 @@ class PreloadServer:
     - `modules`: the modules that the server imports when it starts. `load` adds more modules.
     - `environment`: variables that the server gets in addition to the environment of this process.
     - `prefix`: the beginning of the folder's name.
-    - `mark`: the name of an environment variable of the server. Its value is the path of the folder.
+    - `mark`: the name of an environment variable that the server gets. The value of this variable is the path of the
+      folder.
 
     The folder contains the server's socket, and files that packages write while they are imported.
     """

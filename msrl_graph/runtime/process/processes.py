@@ -11,8 +11,8 @@ A process *holds* a folder while it has a shared lock (`flock`) on the folder. A
 variable MSRL_RUN, which every process of the run has. Its value is the path of the run's temporary folder.
 
 Invariant: a process is ended only if it has the run's mark, or if it is in a process session that the run started. A
-folder is removed only if no keeper holds it, it belongs to this user, its mode is 0700, and its name has the form of a
-run's folder. A folder is never removed through a link, and its name is never used as a pattern.
+folder is removed only if it belongs to this user, has mode 0700 and the name of a run's folder, and no keeper holds it.
+A folder is never removed through a link, and its name is never used as a pattern.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class Temporary:
         return folder_name
 
     def end_session_too(self, session: int, server: int = 0) -> None:
-        """Make the keeper also end the processes of a session when it removes the folder.
+        """Make the keeper's cleanup also end the processes of the session `session`.
 
-        `server` is the session of this process's preload server. The keeper also ends the processes that this server
-        has forked.
+        `server` is the session of this process's preload server; 0 if there is none. The cleanup also ends the
+        processes that the preload server has forked.
         """
         with self._lock:
             self._sessions = Sessions(session, server, os.getpid())
@@ -244,8 +244,8 @@ class Temporary:
 def _read_first_line(process: subprocess.Popen[str]) -> str:
     """Return the first line that a process prints, or "" if it prints none.
 
-    A process that is stopped by a signal, or that prints no line within `NEW` seconds, is killed. The result is then
-    "".
+    If a signal has stopped the process, or if it prints no line within `NEW` seconds, the process is killed, and the
+    result is "".
     """
     assert process.stdout is not None
     stopped_seconds = 0.0
@@ -285,7 +285,7 @@ def remove_after(lock: Path, folder: Path) -> None:
 
 
 def hold_folder(folder: Path) -> None:
-    """Lock a folder until this process ends, so that no other process removes it."""
+    """Lock a folder until this process ends, so that no process removes the folder."""
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -350,7 +350,7 @@ def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
 def hand_over(folder: str, sessions: Sessions) -> None:
     """Start a separate keeper that immediately ends the run to which `folder` belongs.
 
-    `sessions` are the process sessions to end. A process of this run can call the function, too.
+    `sessions` are the process sessions to end. Even a process of this run can call the function.
     """
     command = [sys.executable, "-P", "-m", PROGRAM, folder]
     environment = {name: value for name, value in os.environ.items() if name != MARK}
@@ -383,10 +383,10 @@ def _keep() -> None:
     The program prints the process id of the keeper, and the folder that the keeper made or took over. The keeper then
     reads sessions from standard input until the pipe closes, and ends the run.
 
-    No process of the run is the keeper's parent, and the keeper has a session of its own. So the keeper gets neither
-    the signals that a terminal sends to all of its processes, nor the signals that `ray job stop` sends to all
-    descendants of its entrypoint. If the keeper took over a folder but read no sessions, its starter has given up this
-    keeper. The keeper then ends without any cleanup.
+    No process of the run is the keeper's parent, and the keeper has a session of its own. So the keeper gets no signal
+    that a terminal sends to all processes of its session, and no signal that `ray job stop` sends to the processes of a
+    job. If the keeper took over a folder but read no sessions, its starter has given up this keeper. The keeper then
+    ends without any cleanup.
     """
     takes_over = len(sys.argv) > 1
     folder = sys.argv[1] if takes_over else tempfile.mkdtemp(prefix=PREFIX)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def data_bytes() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts."""
+    """Return how much memory of this process RLIMIT_DATA counts, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["VmData"].split()[0]) * 1024

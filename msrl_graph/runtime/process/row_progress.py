@@ -1,4 +1,4 @@
-"""Progress reports: how many rows of its share this process has computed.
+"""Progress reports: how many rows of a process's work are computed.
 
 A report is passed to the *listener*, a function that the process has set with `listen`. The listener writes the report
 to a place where the dock of the host reads the report.

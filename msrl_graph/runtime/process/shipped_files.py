@@ -43,7 +43,8 @@ _modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with the file's c
 def write_files(folder: Path, files: Mapping[str, ShippedFile]) -> None:
     """Write copies of the user's files into a run's temporary folder.
 
-    The keys of `files` are the absolute paths of the originals. Each copy gets the time of last change of its original.
+    The keys of `files` are the absolute paths of the originals. Each copy gets the modification time that the original
+    had.
     """
     for path, file in files.items():
         target = _copy_path(folder / FILES, Path(path))
@@ -123,8 +124,8 @@ def find_copy(path: str | Path) -> Path:
 def import_file(path: str) -> ModuleType:
     """Import a Python file of the user, and return the module.
 
-    The file may import files from its own folder. The module gets the name that a normal import would give it; if its
-    folder is a package, the name includes the package. So objects that the module defines can be pickled. If another
+    The file may import files from its own folder. The module gets the name that a normal import would give it. If the
+    file is in a package, this name includes the package. So objects that the module defines can be pickled. If another
     module already has this name, the module gets a different name.
     """
     path = str(Path(path).absolute())  # the file's packages are among the folders above

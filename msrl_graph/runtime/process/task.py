@@ -26,8 +26,8 @@ class CutPrompt(NamedTuple):
     """A prompt whose responses were cut in one iteration and continue in the next.
 
     - `position`: the index of the prompt in the endless sequence of the data's rows.
-    - `responses`: for each response, its tokens, the log-probabilities of its tokens when they were sampled, the
-      versions of the weights that sampled them, and whether the response has ended.
+    - `responses`: for each response, its tokens, the log-probabilities with which these tokens were sampled, the
+      versions of the weights that sampled these tokens, and whether the response has ended.
     - `cuts`: how often the responses were cut.
     - `iteration`: the iteration in which the responses began.
     - `row`: the number of the prompt's row in that iteration. The noise keys of all tokens of the responses use
@@ -98,7 +98,7 @@ class Task:
 
     @property
     def turn(self) -> tuple[int, bool]:
-        """The sort key of the task, for the order in which tasks end.
+        """The sort key of the task: tasks end in the ascending order of this key.
 
         An evaluation after n iterations comes before the next iteration.
         """

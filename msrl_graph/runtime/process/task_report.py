@@ -58,8 +58,8 @@ class WeightsNotDelivered(RunError):
 class NextValues:
     """The values that functions have computed for one state, for the next iteration.
 
-    `units` has, for each of `values`, the number of the row or group to which the value belongs. A state with a single
-    value has the batch as its only unit.
+    `units` has, for each entry of `values`, the number of the row or group to which the value belongs. If the state has
+    a single value, the only unit is the batch.
     """
 
     units: list[int] = field(default_factory=list)
@@ -141,8 +141,7 @@ class Report:
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add seconds to a phase without adding an interval to the trace.
 
-        This method is for seconds that another interval of the trace already covers, and for seconds in parallel with
-        such an interval.
+        Another interval of the trace already covers these seconds, or these seconds are in parallel with that interval.
         """
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 

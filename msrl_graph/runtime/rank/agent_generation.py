@@ -80,8 +80,9 @@ class AgentGeneration(Engines):
     ) -> list[SampleReply]:
         """Sample a reply to each request in `wanted`.
 
-        An engine samples a batch with one maximal length and one list of stop strings. A reply that is longer than its
-        request permits is cut. The tokens before the cut are the same as if the engine had stopped at the cut.
+        An engine samples all replies of a batch with the same maximal length and the same stop strings. So a reply can
+        be longer than its request permits; this reply is cut. The tokens before the cut are the same as if the engine
+        had stopped at the cut.
         """
         replies: list[SampleReply] = []
         for stop in dict.fromkeys(request.stop for request in wanted):

@@ -1,10 +1,10 @@
 """The message for the user when an engine fails on a rank.
 
-Invariant: the first line has the node and its line in the program, the engine, the rank, the task (one iteration of
-training or of an evaluation), the rows that the engine computed, and the engine's own message, cut to MOST characters.
-The log of the rank has the full error. After an out-of-memory error, the message also lists the memory that the plan
-counts, and ways to need less memory. If an engine cannot be built with a model, the message lists the engines that may
-support the model.
+Invariant: the first line has the node and its line in the program, the engine, the rank, the task (a training iteration
+or an evaluation), the rows that the engine computed, and the engine's own message, cut to MOST characters. The log of
+the rank has the full error. After an out-of-memory error, the message also lists the memory that the plan counts, and
+ways to need less memory. If an engine cannot be built with a model, the message lists the engines that may support the
+model.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def _explain_memory(plan: Plan, node: Node) -> list[str]:
 
 
 def _in_collective(error: BaseException) -> bool:
-    """Return whether a collective raised an error, or an error that caused it.
+    """Return whether an error, or its cause, was raised in a collective.
 
-    If so, the death of another process may be the reason. The error that caused it may have been raised in another
+    If the result is true, the death of another process may be the reason. The cause may have been raised in another
     thread.
     """
     if isinstance(error, dist.DistError) or any(

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Engines:
-    """The engines of rank `rank` of a plan, its device meshes, and its resharding."""
+    """The engines, device meshes and resharding of rank number `rank` in a plan."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -101,7 +101,7 @@ class Engines:
             proof.generator = self.generators.get(dst)
 
     def _build_all(self, *verbs: str) -> None:
-        """Build the engines of this rank's nodes whose verb is in `verbs`.
+        """Build the engines of the nodes of this rank that have a verb in `verbs`.
 
         Engines whose weights are offloaded to host memory are built first.
         """
@@ -138,16 +138,16 @@ class Engines:
     def _is_group_leader(self, node: Node) -> bool:
         """Return whether this rank is the leader of its data-parallel group.
 
-        The leader is the first rank of the group that has the model's last layers.
+        Some ranks of the group have the model's last layers. The leader is the first of these ranks.
         """
         layout = self.plan.placement(node.name).layout
         coordinates = layout.coordinates(self.local)
         return (coordinates.tp, coordinates.cp, coordinates.pp) == (0, 0, layout.pp - 1)
 
     def _is_leader(self, node: Node) -> bool:
-        """Return whether this rank reports the values that all its node's ranks share.
+        """Return whether this rank reports the values that a node's ranks have in common.
 
-        Exactly one rank of a node does: the leader of the first data-parallel group.
+        Exactly one rank of a node reports these values: the leader of the first data-parallel group.
         """
         return self._is_group_leader(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
@@ -202,7 +202,7 @@ class Engines:
     def release_weights(self, node: Node) -> None:
         """Free the device copy of a node's weights, if host memory also has the weights.
 
-        The node has not changed these weights, so they are not copied back to host memory.
+        The weights are not copied back to host memory, because the node has not changed the weights.
         """
         if offload := self.offloads.get(node.worker):
             offload.leave()
@@ -362,7 +362,7 @@ class Engines:
             yield self.trainers[worker].shards()
 
     def _extra_shards(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
-        """Return a worker's shards that a checkpoint stores in addition to its weights.
+        """Return the shards that a checkpoint has for a worker in addition to the weights.
 
         A follower has a moving average of weights, and a trained worker has the optimizer's moments.
         """
@@ -371,7 +371,8 @@ class Engines:
     def _weight_nodes(self) -> list[Node]:
         """Return one node for each worker whose weights change.
 
-        For a trained worker, this node is its first update. For a follower, this node is the first of its nodes.
+        For a trained worker, the result has the worker's first update. For a follower, the result has the follower's
+        first node.
         """
         return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.changing_workers]
 

@@ -1,8 +1,9 @@
 """Frozen workers that follow a trained worker, by copies or moving averages.
 
 Invariant: on a rank, the weights of both workers have the same boxes (checks/followers.py). So each rank changes its
-own shards of the follower, and no weights are sent. If the weights are not float32, an exponential moving average is
-kept in float32 in addition to the weights. Then each change of the follower's weights rounds this average once.
+own shards of the follower, and no weights are sent. If the follower's weights are not float32, the rank keeps a float32
+moving average in addition to the weights. Each change of the follower first updates this average and then rounds the
+average once to get the weights.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ class Follower:
             )
 
     def extra_shards(self) -> dict[str, list[Shard]]:
-        """Return the shards of the moving average, which a checkpoint must store, too.
+        """Return the moving average, which a checkpoint stores in addition to the weights.
 
         The result is empty if the weights themselves are the average.
         """
         return {AVERAGE: self.averages} if self.averages else {}
 
     def follow(self, number: int) -> None:
-        """After iteration `number`, copy or average the followed weights if this is due.
+        """Update the follower after iteration `number`, if the program asks for it.
 
-        The program says after which iterations this is due.
+        The follower copies the weights of the worker that it follows, or adds them to a moving average.
         """
         if not self.worker.due(number):
             return

@@ -1,8 +1,8 @@
 """Generation: how a rank computes the verb `generate` for a batch of prompts.
 
-Invariant: what is sampled for a row is a function of (seed, node, iteration, row), of its prompt, of the weights and of
-what an environment replies or an agent asks. All ranks of a data-parallel group make the same calls on their engine.
-Only the leader of the group talks to environments and agents; it shares their answers with the other ranks.
+Invariant: what is sampled for a row is a function of (seed, node, iteration, row), of the row's prompt, of the weights
+and of what an environment replies or an agent asks. All ranks of a data-parallel group make the same calls on their
+engine. Only the group's leader talks to environments and agents. The leader shares all answers with the other ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .partial_rollout import PartialRollout
 
 
 def _count_progress(ended: Iterator[Response], total: int) -> Iterator[Response]:
-    """Yield responses as they end, and report their number for progress messages."""
+    """Yield responses as they end; report the number of ended responses as progress."""
     for number, response in enumerate(ended, 1):
         row_progress.report(number, total)
         yield response
@@ -160,7 +160,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnRows]:
-        """Return the columns of the prompts that are used, and verdicts on all responses."""
+        """Return the columns of the prompts that the iteration uses, and all verdicts."""
         fan = sampling.samples
         sieve = rowsets(self.plan.graph).sieves[node.name]
         attributes = GenerateAttributes.of(node)
@@ -200,7 +200,7 @@ class Generation(AgentGeneration):
         return {sieve.column: Verdicts(all_rows, ColumnData(np.isin(all_rows, rows).astype(np.int32)))} | written
 
     def _sum_over_groups(self, node: Node, numbers: Array) -> Array:
-        """Add up the arrays `numbers` of all data-parallel groups of a node."""
+        """Return the sum of the arrays `numbers` over the data-parallel groups of a node."""
         placement = self.plan.placement(node.name)
         if placement.layout.dp == 1:
             return numbers
@@ -370,7 +370,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnData]:
-        """Return the columns of responses that have tokens of the policy and of others.
+        """Return the columns of responses that contain tokens not sampled by the policy.
 
         `response_columns`: tokens, log-probabilities, mask and, with agents, conversation starts. `values`: columns
         that environments or agents fill.
@@ -395,7 +395,7 @@ class Generation(AgentGeneration):
     def _check_values(
         self, node: Node, task: Task, rows: Array, values: dict[str, ColumnData], report: Report
     ) -> dict[str, ColumnData]:
-        """Check the values that environments and agents returned for columns; return them."""
+        """Check column values that environments and agents returned; return the values."""
         for name, column in values.items():
             self.watch.check_results(node, task, report, name, rows, column)
             if column.offsets is None and column.values.dtype.kind == "f":

@@ -62,11 +62,11 @@ class RankHost:
         return result
 
     def part(self, act: str, *arguments: Any) -> Any:
-        """Call the function of weights/checkpoint_parts.py with the name `act`."""
+        """Call the function named `act` in weights/checkpoint_parts.py."""
         return checkpoint_parts.ACTS[act](*arguments)
 
     def where(self) -> tuple[str, str]:
-        """Return the IP address and the Ray node id of this host."""
+        """Return the IP address and the Ray node id of this rank's host."""
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def wants(self, manifest: Manifest) -> set[str]:

@@ -144,8 +144,8 @@ class JointMiniBatch:
     def value_of_rows(self, rows: Array) -> Value:
         """Return the loss, the values of terms, and the figures of some rows.
 
-        A figure is a metric that a term reports. A figure that is not per token or per row is returned as it is, for
-        all rows of the mini-batch.
+        A figure is a metric that a term reports. A figure without a value per token or per row is a figure of the whole
+        mini-batch, and is returned unchanged.
         """
         lengths = next(iter(self.prepared.lengths.values()))
         positions = self._mine[rows]
@@ -168,9 +168,10 @@ class JointMiniBatch:
 
 
 def _by_column(seen: PreparedBatch, micro: list[Array], pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:
-    """Join the outputs of forward passes; return them by scored column.
+    """Join the outputs of forward passes; the keys of the result are scored columns.
 
-    The rows of the result are in the order of the prepared rows `seen`.
+    A scored column is a column for whose tokens the model computes log-probabilities or values. `micro` has the
+    positions of the rows of each forward pass. The rows of the result are in the order of the prepared rows `seen`.
     """
     order = np.concatenate(micro)
     split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, pass_outputs, strict=True)]

@@ -21,9 +21,9 @@ from ..process.task_report import RunError
 
 
 def learning_rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
-    """Return the learning rate of step `step` of an update, counted from 1.
+    """Return an update's learning rate for its optimizer step number `step`.
 
-    Raises RunError if the function or the state that defines the rate gives an invalid rate.
+    Steps are counted from 1. Raises RunError if the function or the state that defines the rate gives an invalid rate.
     """
     attributes = UpdateAttributes.of(node)
     stated = attributes.rate

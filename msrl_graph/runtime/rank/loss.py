@@ -80,9 +80,9 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Value:
-    """The loss of each token or row, the values of its terms, and the terms' figures.
+    """The loss of each token or row, the values of loss terms, and the terms' figures.
 
-    A figure is a metric that a term reports; its name is TERM/FIGURE.
+    A figure is a metric that a term reports; the figure's name is TERM/FIGURE.
     """
 
     loss: torch.Tensor
@@ -91,7 +91,7 @@ class Value:
 
 
 def list_terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
-    """Return each call of a term in a loss, with the signature of the term."""
+    """Yield each call of a term in a loss, with the signature of the term."""
     return ((call, _load_term(call)[1]) for call in expr.calls())
 
 
@@ -106,7 +106,7 @@ def bind_columns(term: Expr, signature: Signature, node: Node) -> dict[str, str]
 
 
 def filled_parameters(node: Node) -> set[str]:
-    """Return the term parameters that the runtime fills in, of an update's loss."""
+    """Return which parameters of an update's loss terms the runtime fills in."""
     return {name for _, signature in list_terms(UpdateAttributes.of(node).loss) for name in signature.fills}
 
 
@@ -128,7 +128,7 @@ def columns_read(node: Node) -> tuple[set[str], set[str]]:
 def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
     """Return the columns of token ids whose log-probabilities the loss terms read.
 
-    Columns that the update scores are not included.
+    Scored columns (columns for whose tokens the update's model computes log-probabilities or values) are not included.
     """
     return {name: graph.column(name) for name in sorted(columns_read(node)[1] - {*sequences(graph, node).scored})}
 
@@ -214,9 +214,9 @@ def _value(
 ) -> Any:
     """Return the value of a subexpression of the loss; record the values of terms.
 
-    `parts` receives the value of each term, `figures` the figures that terms report. (This function is not nested in
-    `evaluate`: a nested function that calls itself is a reference cycle, which would keep the autograd graph of `logp`
-    alive until garbage is collected.)
+    The function writes the value of each term into `parts`, and the figures that terms report into `figures`. (This
+    function is not nested in `evaluate`: a nested function that calls itself is a reference cycle, which would keep the
+    autograd graph of `logp` alive until garbage is collected.)
     """
     if expr.kind == "call":
         term, signature = _load_term(expr)
@@ -274,7 +274,8 @@ def _load_term(call: Expr) -> tuple[Callable[..., Any], Signature]:
 def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, normalizer: LossNormalizer) -> torch.Tensor:
     """Return the contribution of this micro-batch to the loss of the mini-batch.
 
-    `value` is the loss of each token or row, and `lengths` is the number of response tokens of each row.
+    `value` is the loss of each token or row of the micro-batch. `lengths` is the number of response tokens of each row.
+    `normalizer` has the numbers by which the loss is divided.
     """
     reduction = UpdateAttributes.of(node).reduce
     kind = "rows" if is_per_row(node) else str(reduction.value)

@@ -23,7 +23,7 @@ PATIENCE = 120.0  # seconds for all terms of a plan, including the start of the 
 
 
 def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
-    """Return each call of a loss term that a user's file defines, and its update node."""
+    """Return each call of a loss term from a user's file, with the call's update node."""
     return [
         (node, call)
         for node in plan.graph.verb("update")

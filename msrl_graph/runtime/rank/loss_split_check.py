@@ -104,7 +104,8 @@ def has_no_gradient(graph: Graph, node: Node) -> bool:
 def is_per_row(graph: Graph, node: Node, seed: int) -> bool:
     """Return whether the loss of a row does not depend on the other rows.
 
-    The function compares the loss and gradients of a made-up mini-batch with the loss and gradients of its two parts.
+    The function computes the loss and gradients of a made-up mini-batch, and of two parts of this mini-batch. The
+    results must be equal.
     """
     rows, most = SIZES[seed // 2 % len(SIZES)]
     draw = np.random.default_rng(seed)
@@ -165,7 +166,7 @@ def _made_up(
 def _loss_and_gradients(
     graph: Graph, node: Node, seen: PreparedBatch, outputs: dict[str, dict[str, ColumnData]], rows: Array
 ) -> Iterator[ColumnData]:
-    """Yield the loss of each of these rows, and then the gradients of the loss.
+    """Yield the loss of each row in `rows`, and then the gradients of the loss.
 
     The gradients are with respect to the outputs of forward passes.
     """
@@ -187,8 +188,8 @@ def _evaluate(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Evaluate the loss of some rows.
 
-    Returns the loss and the outputs of forward passes. The outputs are leaf tensors, with respect to which the loss can
-    be differentiated.
+    Returns the loss and the outputs of forward passes. The outputs are leaf tensors, so gradients of the loss with
+    respect to the outputs can be computed.
     """
     leaves = {
         name: torch.cat(

@@ -48,19 +48,19 @@ def pack(
 
     A token is *requested* if the engine must compute its log-probability or value.
 
-    - `contexts`, `scored`: a sequence is a row's context and then one of the scored columns. All sequences of the first
-      scored column come first, then all sequences of the next one. Without scored columns, a sequence is the context
-      alone, and its last position is requested.
-    - `begins`: for a scored column with several conversations in a row, true at the first token of each conversation.
-      Each conversation is then a sequence of its own, after the context.
+    - `contexts`, `scored`: a sequence is a row's context, followed by the row's tokens of one scored column. All
+      sequences of the first scored column come first, then all sequences of the next one. Without scored columns, a
+      sequence is the context alone, and its last position is requested.
+    - `begins`: for a scored column whose rows consist of several conversations, true at the first token of each
+      conversation. Each conversation is then a sequence of its own, after the context.
     - `masks`: only tokens whose mask is true are requested.
     - `after`: if false, the result of a token comes from the position before the token, which predicts the token. If
       true, the result comes from the token's own position, so that the result of the last token depends on the whole
       sequence.
     - `extra`: values for each requested token.
 
-    Without rows, the result is one sequence of one token, and no token is requested. So a rank without work can still
-    take part in collectives.
+    If `rows` is empty, the result is one sequence of one token, and no token is requested. So a rank without work can
+    still take part in collectives.
     """
     prefixes = [
         np.concatenate([context_values[index] for context_values in contexts] or [np.zeros(0, np.int64)])
@@ -101,8 +101,8 @@ def pack(
 def _sequences(column: ColumnData, rows: Array, begins: ColumnData | None) -> tuple[Array, Array, Array]:
     """Return each token's row, the start of its sequence, and its sequence's number.
 
-    The row is a position in `rows`. The start is the index of the sequence's first token among all tokens. Sequences
-    are numbered from 0: there is one for each row, or one for each conversation of a row.
+    The row is a position in `rows`. The start is the index of the sequence's first token among all tokens. The
+    sequences (one for each row, or one for each conversation of a row) are numbered from 0.
     """
     lengths = column.lengths[rows]
     row = np.repeat(np.arange(len(rows)), lengths)

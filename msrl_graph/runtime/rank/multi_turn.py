@@ -1,4 +1,4 @@
-"""Responses of several turns during sampling: tokens of policy and environment.
+"""Multi-turn responses while they grow: tokens of the policy and the environment.
 
 Invariant: a response ends with tokens of the policy, and has at most `bound` tokens. A token of the environment has the
 log-probability NaN, because it was not sampled. A log-probability of the policy that is not finite is stored as -inf.
@@ -40,8 +40,8 @@ class Responses:
     def append_replies(self, rows: Array, tokens: list[Array]) -> Array:
         """Append the tokens that the environment replied for these rows.
 
-        A response is not changed if it has no room for the reply and at least one more token of the policy. Returns the
-        rows that had room.
+        A reply is appended only if the response has room for the reply and for one more token of the policy. Returns
+        the rows that had room.
         """
         fits = self.lengths[rows] + [len(ids) for ids in tokens] < self.bound
         for row, ids, fit in zip(rows, tokens, fits, strict=True):
@@ -52,7 +52,7 @@ class Responses:
         return fitting
 
     def columns(self) -> tuple[ColumnData, ColumnData, ColumnData]:
-        """Return tokens, log-probabilities, and a mask: true where the policy wrote."""
+        """Return the tokens, the log-probabilities, and a mask of the policy's tokens."""
         inside = np.arange(self.bound) < self.lengths[:, None]
         offsets = offsets_from_lengths(self.lengths)
         mask = self._written[inside]

@@ -28,8 +28,9 @@ class PreparedBatch:
     - `masks`: for each scored column, its mask, if it has one. Tokens whose mask is false are context only: `lengths`
       does not count them, and columns with one value per token contain only the values of the remaining tokens.
     - `lengths`: for each scored column, the number of tokens of each row.
-    - `has_unknown_tokens`: for each row, whether it has a token that the model does not know.
-    - `begins`: for each scored column with several conversations, true at the first token of each conversation.
+    - `has_unknown_tokens`: for each row, whether the row has a token that the model does not know.
+    - `begins`: for each scored column whose rows consist of several conversations, true at the first token of each
+      conversation.
     """
 
     contexts: list[ColumnData]
@@ -49,8 +50,9 @@ class PreparedBatch:
     def split(self, rows: Array, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the output of a forward pass over these rows as one tensor per column.
 
-        The columns are the scored columns of the batch: the model computes outputs for their tokens. `values` has the
-        outputs for all tokens of the first scored column, then for the next one.
+        The columns are the scored columns of the batch: the model computes outputs for their tokens. `values` is the
+        output of the pass. It has the values for all tokens of the first scored column, then for the tokens of the next
+        one.
         """
         return dict(
             zip(
@@ -62,7 +64,7 @@ class PreparedBatch:
 
 
 def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
-    """Prepare a batch for a node's model with `vocabulary` tokens.
+    """Prepare a batch for a node's model, whose vocabulary has `vocabulary` tokens.
 
     `like` maps each column that the program does not declare to a column with the same lengths.
     """
@@ -126,11 +128,11 @@ def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None
 
 
 def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
-    """Return the number of distinct prefixes, and the number of distinct rows.
+    """Return the number of distinct prefixes of some rows, and of distinct rows.
 
-    `groups` has the group of each row. Rows are compared only within a group, such as the responses to one prompt, and
-    the numbers of all groups are added. The number of distinct prefixes is the number of tokens to compute if rows
-    share the computation of common prefixes.
+    `groups` has the group of each row, for example the number of the prompt. Rows are compared only within their group,
+    and the numbers of all groups are added. If rows share the computation of common prefixes, the number of distinct
+    prefixes is the number of tokens to compute.
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)

@@ -51,9 +51,10 @@ class PartialRollout:
     """The prompts of an iteration that this rank's data-parallel group computes.
 
     - `rows`: the numbers of the prompts. `version`: the version of the weights.
-    - `takes`: the total number of prompts, over all groups, that the iteration takes.
-    - `sum_states`: a function that adds up an array over all groups. The array has one number for each prompt, which
-      says whether the prompt is complete (`WHOLE`); it is 0 for prompts of other groups.
+    - `takes`: how many prompts the iteration takes, in total over all groups.
+    - `sum_states`: a function that adds up an array over all groups. The array has one number for each prompt of the
+      iteration. The number says whether the prompt is complete (`WHOLE`). It is 0 if the prompt belongs to another
+      group.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class PartialRollout:
     def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
         """Return the same as `run`, but use the responses and prompts of a recorded run.
 
-        `columns` names the recorded columns: tokens, log-probabilities and, if they were recorded, versions. The
-        recording has no responses of prompts that were cut: such prompts continue in the next iteration without tokens.
+        `columns` names the recorded columns: tokens, log-probabilities and, if they were recorded, versions. For
+        prompts that were cut, the recording has no responses. These prompts continue in the next iteration without
+        tokens.
         """
         fan = self.sampling.samples
         arguments = (node, columns, self.task.number)
@@ -137,8 +139,8 @@ class PartialRollout:
     def cut_prompts(self, taken_rows: list[int]) -> list[CutPrompt]:
         """Return the prompts of this group that continue in the next iteration.
 
-        These are the prompts that are not in `taken_rows`. A prompt that was cut as often as the program allows is
-        dropped, unless the program says that the iteration waits for such prompts.
+        `taken_rows` are the prompts on which this iteration trains; all other prompts continue. A prompt that was cut
+        as often as the program allows is dropped, unless the program says that the iteration waits for such prompts.
         """
         prompts = []
         for row in sorted({*self.rows} - {*taken_rows}):
@@ -173,10 +175,11 @@ class PartialRollout:
         return row < len(self.task.cut) and self.task.cut[row].cuts >= self.attributes.cuts
 
     def _grow(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
-        """Sample tokens for unfinished responses, stretch by stretch.
+        """Sample tokens for unfinished responses, one stretch after another.
 
-        `live` has a pair for each response: the position of its prompt and its number among the prompt's responses.
-        When the new tokens of a response arrive, the function appends them to the response and yields.
+        In one stretch, each unfinished response gets a fixed number of new tokens. `live` has a pair for each response:
+        the position of its prompt, and its number among the prompt's responses. When the new tokens of a response
+        arrive, the function appends the tokens to the response and yields.
         """
         fan = self.sampling.samples
         grown = [self.responses[self.rows[place]][i] for place, i in live]

@@ -1,9 +1,10 @@
 """A rank: one process on one device, which runs the nodes of its pool in turn.
 
-Invariant: a rank executes the instruction stream of its pool and nothing else. All ranks of a collective make the same
-calls in the same order, because they execute the same stream and share every answer of the dock. (Two pools that
-reshard weights do so in the same order, which the whole graph defines.) A layout numbers the ranks of one pool, and
-torch.distributed numbers the ranks of all pools: `first` converts between the two numbers.
+Invariant: a rank executes the instruction stream of its pool (the ordered instructions that the compiler has planned)
+and nothing else. All ranks of a collective make the same calls in the same order, because they execute the same stream
+and share every answer of the dock. (Two pools that reshard weights do so in the same order, which the whole graph
+defines.) A layout numbers the ranks of one pool, and torch.distributed numbers the ranks of all pools: `first` converts
+between the two numbers.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class InstructionRunner(Walker):
 
 
 class Rank(Training, Generation):
-    """A rank of one of the pools of devices."""
+    """A rank, which belongs to one of the program's pools of devices."""
 
     runner: type[InstructionRunner] = InstructionRunner
 
@@ -228,7 +229,7 @@ class Rank(Training, Generation):
         self.build()
 
     def run(self, task: Task, measure: bool) -> Report:
-        """Execute the part of this pool's instruction stream that a task requests.
+        """Execute those instructions of this rank's pool that a task requests.
 
         With `measure`, the report has the memory before, during and after each instruction.
         """
@@ -312,14 +313,14 @@ class Rank(Training, Generation):
         return self.client.lines.wait(self.requests.pop(node.name))
 
     def _request_batch(self, node: Node, task: Task) -> None:
-        """Request the group's next share of a node from the dock, unless this was done."""
+        """Request the group's next rows for a node from the dock, if not yet requested."""
         if node.name not in self.requests:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.requests[node.name] = self.request_executor.submit(self.client.take_share, node.name, task, group)
 
 
 def select_instructions(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
-    """Return the part of a pool's instruction stream that the task requests."""
+    """Return those instructions of a pool's `stream` that the task requests."""
     first = count_opening(plan, stream) if task.part != "whole" else 0
     return stream.instructions[:first] if task.part == "opening" else stream.instructions[first:]
 

@@ -145,9 +145,9 @@ class Training(Engines):
     def _step(
         self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]
     ) -> None:
-        """Take an optimizer step, unless rows or gradients are wrong; report its metrics.
+        """Take an optimizer step, unless rows or gradients are wrong; report metrics.
 
-        `sums` are sums of the loss and its terms; no step is taken if one is not finite. `figures` are other metrics.
+        `sums` are sums of the loss and its terms. All must be finite, or no step is taken. `figures` are other metrics.
         """
         step = self.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
@@ -317,7 +317,7 @@ class Training(Engines):
     def _sampled_log_probs(
         self, node: Node, seen: PreparedBatch, column: ir.Column, order: Array
     ) -> numerics.SampledLogProbs | None:
-        """Return the log-probabilities at sampling, for a comparison with a column.
+        """Return the log-probabilities at sampling, to which `column` will be compared.
 
         The column is a scored column, or has the log-probabilities of a scored column. Returns None if the node
         compares nothing, or if a step has changed the weights since the task began.
@@ -344,7 +344,7 @@ class Training(Engines):
     ) -> Array:
         """Check the values `data` of some rows; return a mask of the rows that are wrong.
 
-        Rows that are already `wrong` are in the result.
+        `wrong` is a mask of rows that are known to be wrong; the result also contains these rows.
         """
         if self.plan.model(node.name).scores:
             return self.watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)

@@ -58,9 +58,9 @@ class WeightProof:
 
     - `ends`: the numbers of this rank in the layouts of the update and of the generation (-1: not in the layout).
     - `team`: the process group of the update's ranks.
-    - `word`: the tensor with the reports of the update's ranks. It contains the digests, the version, whether the next
-      delivery has a probe, and whether this delivery has one. For each prompt of the probe it contains the likeliest
-      next tokens and their log-probabilities.
+    - `word`: the tensor with the reports of the update's ranks. The reports contain the digests, the version, whether
+      this delivery has a probe, and whether the next delivery has a probe. For each prompt of a probe, the reports also
+      contain the likeliest next tokens and their log-probabilities.
     """
 
     def __init__(
@@ -107,8 +107,9 @@ class WeightProof:
     def send(self, version: int, again: bool = True) -> None:
         """Write the digests of this update rank's weights into the tensor `word`.
 
-        If a probe is due, its results are written, too. `version` is the version of the weights. All ranks of the
-        update call this method. If `again` is false, a second call for the same version does nothing.
+        If this delivery of weights has a probe (a comparison of log-probabilities on fixed prompts), the trainer's
+        results are also written. `version` is the version of the weights. All ranks of the update call this method. If
+        `again` is false, a second call for the same version does nothing.
         """
         if self.trainer is None or (version == self.version and not again):
             return
@@ -147,24 +148,24 @@ class WeightProof:
         self.spent = 0.0
 
     def _affords(self) -> bool:
-        """Return whether the next delivery is to have a probe, as the module describes."""
+        """Return whether the next delivery has a probe, by the rule in the module's text."""
         if not self.began:
             return True  # the second delivery: a probe then finds a cache of the first delivery's weights
         return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= PROBE_EVERY
 
     def _is_reporter(self) -> bool:
-        """Return whether this rank reports the values that all ranks of the update share.
+        """Return whether this rank reports what all ranks of the update have in common.
 
-        Only one rank does: the first rank of the update that has the model's last layers.
+        Some ranks of the update have the model's last layers. Only the first of these ranks reports.
         """
         coordinates = self.source.layout.coordinates(self.ends[0])
         layout = self.source.layout
         return (coordinates.tp, coordinates.cp, coordinates.dp, coordinates.pp) == (0, 0, 0, layout.pp - 1)
 
     def _request_probe(self, trainer: Trainer, reports: bool) -> None:
-        """Let the trainer compute the likeliest next tokens after each probe prompt.
+        """Let the trainer compute the likeliest next tokens after each prompt of a probe.
 
-        All ranks of the update make the same calls. The rank with `reports` writes the result into `word`.
+        All ranks of the update make the same calls. The rank for which `reports` is true writes the result into `word`.
         """
         prompts = ragged(self._prompts(), np.int32)
         nothing = ragged([np.zeros(1, np.int32)] * PROMPTS, np.int32)  # a placeholder for the predicted token
@@ -198,7 +199,7 @@ class WeightProof:
             raise WeightsNotDelivered(f"{self._describe_place()}: its engine has {wrong}")
 
     def digest_experts(self, shards: Sequence[Shard]) -> None:
-        """Compute digests of the expert tensors before the engine converts them.
+        """Compute digests of the expert tensors before the engine converts the tensors.
 
         Only an engine that packs experts converts these tensors, in place, once all weights have arrived.
         """
@@ -239,7 +240,7 @@ class WeightProof:
     def probe(self) -> None:
         """End the run if the generator's log-probabilities differ from the trainer's.
 
-        All ranks of the generator's group call this method when the field `unprobed` is true.
+        All ranks of the generator's group call this method when their field `unprobed` is true.
         """
         assert self.generator is not None
         self.unprobed = False
@@ -294,8 +295,9 @@ class WeightProof:
     def _prompts(self) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
         """Return the prompts of the probe, which are the same on all ranks at all times.
 
-        Because the prompts never change, an engine that uses its cache of older weights gives a wrong result. The
-        prompts are long enough to be cached, if the maximal lengths in the program permit it.
+        An engine may wrongly keep a cache that it computed with older weights. Because the prompts never change, such
+        an engine uses the cache and gives a wrong result, which the probe detects. The prompts are long enough to be
+        cached, if the maximal lengths in the program permit it.
         """
         length = holdings.probe_tokens(self.plan, ENGINES, self.edge.src, self.edge.dst)
         stream = noise.RandomStream(self.plan.deploy.run.seed, "probe", self.edge.name)

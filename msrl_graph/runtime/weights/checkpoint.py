@@ -3,10 +3,10 @@
 Invariant: a checkpoint is a folder, which is written under a temporary name and renamed when all of its files are on
 disk. Every changed byte is noticed: the manifest lists every file with its size and SHA-256, a second file has the
 SHA-256 of the manifest, and every file says to which checkpoint it belongs. (The hashes find accidents and edits by
-hand. The hashes are no signature: anyone can write all hashes again.) A tensor is stored in the boxes in which ranks
-held it, each box once, and a reader reads the boxes that it needs. The order of the data, the mini-batches and the
-noise are not stored, because they are functions of seed and iteration. If a host does not see the run's folder, the
-files of its ranks are at the same path on its own disk (checkpoint_parts.py), and the manifest lists them.
+hand. The hashes are no signature: anyone can write all hashes again.) A tensor is stored as the boxes that the ranks
+held, each box once. A reader reads only the boxes that it needs. The order of the data, the mini-batches and the noise
+are not stored, because they are functions of seed and iteration. If a host does not see the run's folder, the files of
+its ranks are at the same path on its own disk (checkpoint_parts.py), and the manifest lists them.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Manifest:
     - `iteration`: the number of finished iterations.
     - `lines`: the number of lines in metrics.jsonl that belong to these iterations.
     - `steps`: the number of optimizer steps that each update node has made.
-    - `position`: the number of rows taken from the data's endless sequence (-1 means the number of prompts in these
-      iterations).
+    - `position`: the number of rows that the run has taken from the endless sequence of the data's rows. If it is -1,
+      the run has taken exactly the prompts of the finished iterations.
     - `hosts`: the hosts with files on their own disks; empty if all files are in one folder.
-    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty in a checkpoint of an
-      older version of msrl_graph, which did not record them.
+    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty if an older version
+      of msrl_graph wrote the checkpoint and did not record the inputs.
     """
 
     format_version: int
@@ -140,7 +140,7 @@ def file_entry(path: Path, pieces: tuple[CheckpointPiece, ...]) -> CheckpointFil
 
 
 def write_metrics(folder: Path, copy: bytes, metadata: Mapping[str, str]) -> CheckpointFile:
-    """Write the metrics lines of a checkpoint, which `copy` contains as gzip."""
+    """Write the metrics lines of a checkpoint; `copy` has these lines as gzip."""
     import numpy as np
 
     return write_arrays(folder, METRICS, {_COPY: np.frombuffer(copy, np.uint8)}, metadata)
@@ -159,7 +159,8 @@ def begin(run: Path, iteration: int) -> Path:
 def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] = ()) -> Path:
     """Write the manifest, and rename the folder of a complete checkpoint.
 
-    Older checkpoints are removed, except the newest `keep` (including this one) and those of the iterations in `best`.
+    Older checkpoints are removed, except the newest `keep` (including this one) and the checkpoints of iterations in
+    `best`.
     """
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _digest_line(content))):
@@ -172,7 +173,7 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
 
 
 def finalize(partial: Path) -> Path:
-    """Give a folder that `begin` has made the final name of its checkpoint."""
+    """Rename a folder of `begin` to the checkpoint's final name; return the new path."""
     target = partial.parent / partial.stem.lstrip(".")
     sync_to_disk(partial)
     if target.exists():  # the run was resumed from an older checkpoint and writes this one again with the same contents
@@ -311,7 +312,7 @@ def verify(path: Path) -> Manifest:
 
 
 def find_corruption(path: Path, file: CheckpointFile) -> str:
-    """Return what is wrong with a file, as a sentence's end; "" if the file is intact."""
+    """Return the end of a sentence about what is wrong with a file; "" if intact."""
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != file.bytes:
@@ -364,7 +365,7 @@ def find_newest(run: Path) -> tuple[Path, Manifest] | None:
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint, of which any box can be read."""
+    """A reader of a checkpoint's tensors, which can read any box of a tensor."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path

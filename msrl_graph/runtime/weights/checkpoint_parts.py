@@ -87,7 +87,10 @@ def send(folder: str, url: str, names: Sequence[str]) -> None:
 
 
 def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
-    """Return what is wrong with each of the files on this host; "" if intact."""
+    """Return what is wrong with each of the files on this host, by file name.
+
+    The value is "" for an intact file.
+    """
     problems = {}
     for file in files:
         try:
@@ -111,9 +114,9 @@ def piece(folder: str, name: str, offset: int) -> bytes:
 
 @_return_error
 def take(folder: str, name: str, offset: int, content: bytes) -> None:
-    """Write one piece of a file that another host sends, under a temporary name.
+    """Write one piece of a file under a temporary name.
 
-    `content` is written at `offset` bytes.
+    Another host sends the file, piece by piece. `content` is written at `offset` bytes.
     """
     path = _partial(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,8 @@ class TensorSlice(NamedTuple):
     - `name`: the name of the tensor.
     - `box`: the part, as a box of the whole tensor.
     - `inside`: the indices of the part in the rank's shard. None means the whole shard.
-    - `weights`: the factors of the positions in the box, which the digest uses (`Digest.position_weights`).
+    - `weights`: the result of `Digest.position_weights` for the box. The digest multiplies each element by a product of
+      these odd numbers.
     - `place`: an index in the list of the update's digests. The digest of this part is added to the number at this
       index.
     """
@@ -42,7 +43,7 @@ class TensorSlice(NamedTuple):
 
 
 class Delivery:
-    """The digests of a resharding edge that one rank computes and compares.
+    """One rank's check of one resharding edge: the rank computes and compares digests.
 
     - `sides`: the layouts of update and generation.
     - `ends`: the numbers of the rank in these two layouts; -1 if the rank is not in a layout.
@@ -128,9 +129,10 @@ class Delivery:
             return torch.cat(digests).cpu()
 
     def find_differences(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
-        """Return the names of this rank's tensors whose digests differ from the update's.
+        """Return this rank's tensors, by name, that differ from the update's tensors.
 
-        `digests` is the result of `held_digests`. `sent` has the digests of the update, summed over its ranks.
+        The tensors are compared by their digests. `digests` is the result of `held_digests`. `sent` has the digests of
+        the update, summed over its ranks.
         """
         sent_digests = sent.tolist()
         return [name for name, part in self.declared.items() if digests.get(name) != sent_digests[part.place]]

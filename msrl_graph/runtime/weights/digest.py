@@ -28,11 +28,11 @@ Odd = list[torch.Tensor]  # by dim, the odd numbers of a range of indices
 class Digest:
     """The computation of digests for tensors on one device.
 
-    - `shapes`: the shapes of all whole tensors of which parts will be digested. The largest size of a dimension is the
-      number of odd numbers for this dimension.
+    - `shapes`: the shapes of the whole tensors. Parts of these tensors will be digested. In each dimension, the number
+      of odd numbers is the largest size that any of these tensors has in this dimension.
     - `dtype`: the type to which elements are converted before they are digested.
     - `place`: the device.
-    - `at_once`: the number of elements that are summed at a time, in a buffer of WIDTH bytes for each element.
+    - `at_once`: the number of elements that are summed at a time, in a buffer with WIDTH bytes for each element.
     """
 
     def __init__(

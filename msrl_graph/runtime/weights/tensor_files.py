@@ -66,9 +66,10 @@ def write_arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mappin
 
 @contextmanager
 def _file_conventions(path: Path) -> Iterator[None]:
-    """Context for writing a safetensors file, with OSError and the umask's mode.
+    """Context in which a safetensors file is written like an ordinary file.
 
-    Without this context, a full disk does not raise OSError, and only the owner may read the file.
+    A failure raises OSError, and the file gets the mode that the umask gives. Without this context, a full disk does
+    not raise OSError, and only the owner may read the file.
     """
     from safetensors import SafetensorError
 

@@ -7,8 +7,8 @@ a set of ranks that gather or exchange these tensors with each other. The other 
 Invariant: all ranks of a block make the same calls in the same order. If several ranks hold the same box, one of them
 sends the box. The senders are chosen so that all ranks send about the same amount. If an all-gather would bring a rank
 more than twice the amount that the rank wants, the plan says all-to-all, and only boxes that a rank wants are sent. If
-each rank of a block already has the box of a tensor that it wants, the tensor is not sent. The list of transfers is
-computed once; each resharding only copies and calls collectives.
+each rank of a block already has its box of a tensor, the tensor is not sent. The list of transfers is computed once;
+each resharding only copies and calls collectives.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank:
 
 
 class Transfer(NamedTuple):
-    """A box of a tensor that one rank of a block sends to another rank of the block.
+    """A box (a part of a tensor) that one rank of a block sends to another rank.
 
     `giver` is the index of the sending rank in the block, and `taker` is the index of the receiving rank. If the rank
     that needs the box already has it, nothing is sent, and the two indices are equal.
@@ -71,7 +71,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """A box of a tensor that this rank sends.
+    """A box (a part of a tensor) that this rank sends.
 
     `inside` are the indices of the box in the rank's update shard. `place` is the range of the box in the buffer.
     """
@@ -82,7 +82,7 @@ class Pack(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A box of a tensor that this rank receives.
+    """A box (a part of a tensor) that this rank receives.
 
     - `place`: the range of the box in the buffer.
     - `shape`: the shape of the box.

@@ -28,7 +28,7 @@ from ...sharding.redistribute import list_transfers
 
 @dataclass(frozen=True)
 class Message:
-    """Boxes of tensors that one rank sends to several ranks on one host.
+    """A message from one rank to several ranks on one host, with boxes of tensors.
 
     - `giver`: the sending rank.
     - `takers`: the receiving ranks, which all want the same boxes. The first taker receives the boxes from `giver` and
