@@ -167,10 +167,10 @@ def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.Un
 
 
 def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
-    """Return the keys of the statements that a `drop` removes, without the base.
+    """Return the keys of the statements that a `drop` removes.
 
-    A key is the kind of a statement and the subject of the statement, such as a node. Which `place` or `apart`
-    statements a `drop` removes depends on the base. Therefore the result has a single key for all `place` statements,
-    and a single key for all `apart` statements.
+    A key is the kind of a statement and the subject of the statement, such as a node. The function does not need the
+    deploy that is extended. Which `place` or `apart` statements a `drop` removes depends on that deploy. Therefore the
+    result has a single key for all `place` statements, and a single key for all `apart` statements.
     """
     return [key for _, key, _ in _resolve_dropped({}, undo)]

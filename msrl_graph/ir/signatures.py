@@ -10,8 +10,8 @@ A decorator of the function states how the function is used:
 - `@loss_term`: a term of a loss. `@loss_term(scope="mini_batch")`: a term that needs all rows of the mini-batch in one
   call.
 - `@optimizer`: an optimizer. `@schedule`: a learning rate.
-- `@option`: a function that makes a value for options of other functions. An option accepts a call of this function if
-  the option is annotated with the function's return type.
+- `@option`: a function whose call a program may write as the value of an option (see below). The annotation of the
+  option must be the return type of the called function.
 
 Parameters are of three kinds:
 
@@ -31,8 +31,8 @@ A program does not pass the following parameters; the runtime passes their value
 - To a loss term: `rng`, but only if the scope of the term is the mini-batch, since draws for a micro-batch would depend
   on the size of the micro-batch.
 
-The runtime also passes these parameters to a loss term, with the concatenated rows of a micro-batch or of the
-mini-batch:
+The runtime also passes the following parameters to a loss term. In each of them, the tokens of all rows of a
+micro-batch (or of the mini-batch, if this is the scope of the term) are concatenated:
 
 - `logp`: the log-probability of each response token under the weights being updated.
 - `entropy`: for each response token, the entropy in nats of the distribution that predicts the token.

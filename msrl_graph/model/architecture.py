@@ -129,7 +129,7 @@ class Model(Shape):
     def scoring(self) -> Model:
         """This model, but with a head that returns one number per token instead of logits.
 
-        A value worker or a reward model has such a model.
+        Workers of the kinds `value` and `reward_model` use this architecture.
         """
         head = Tensor(HEAD, (1, self.hidden), layer=self.layers, layers=self.layers)
         body = tuple(

@@ -76,7 +76,7 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
 
 
 def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
-    """Return the first node in `stated` with the same weights as an infer node.
+    """Return the first node in `stated` that has the same weights as `node`, an infer node.
 
     `stated` is the set of nodes for which the file states a layout or an engine. The result is None if no node of
     `stated` has these weights, or if `node` is not an infer node.

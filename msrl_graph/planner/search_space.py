@@ -1,8 +1,8 @@
 """The combinations of layouts and engines for one division into pools.
 
 Each owner (a set of nodes that share a layout) has a list of choices. A combination has one choice from each list.
-Invariant: the lower bound of a combination is also valid for every combination that has, from each list, the same
-choice or a later choice.
+Invariant: a combination's lower bound of the seconds of an iteration is also valid for every combination that has, from
+each list, the same choice or a later choice.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Invariant: every element of a target box comes from exactly one source box, and all ranks compute the same list of
 transfers in the same order. `count_movement` counts exactly what `list_transfers` moves. Between hosts, a box is sent
-once to each host that needs it. Within a host, the box is passed on to each device that needs it. Elements are counted
-for classes of hosts that hold the same boxes, never for pairs of devices.
+once to each host that needs it. Within a host, the box is passed on to each device that needs it. Hosts that
+hold the same boxes are counted together, so the cost of counting does not grow with the number of pairs of devices.
 """
 
 from __future__ import annotations

@@ -37,11 +37,11 @@ ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every 
 
 @dataclass(frozen=True)
 class RecordedTable:
-    """A table of a recording: the rows of one generation or of the source.
+    """A table of a recording: the rows that one generation node wrote, or the prompts of the data.
 
-    The table also has the repeats of these rows, which a `select` made.
+    If a `select` node copied some of these rows, the table also has the copies.
 
-    - `column`, `rows`: a column to which the rows belong, such as `response`, and the rows' row set (ir/rowsets.py).
+    - `column`, `rows`: a column that each of these rows has, such as `response`; the number of their row set.
     - `folder`: the table's folder within the recording; "" if there is only one table.
     - `ids`: the columns of row numbers, each with the row set that it numbers: {"row": 1, "prompt_row": 0}.
     """

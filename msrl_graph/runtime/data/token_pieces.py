@@ -31,7 +31,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class BadPieceError(ValueError):
-    """A text that a tokenizer cannot encode after another text.
+    """A text that a tokenizer cannot encode as the continuation of another text.
 
     `index` is the position of the text among the given texts.
     """

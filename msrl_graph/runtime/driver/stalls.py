@@ -88,7 +88,7 @@ class DeathReports:
         return reasons
 
     def take_reasons_by_prefix(self, *words: str) -> dict[str, str]:
-        """Return `take_reasons` for the processes whose names begin with one of `words`."""
+        """Return and forget the reported reasons of the processes whose names begin with one of `words`."""
         return self.take_reasons([name for name, _ in self._heard.values() if name.startswith(words)])
 
 

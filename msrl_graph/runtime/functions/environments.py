@@ -144,7 +144,7 @@ class Episodes:
     """The episodes of the responses to the prompts of a batch.
 
     `rows` has the numbers of the responses' rows. An episode is identified by the position of its row in `rows`.
-    `surviving_rows` records which rows are lost. The episode of a lost row is over.
+    `surviving_rows` records which rows continue. The episode of a row that does not continue is over.
     """
 
     def __init__(self, environment: EnvironmentClass, batch: Batch, rows: Array, task: Task) -> None:
