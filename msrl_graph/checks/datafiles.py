@@ -50,7 +50,8 @@ def _check_files(plan: Plan) -> Iterator[Diagnostic]:
 def _with_local_copy(data: DataSource) -> DataSource:
     """Replace the URL of a short data file by the path of a local copy.
 
-    A file is short if its size in bytes is at most the constant `CHARACTERS`. Any other data source is returned unchanged.
+    A file is short if its size in bytes is at most `CHARACTERS`, a constant. Any other data source is returned
+    unchanged.
     """
     if not urls.is_url(data.path):
         return data
