@@ -29,10 +29,6 @@ class _Nothing:
         return None
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
 @contextmanager
 def patch_torch_cuda() -> Iterator[None]:
     """Within the context, make Megatron's calls of torch.cuda work on host cores.
@@ -61,10 +57,11 @@ def patch_torch_cuda() -> Iterator[None]:
         "stream": lambda *_: nullcontext(),
         "Stream": _Nothing,
         "Event": _Nothing,
-        "synchronize": _do_nothing,
-        "empty_cache": _do_nothing,
+        # A function for each name: torch's compiler rejects one function that replaces two.
+        "synchronize": lambda *_, **__: None,
+        "empty_cache": lambda *_, **__: None,
         "is_current_stream_capturing": lambda: False,
-        "manual_seed": _do_nothing,  # nothing is drawn
+        "manual_seed": lambda *_, **__: None,  # nothing is drawn
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "FloatTensor": torch.FloatTensor,
     }
