@@ -163,7 +163,8 @@ def main() -> int:
         "--engines", action="store_true", help="variants with Megatron and vLLM instead of the light engines"
     )
     parser.add_argument("--here", metavar="FILE", help="a calibration to use instead of measuring this machine")
-    options = smoke.parse(parser, rounds=1, only="the demo on one rank", iterations=WARM + 2)
+    parser.add_argument("--ranks", type=int, default=RANKS, help="processes at a time that a calibration measures")
+    options = smoke.parse(parser, rounds=1, only="the demo on one rank", iterations=WARM + 2, ranks=1)
     chosen = ENGINES if options.engines else VARIANTS
     chosen = {
         variant_name: variant
@@ -185,7 +186,7 @@ def main() -> int:
         noise = []
         for number, (variant_name, plan) in product(range(options.rounds), plans.items()):
             if not options.here:
-                measure(probed, Path(here), rounds=1, most=RANKS)
+                measure(probed, Path(here), rounds=1, most=options.ranks)
             known = calibration.read(Path(here))
             if not isinstance(known, calibration.Calibration):
                 print(known.message, file=sys.stderr)
