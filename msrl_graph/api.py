@@ -192,7 +192,8 @@ def _flags_to_arguments(text: str) -> str:
 def _check_arguments(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
     """Check arguments of `run`; return the arguments in `numbers` that are not None.
 
-    `numbers` and `folders` have the arguments that must be numbers and folders, by parameter name.
+    `numbers` has the arguments that must be numbers, and `folders` has the arguments that must be folders. The keys are
+    the parameter names.
     """
     if not isinstance(plan, Plan):
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")

@@ -101,7 +101,8 @@ class Judge:
     def forget(self) -> None:
         """Close the pipes to a judge that the parent process of this process started.
 
-        Called in a forked child. The judge process itself is left running, because it belongs to the parent.
+        A forked child process calls this method. The judge process itself is left running, because it belongs to the
+        parent.
         """
         self._close()
         self.process.returncode = 0

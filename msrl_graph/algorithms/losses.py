@@ -357,7 +357,7 @@ def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "rev
 
 
 def _flat_abs(difference: Tokens, rounding: float) -> Tokens:
-    """Return |difference|, without gradient where it is at most `rounding`.
+    """Return |difference|; the gradient is 0 where |difference| is at most `rounding`.
 
     Two forward passes with the same weights may differ by `rounding`.
     """

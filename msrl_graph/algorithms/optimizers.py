@@ -100,7 +100,7 @@ def adamw_8bit(
     weight_decay: NotNegative = 0.01,
     warmup: Count = 1,
 ) -> OptimizerSpec:
-    """AdamW with 8-bit moments, in blocks of 256 with one float32 scale per block.
+    """AdamW with 8-bit moments; each block of 256 moments has one float32 scale.
 
     Source: arXiv:2110.02861. This version can plan the memory of this optimizer, but cannot run it. Each rank would
     divide its own shard into blocks, so another layout would round differently and give other weights.

@@ -1,6 +1,6 @@
 """Functions for states, the values that an algorithm keeps between iterations.
 
-`adaptive_kl` and `moving_mean` return the next value of a state. `around` returns weights for drawing prompts,
+`adaptive_kl` and `moving_mean` return the next value of a state. `around` returns a sampling weight for each prompt,
 computed from a state.
 
 Invariant: a function returns the new value and changes nothing.
@@ -73,8 +73,8 @@ def around(state: NDArray[np.float32], *, target: Share = 0.5, floor: Share = 0.
 
     Use the weights as the attribute `weights` of the source. `state` has one number from 0 to 1 per prompt. The weight
     of a prompt is 1 if its state equals `target`, and falls linearly with the distance of the state from `target`. The
-    weight would be 0 at the state 0 or 1, whichever is farther from `target`. A weight below `floor` is raised to
-    `floor`, so that every prompt can be drawn again. Returns one weight per prompt.
+    fall is so steep that the weight reaches 0 at the state 0 or 1, whichever is farther from `target`. A weight below
+    `floor` is raised to `floor`, so that every prompt can be drawn again. Returns one weight per prompt.
 
     The reason for the weights: if advantages are relative to a group, prompts that are always or never solved teach
     nothing.

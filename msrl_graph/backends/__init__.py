@@ -24,8 +24,8 @@ SINGLE_DEVICE_KINDS = (CUDA.name,)
 
 
 def can_build(engine: str) -> bool:
-    """Return whether this version can run an engine.
+    """Return whether this version of msrl_graph can run an engine.
 
-    If not, the compiler can only make plans for the engine.
+    If this version cannot run the engine, the compiler can only make plans for the engine.
     """
     return bool(ENGINES[engine].build)

@@ -233,7 +233,7 @@ def _exchange() -> Any:
     from torch import distributed as dist
 
     class Exchange(torch.autograd.Function):
-        """An all-to-all of a tensor [ranks, ...], which sends one slice to each rank."""
+        """An all-to-all of a tensor [ranks, ...]: the i-th slice is sent to the i-th rank."""
 
         @staticmethod
         def forward(context: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:

@@ -270,7 +270,7 @@ def wake(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def watch_storages(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Within the context, report each storage whose memory changes to `watcher`.
+    """Within the context, call `watcher` with each storage whose memory changes.
 
     `watcher` is called with a storage, in any thread, each time the storage:
 

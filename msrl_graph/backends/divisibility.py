@@ -19,7 +19,7 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
     """Yield a message for each reason why an engine cannot shard a model by a layout.
 
     For example, tp does not divide the model's number of heads. If the engine pads or replicates tensors along a
-    dimension, the size of this dimension need not be divisible.
+    dimension, the size of this dimension need not be divisible by the number of shards.
     """
     if uneven := _list_undivided(model, spec, layout.tp):
         yield f"tp = {layout.tp} does not divide {_join_with_and(uneven)} of `{model.name}`"

@@ -69,7 +69,7 @@ class ExpertPlacement:
         return layout if layout.etp else replace(layout, etp=1 if model.experts is None else self.etp(layout))
 
     def meshes(self, layout: Layout, model: Model) -> Iterator[Layout]:
-        """Yield a copy of `layout` for each pair of ep and etp that the engine supports.
+        """Yield copies of `layout`: one with each pair (ep, etp) that the engine supports.
 
         Only pairs in which etp is 1 or equals tp are considered. For a model without experts, the only pair is ep = etp
         = 1.

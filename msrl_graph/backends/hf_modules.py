@@ -89,8 +89,8 @@ def named_weights(module: Any) -> dict[str, Any]:
 def parameter_path(name: str) -> str:
     """Return the path of a weight's parameter in a transformers module.
 
-    `name` is the weight's name in msrl_graph. In a layer with experts, one parameter holds the weights of all experts
-    for a projection (experts.py). So these weights have the same path.
+    `name` is the weight's name in msrl_graph. A layer with experts has one parameter per projection, which holds the
+    projection's weights of all experts (experts.py). So all experts' weights of a projection have the same path.
     """
     return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 

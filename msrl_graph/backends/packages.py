@@ -33,8 +33,8 @@ def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> 
 
     The command installs an extra (a set of optional dependencies of msrl-graph): the extra for the device kind, or else
     the extra for the engine. If msrl-graph has neither extra, the command installs the missing packages by name. Some
-    device kinds need packages that adapt other packages to the kind. For these kinds no single command is enough, so
-    the result is a hint.
+    device kinds need packages that adapt other packages to the kind. For these device kinds no single command is
+    enough, so the result is a hint.
     """
     if device in DEVICE_KINDS and DEVICE_KINDS[device].adaptors:
         return f"install {', '.join(missing)} as described at the top of constraints/{device}.txt, or run msrl-doctor"
@@ -47,8 +47,8 @@ def make_extra_command(extra: str) -> str:
     """Return a command that installs an extra of msrl-graph.
 
     The command installs from the folder or wheel from which msrl-graph was installed. pip records this location (PEP
-    610), except if it installed msrl-graph from a package index. In that case the command installs from the package
-    index.
+    610), unless pip installed msrl-graph from a package index. In that case the returned command installs from the
+    package index.
     """
     place = json.loads(distribution("msrl-graph").read_text("direct_url.json") or "{}")
     url = place.get("url", "")

@@ -70,7 +70,7 @@ class _Layer(Sizes):
 
 
 def trainer(verb: str, work: Workload) -> Moments:
-    """Return the bytes at each moment of an `infer` or `update` node by FSDP2.
+    """Return the bytes at each moment when FSDP2 computes an `infer` or `update` node.
 
     A moment is one instant of the computation in fsdp.py. `verb` is "infer" or "update".
     """
@@ -251,9 +251,9 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
 def generator(verb: str, work: Workload) -> Moments:
     """Return the bytes at each moment of a generation by transformers (hf.py).
 
-    `work.rows` prompts have responses that are generated at the same time: `work.samples` responses to each prompt. The
-    KV cache of a layer is one tensor of keys and one tensor of values. Both tensors are copied whenever the cache
-    grows.
+    The engine generates the responses to `work.rows` prompts at the same time. Each prompt has `work.samples`
+    responses. The KV cache of a layer is one tensor of keys and one tensor of values. Both tensors are copied whenever
+    the cache grows.
     """
     if verb != "generate":
         raise ValueError(f"no generator has the verb `{verb}`")

@@ -93,7 +93,7 @@ class Sizes:
 
     @cached_property
     def hidden(self) -> int:
-        """Bytes of one hidden state for each token."""
+        """Bytes of the hidden states of all tokens, one state per token."""
         return self.tokens * self.work.model.hidden * self.item
 
     @cached_property
@@ -253,7 +253,7 @@ class Sizes:
         return Side(self.work.layout, self.work.divided)
 
     def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
-        """Return the number of elements that a rank has of tensors of the given kinds.
+        """Return how many elements a rank has in tensors of the given kinds.
 
         The result is a pair: the number of elements of dense tensors, and the number of elements of tensors of experts.
         """

@@ -97,7 +97,7 @@ class EngineSpec:
 
     Support:
     - `axes`: the axes of a layout that may be larger than 1. `families`: the model architectures.
-    - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY` has the options of all engines.
+    - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
     - `off_host`: axes and families that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
     - `needs`: the required packages. `settings`: environment variables for the engine's processes.
@@ -112,8 +112,8 @@ class EngineSpec:
     - `packs_experts`: whether `Generator.filled` converts the new weights of experts in place to another format.
 
     Memory:
-    - `peaks`: returns, for a verb and a Workload (ir/workload.py), the bytes at each moment, without weights and
-      optimizer states. None: general formulas are used. In these formulas, tp also shards the inputs of norms if
+    - `peaks`: returns, for a verb and a Workload (ir/workload.py), the bytes at each moment; weights and optimizer
+      states do not count. None: general formulas are used. In these formulas, tp also shards the inputs of norms if
       `divides_sequence` is set (sequence parallelism, arXiv:2205.05198).
     - `stored`: returns, for a Workload, the bytes that all layers keep for the backward pass.
     - `building`: returns, for a Workload, the memory that a new generator holds in addition to its weights. This memory
@@ -301,7 +301,7 @@ class Sampling:
     joined: int | NDArray[np.int64] = 0
 
     def select(self, responses: Any) -> Sampling:
-        """Return the parameters for some of the responses, given the indices `responses`."""
+        """Return the parameters for the responses with the indices `responses`."""
         values = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
         selected = {name: value[responses] for name, value in values.items() if not isinstance(value, float | int)}
         return replace(self, **selected) if selected else self

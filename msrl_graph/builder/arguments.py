@@ -277,7 +277,7 @@ class Arguments:
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
     def text(self, value: str, part: CallArgument, read: Callable[[str, str], T]) -> T:
-        """Parse a text of the language by the function `read`, such as `parse_expr`.
+        """Parse a text of the language with the function `read`, such as `parse_expr`.
 
         The spans of the result are in the Python file. `part` is the argument that has the text.
         """

@@ -144,7 +144,7 @@ class _Source:
         return Span(self.file, node.lineno, start, node.end_lineno, end)
 
     def _column(self, line: int, offset: int) -> int:
-        """Return a column in characters, from an offset that Python counts in bytes."""
+        """Return the column of a byte offset in a line; columns are counted in characters."""
         return len(self.lines[line - 1].encode()[:offset].decode(errors="replace")) + 1
 
     def text(self, span: Span) -> str:

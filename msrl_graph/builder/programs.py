@@ -378,7 +378,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
 
 
 def tree(*programs: Program) -> ast.File:
-    """Return the syntax tree of some programs, with all programs on which they depend."""
+    """Return one syntax tree of the given programs and of all programs that they need."""
     order: dict[int, Program] = {}
 
     def add(program: Program) -> None:

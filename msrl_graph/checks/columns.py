@@ -121,7 +121,7 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report nodes that read a column without any path from the column's writer."""
+    """Report nodes that read a column whose writer has no path to the node."""
     reached = _list_reachable(graph)
     diagnostics = []
     for node in graph.nodes:

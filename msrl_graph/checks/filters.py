@@ -58,7 +58,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report each `keep` that compares a column without exactly one number per row."""
+    """Report each `keep` whose compared column does not hold one number per row."""
     diagnostics = []
     columns = {column.name: column for column in graph.columns}
     for node in graph.nodes:

@@ -92,9 +92,9 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
 def _check_lengths(graph: Graph, node: Node, column: str) -> list[Diagnostic]:
     """Report a column whose length is not one number for each row.
 
-    The type of a column can name another column whose length it has. Then each row must have exactly one value of the
-    other column. For example, a column of prompts cannot be as long as `response`, since each prompt has several
-    responses.
+    The type of a column can name another column: the values of both columns then have the same length. So each row of
+    the first column must have exactly one value of the other column. For example, a column of prompts cannot be as long
+    as `response`, since each prompt has several responses.
     """
     declared = graph.column(column)
     return [

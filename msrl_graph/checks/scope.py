@@ -20,9 +20,9 @@ from .columns import Library
 
 
 def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report calls of functions and loss terms for which a node reads too few columns.
+    """Report calls that need a column which the calling node does not read.
 
-    A call needs one column for each parameter that is not optional.
+    A call of a function or loss term needs one column for each parameter that is not optional.
     """
     diagnostics = []
     for node in graph.nodes:
@@ -285,7 +285,9 @@ def _suggest_column(graph: Graph, node: Node, column: str, call: Expr, signature
 def missing_inputs(graph: Graph, node: Node, signature: Signature) -> list[str]:
     """Return the loss term's inputs that the worker of a node does not provide.
 
-    `signature` is the signature of the loss term. The inputs are keys of GIVEN_BY (ir/signatures.py).
+    `signature` is the signature of the loss term. The inputs are the keys of the table GIVEN_BY (ir/signatures.py),
+    which maps each input to the kinds of workers that provide it. If `signature` is not a loss term, the result is
+    empty.
     """
     kind = kind_of(graph, node.worker)
     return signature.unfit(kind) if signature.kind == "loss" and kind in KINDS else []

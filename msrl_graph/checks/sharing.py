@@ -2,9 +2,10 @@
 
 The nodes that share weights are the updates and infers of one worker.
 
-Invariant: the runtime builds shared weights once. So a program states the layout and the engine for one of these nodes,
-or the same layout and engine for each of them; only the micro-batch may differ. checks/layout.py compares the layout of
-an infer with the layout of its worker's update. This module compares the layouts of infers whose worker has no update.
+Invariant: the runtime builds shared weights once. So a program states the layout and the engine for one of the nodes
+that share weights, or the same layout and engine for each of these nodes. Only the micro-batch may differ between the
+nodes. checks/layout.py compares the layout of an infer with the layout of its worker's update. This module compares the
+layouts of infers whose worker has no update.
 """
 
 from __future__ import annotations

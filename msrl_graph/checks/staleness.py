@@ -1,6 +1,6 @@
 """Checks of off-policy rows: staleness, skipped versions and partial rollout.
 
-An off-policy row was generated with older weights than the weights that train on the row.
+An off-policy row was generated with older weights than the weights that are trained on the row.
 
 Invariant: a mistake that depends only on the graph is reported for the graph. A mistake that depends on which nodes
 share devices is reported for a plan whose nodes are placed.
@@ -58,7 +58,7 @@ def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
 def stale_logp_columns(graph: Graph, node: Node) -> set[str]:
     """Return the log-probability columns that a worker's off-policy generations write.
 
-    The worker is the worker of `node`. If no loss uses the column of a generation, `uncorrected` warns of the
+    The worker is the worker of `node`. If no loss uses the column of a generation, the check `uncorrected` warns of the
     generation.
     """
     older = [

@@ -32,7 +32,7 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def scope_mistakes(graph: Graph, node: Node) -> list[State]:
-    """Return the states that a node sets although its `per` does not match the state.
+    """Return the states set by a node whose `per` does not match the state's rows.
 
     A node that sets a state with one value for the run must have `per = batch`. If a state has one value per row of a
     column, the node that sets the state must have this column as its `per`.
@@ -114,7 +114,7 @@ def unread(graph: Graph, library: Library) -> list[Diagnostic]:
 def unset(graph: Graph, library: Library) -> list[Diagnostic]:
     """Warn of states that are read but never set, so that their value never changes.
 
-    A state that is neither read nor set is reported only by `unread`.
+    A state that is neither read nor set is reported only by the check `unread`.
     """
     read = {state for node in graph.nodes for state in node.states}
     constant = read - {state for node in graph.nodes for state in node.sets}

@@ -214,8 +214,8 @@ def _suggest_removal(graph: Graph, node: Node, column: str) -> str:
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
     """Warn of nodes that treat an environment's or agent's text as the policy's text.
 
-    Such a node is an update that trains on the text, or it calls a function that has an optional parameter for a mask,
-    without passing a mask.
+    Such a node is an update that trains on the text without a mask, or a node that passes no mask to a function with an
+    optional parameter for a mask.
     """
     diagnostics = []
     for node in (

@@ -77,7 +77,7 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
 
 
 def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
-    """Warn of weight files in a folder that do not belong to the model."""
+    """Warn of weight files that are in a model's folder but are not read."""
     if not files.unread:
         return []
     more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""

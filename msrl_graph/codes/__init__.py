@@ -40,7 +40,7 @@ def meaning(code: str) -> str:
 
 
 def shown(text: str, width: int, colour: bool) -> str:
-    """Return a page for the terminal, with links as plain words.
+    """Return a page's text for the terminal; each link is replaced by its words.
 
     With `colour`, Markdown is rendered in color, in at most `width` columns. Without `colour`, the text remains
     Markdown.

@@ -13,9 +13,10 @@ from ..diagnostics import Diagnostic, Fault, kind_of
 
 
 def validate_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as the pipeline accepts them. Raises Fault.
+    """Return the options as the pipeline accepts them.
 
-    Options that are None are left out of the result. The names and values in `sets` are converted to text.
+    Options that are None are left out of the result. The names and values in `sets` are converted to text. Raises a
+    Fault for an option of the wrong type.
     """
     validated = {name: value for name, value in options.items() if value is not None}
     for name in validated.keys() & {"text", "deploy", "model"}:

@@ -164,7 +164,7 @@ def compile(
 def check(
     source: str | Path | Program | ast.File, *, text: str | None = None, sets: Mapping[str, str | float] | None = None
 ) -> Graph:
-    """Return the graph of a program after all checks that need no plan.
+    """Run all checks that need no plan, and return the graph of the program.
 
     The arguments, the Fault and the warnings are the same as those of `compile`.
     """
@@ -300,10 +300,9 @@ def _run_passes(
 
 
 def with_hosts(plan: Plan, nodes: int) -> Plan | None:
-    """Plan the same program for `nodes` hosts.
+    """Return a plan of the same program for a cluster of `nodes` hosts.
 
-    Return None if the plan does not fit, if the deploy states more hosts than `nodes`, or if a run would reject the
-    plan.
+    Returns None if no plan fits, if the deploy states more hosts than `nodes`, or if a run would reject the new plan.
     """
     try:
         planned = _run_passes(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
@@ -321,7 +320,7 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
 def search_unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
     """Search for layouts although the program states the layouts of all nodes.
 
-    Return the record of the search, or None if the program does not state all layouts.
+    Returns the record of the search. Returns None without a search if the program does not state all layouts.
     """
     if any(has_open_layout(plan, owner) for owner in owners(plan, Division(plan.pools))):
         return None

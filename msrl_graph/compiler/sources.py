@@ -108,7 +108,7 @@ def _import_file(folder: Path, read: dict[Path, ast.File], target: str, of_file:
 
 
 def collect_texts(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
-    """Return the texts that diagnostics point into, by the file names of their spans.
+    """Return the texts that the spans of diagnostics point into, by file name.
 
     The texts are the source, the files that it imports, and flags of the command line.
     """

@@ -26,11 +26,11 @@ Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
 def total(*parts: Figure) -> Figure:
-    """Return the sum of figures; its basis is a list of all nonzero figures' bases.
+    """Return the sum of figures; the basis of the sum lists the bases of its summands.
 
-    The basis of a figure is the text that says how the figure was computed. The values are added with `math.fsum`, like
-    all seconds of a plan. The built-in `sum` is not used, because Python 3.12 changed how it rounds, and a plan must be
-    the same in all Python versions.
+    The basis of a figure is the text that says how the figure was computed. The bases of zero figures are left out. The
+    values are added with `math.fsum`, like all seconds of a plan. The built-in `sum` is not used, because Python 3.12
+    changed how it rounds, and a plan must be the same in all Python versions.
     """
     nonzero = [part for part in parts if part.value] or list(parts[:1])
     return Figure(
@@ -98,8 +98,9 @@ class Collectives:
     def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
         """Look up a collective's latency in seconds and its bandwidth in bytes/s.
 
-        Also returns a figure with the value 0. The figure has the source of the latency or of the bandwidth, whichever
-        source is less certain. The basis of the figure is the formula for the collective's seconds, as text.
+        Also returns a figure with the value 0. The source of the figure is the less certain one of two sources: the
+        source of the latency and the source of the bandwidth. The basis of the figure is the formula for the
+        collective's seconds, as text.
         """
         known = self.cluster.device.collective(kind)
         near = self.is_on_one_host(axis)
@@ -121,7 +122,7 @@ class Collectives:
 
     @cached_property
     def device_parameters(self) -> tuple[float, float]:
-        """The numbers of dense and of expert parameters on a device of the largest stage."""
+        """The (dense, expert) parameter counts of a device of the largest pipeline stage."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
@@ -129,13 +130,13 @@ class Collectives:
         """Return the seconds of the tensor-parallel communication of one forward pass.
 
         `tokens` is the number of tokens of one context-parallel rank. `scored` is the number of the rank's positions at
-        which logits are computed. With `backward`, the seconds of the backward pass are added. With `drawn`, the
-        seconds to broadcast the sampled tokens are added.
+        which logits are computed. If `backward` is True, the seconds of the backward pass are added. If `drawn` is
+        True, the seconds to broadcast the sampled tokens are added.
 
         The ranks all-reduce the hidden states after the embedding and in each layer of a pipeline stage, and gather the
-        logits. If the engine shards sequences over tp, the ranks gather and scatter the hidden states instead. The
-        logits then remain sharded, and the ranks all-reduce only a few numbers per position, such as the maximum of the
-        logits.
+        logits. If the engine shards sequences over tp, the ranks gather and scatter the hidden states instead of
+        all-reducing them. The logits then remain sharded, and the ranks all-reduce only a few numbers per position,
+        such as the maximum of the logits.
         """
         layout = self.placement.layout
         model = self.model

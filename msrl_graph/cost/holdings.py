@@ -1,7 +1,7 @@
-"""Bytes that a node holds on one device, for the passes of the compiler.
+"""Functions for the compiler's passes: the bytes that a node holds on one device.
 
 An item is a named part of the memory. Resident items, such as weights, remain on the device between computations. A
-moment is an instant of a computation. Invariant: bytes are those of the busiest device, with the longest rows that the
+moment is an instant of a computation. Invariant: bytes are those of the busiest device, if rows are as long as the
 columns allow. The constant `RESERVE` is for the memory allocator's overhead. All functions need a plan with placements.
 """
 
@@ -102,7 +102,7 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Return the busiest rank's bytes; `bytes_of(rule)` are the bytes per element."""
+    """Return the optimizer-state bytes of the busiest rank (`bytes_of`: per weight)."""
     layout = plan.placement(node).layout
     update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
@@ -115,7 +115,7 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Return the most tokens of all sequences of a row, each with its context."""
+    """Return the most tokens of a row: all its sequences, each with its own context."""
     graph = plan.graph
     row = sequences(plan.graph, plan.graph.node(node))
     return row.count * sum(bound(graph, name) for name in row.context) + sum(bound(graph, name) for name in row.scored)
@@ -167,7 +167,7 @@ def micro_batch(plan: Plan, node: str) -> int:
 
 
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
-    """Return the workload of a node's micro-batch, with the longest possible rows.
+    """Return the workload of a node's micro-batch; its rows have the greatest length.
 
     Rows of equal length keep their order in micro-batches, so the responses to a prompt are next to each other.
     """
@@ -273,13 +273,13 @@ def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
-    """Return the length of a test prompt for the weights that `src` sends to `dst`."""
+    """Return the length of the prompt that tests the weights `src` sends to `dst`."""
     bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
-    """Return the bytes by item that `src` needs to test the weights it sent to `dst`."""
+    """Return the bytes, by item, that `src` needs to test weights it sent to `dst`."""
     probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
@@ -288,7 +288,7 @@ def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, i
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Return the most scored tokens of a row; if none are scored, one per sequence."""
+    """Return the most scored tokens of a row (one per sequence if no token is scored)."""
     row = sequences(plan.graph, plan.graph.node(node))
     return sum(bound(plan.graph, name) for name in row.scored) or row.count
 
@@ -330,7 +330,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
 
 
 def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of each float32 copy of a moving average that has another type."""
+    """Return the bytes of float32 copies of moving averages that are not float32."""
     copies = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
@@ -374,7 +374,7 @@ def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[st
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes of float32 masters by item (part of the result of `optimizer`)."""
+    """Return the bytes, by item, of float32 masters, which are optimizer states."""
     sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -396,7 +396,7 @@ def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
 
 
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
-    """Return a device's bytes by item while `node` generates, without the KV cache."""
+    """Return a device's bytes by item, except the KV cache, while `node` generates."""
     items = resident(plan, engines, plan.placement(node).pool, node)
     edge = next((candidate for candidate in plan.graph.reshards() if candidate.dst == node), None)
     if edge is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rows:
-    """Token counts of a set of rows, each with one prompt and one response.
+    """Token counts of a set of rows; each row has one prompt and one response.
 
     - `count` is the number of rows. `prompt` and `response` are the sums of prompt and response tokens over all rows.
     - `squares` is the sum of the squared lengths of the rows; attention needs this sum. The length of a row is the

@@ -1,4 +1,4 @@
-"""Device memory that offloading needs, and the seconds that it adds.
+"""Device memory that offloading needs, and the seconds that offloading adds.
 
 Invariant: this module and backends/optimizer/steps.py cut optimizer states into the same parts. Therefore all engines
 whose optimizer step uses steps.py need the same memory.

@@ -162,7 +162,7 @@ class Costs:
         """Return the seconds to generate one more token for each sequence.
 
         `cached` is the sum of the sequences' context lengths. In this step, `diverged` sequences begin to differ from
-        another sequence after `prompt` equal tokens. They recompute the tokens after the last full cache block.
+        another sequence after `prompt` equal tokens, and recompute the tokens after the last full cache block.
         """
         passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
         tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
@@ -257,7 +257,7 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the seconds to copy offloaded weights in; followers are also copied back."""
+        """Return the seconds to copy offloaded weights in (of followers: in and back)."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
@@ -281,7 +281,7 @@ class Costs:
         return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
     def exchange(self) -> Figure:
-        """Return a step's seconds to exchange gradients (0 if micro-batches include them)."""
+        """Return the seconds of a gradient exchange; 0 if micro-batches include it."""
         if self.graph_node.verb != "update" or self.spec.divides_weights(self.layout):
             return Figure(
                 0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
@@ -380,7 +380,7 @@ class Costs:
     def _decode_weight_bytes(self, sequences: float) -> float:
         """Return the bytes of weights that a device reads for one token per sequence.
 
-        At random routing, some experts get no tokens and are not read. A pipeline stage reads its weights pp times.
+        If routing is random, some experts get no tokens and are not read. A pipeline stage reads its weights pp times.
         """
         dense, routed = self.collectives.device_parameters
         touched = 1.0
@@ -402,8 +402,8 @@ class Costs:
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
-        """Return the bytes of `times` accesses to float32 logits; each tp rank samples."""
-        copies = self.layout.tp if times == DRAWING else 1
+        """Return the bytes that `times` accesses to the float32 logits read or write."""
+        copies = self.layout.tp if times == DRAWING else 1  # each tp rank samples
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
     def micro_batches(self) -> int:

@@ -51,7 +51,7 @@ def dock_overhead(plan: Plan) -> Figure:
 
 
 def iteration_overhead(plan: Plan) -> Figure:
-    """Return the seconds of an iteration that its critical path does not include.
+    """Return the seconds that an iteration takes beyond its critical path.
 
     These are the seconds to start and to end the iteration. On a CPU cluster, the seconds of the docks' processes are
     added, because ranks use all cores.
@@ -84,7 +84,7 @@ def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """Return the seconds of a reshard, without the seconds of the swap-in.
+    """Return the seconds of a reshard, except the seconds of the swap-in.
 
     The swap-in copies the update's weights back to the device, while other nodes compute. The result has two summands:
     the seconds of the reshard's steps, and the minimum seconds of the reshard's operators. For each tensor, operators

@@ -33,8 +33,8 @@ def half_character_within(value: Any) -> str:
 
 
 def escape_half_characters(text: str) -> str:
-    r"""Replace each half character of a text by an escape sequence, for messages.
+    r"""Return a text in which each half character is replaced by an escape sequence.
 
-    The escape sequence has the form `\udXXX`. A half character in a log has the same form.
+    The result is for messages. The escape sequence has the form `\udXXX`. A half character in a log has the same form.
     """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

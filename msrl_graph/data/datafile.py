@@ -36,8 +36,8 @@ def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each row of a JSON lines or Parquet file, as (number, row).
 
     For JSON lines, the number is the line number. For Parquet, it is the row number. Both are counted from 1. A row
-    contains the fields that the program reads, by the names that the program uses for them. Raises Fault if the file is
-    missing or empty, if a row is not an object, or if a row lacks a field.
+    contains the fields that the program reads. The keys are the names that the program uses for the fields. Raises
+    Fault if the file is missing or empty, if a row is not an object, or if a row lacks a field.
     """
     empty = True
     with _report_errors(data):
@@ -51,8 +51,8 @@ def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
 def head(data: DataSource, most: int, graph: Graph) -> int:
     """Count the rows of a file, up to `most`, and check the first `LOOKED` rows.
 
-    If a JSON lines file has `CHARACTERS` bytes or more, the result is `most`, because such a file is not read to its
-    end. Raises Fault for the same mistakes as `rows` and `take_row`.
+    At most `CHARACTERS` characters of a JSON lines file are read. If the file's size in bytes is not below this number,
+    the file may have more rows, and the result is `most`. Raises Fault for the same mistakes as `rows` and `take_row`.
     """
     with _report_errors(data):
         if is_parquet(data):
@@ -76,7 +76,7 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
 
 
 def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
-    """Return the converted values of a row, by the column that reads each value.
+    """Return a row's converted values in a dictionary from column names to values.
 
     `fields.take` converts the values. `number` is the number with which messages name the row. Raises Fault if a value
     does not fit the type of its column.
@@ -92,7 +92,7 @@ def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph
 
 
 def _suggest_read(value: Any, column: Column, name: str) -> str:
-    """Return help for a value that does not fit its column: an object or a list.
+    """Return a help text for an object or a list that does not fit its column.
 
     The help suggests nested fields to read, or a column of type `json`. `name` is the name of the field that has the
     value.
@@ -141,7 +141,10 @@ def bad_row(data: DataSource, number: int, problem: str, help: str = "") -> Faul
 
 @contextmanager
 def _report_errors(data: DataSource) -> Iterator[None]:
-    """Convert errors in the `with` block into a Fault at the line that names the file."""
+    """Convert errors in the `with` block into a Fault.
+
+    The position of the Fault is the line of the program that names the file.
+    """
     try:
         # Opening a pipe would wait for a writer, and a pipe can be read only once.
         if not stat.S_ISREG(Path(data.path).stat().st_mode):
@@ -160,7 +163,7 @@ def _no_rows_fault(data: DataSource) -> Fault:
 
 
 def _lines(data: DataSource, most: int = -1) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file that are not blank, with their numbers.
+    """Yield each non-blank line of a file, as (line number, line).
 
     If `most` is not negative, only the lines that end within the first `most` characters are yielded.
     """
@@ -270,14 +273,14 @@ def _read_types(fields: Any) -> _Types:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return a value without the fields that are null, at any depth."""
+    """Return a copy of a value in which the null fields of all objects are removed."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that the program reads.
+    """Return the fields that the program reads from a row.
 
     `row` can also be the `_Types` of a schema; the result then has the types of the fields. `place` is a text that says
     where the row is. Raises Fault with a diagnostic for each missing field, at the position where the program names the

@@ -1,4 +1,4 @@
-"""The values that a field of a data file can have, by the type of its column.
+"""Conversion of values in a data file to the types of a program's columns.
 
 Invariant: a value is accepted as it is, or rejected with a message. The message says what the value is, and what is
 expected. No value is rounded, truncated or guessed. NumPy is imported only for columns of numbers, since the compiler

@@ -72,7 +72,7 @@ class Diagnostic:
 
 
 class Fault(Exception):
-    """The exception that ends a compilation or rejects a run, with its diagnostics.
+    """The exception that ends a compilation or rejects a run; it has the diagnostics.
 
     If `text`, the rendered diagnostics, was set, `str(fault)` is `text`. Otherwise `str(fault)` is the code and message
     of each diagnostic.
@@ -145,8 +145,8 @@ def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
 def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "full") -> str:
     """Return a diagnostic as text.
 
-    `sources` maps the name of a file to the text of the file. The rendered diagnostic shows the line with the mistake
-    from this text. `style` is `full`, or `concise` for one line.
+    `sources` maps the name of each file to its text. The rendered diagnostic quotes the wrong line of a file from this
+    text. `style` is `full`, or `concise` for one line.
     """
     title = f"{diagnostic.severity}[{diagnostic.code}]: {diagnostic.message}"
     span = diagnostic.span

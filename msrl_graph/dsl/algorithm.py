@@ -220,7 +220,7 @@ class _Algorithm(Declarations):
         )
 
     def _find_likely_names(self) -> None:
-        """Guess the correct names of nodes with a misspelt worker or verb.
+        """Guess the correct names of the nodes whose worker or verb is misspelt.
 
         An edge with a guessed name gets no error: the misspelling is reported at the node.
         """

@@ -157,10 +157,10 @@ class SourceDecl:
 
 @dataclass(frozen=True)
 class NodeDecl:
-    """A node statement.
+    """A node statement, or a patch: a statement that changes an inherited node.
 
-    - `reads`: None for a patch: a statement without parentheses that changes an inherited node.
-    - `head`: the span of the statement without its attributes.
+    - `reads`: the names in the parentheses. A patch has no parentheses, and its `reads` is None.
+    - `head`: the span of the statement before its attributes.
     - `patched`: the keys of the attributes that patches have set.
     """
 
@@ -311,7 +311,7 @@ class EvaluateDecl:
 
 @dataclass(frozen=True)
 class UndoDecl:
-    """A `drop` statement of a deploy, which removes statements of the extended deploy.
+    """A deploy's `drop` statement, which removes statements of the extended deploy.
 
     - `kind`: the keyword of the removed statements, or `edge`.
     - `names`: the nodes or names that the removed statements apply to.
@@ -410,7 +410,7 @@ def words(part: Any) -> Iterator[str]:
 
 
 def same_tree(first: File, second: File) -> bool:
-    """Return whether two trees are equal, ignoring their spans."""
+    """Return whether two trees are equal; their spans are not compared."""
     return map_spans(first.items, lambda _: NOWHERE) == map_spans(second.items, lambda _: NOWHERE)
 
 

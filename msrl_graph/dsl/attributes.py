@@ -74,9 +74,10 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
 
 
 def fit(kind: NumericKind, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-    """Return a value as a number if it is in the range of `kind`, or raise a Fault.
+    """Return `value` as a number if the number is in the range of `kind`.
 
-    `subject` names the value in the error message. `related` are notes for the message.
+    Raises a Fault for any other value. `subject` names the value in the error message. `related` are notes for the
+    message.
     """
     if value.kind == "quantity":
         raise mistake("bad-unit", f"{subject} takes a plain number, and this has a unit", value.span, related=related)

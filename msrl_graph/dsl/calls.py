@@ -32,7 +32,7 @@ TYPES = {
 class Below:
     """The type of an option that takes a number in [0, 1).
 
-    With `pair`, the option takes a list of two such numbers.
+    If `pair` is true, the option takes a list of two numbers in [0, 1).
     """
 
     pair: bool = False
@@ -85,7 +85,7 @@ class CallingNode:
     - `extra_columns`: columns that the calls can use although the node does not read them. A parameter is bound to one
       of these columns only if the parameter has the column's name, or if an argument names the column.
     - `folder`: returns the folder of the file that a span is in.
-    - `kinds`: readers for option types that are not plain values, by type name.
+    - `kinds`: a reader for each option type that is not a plain value. The keys are the names of the types.
     - `used`: collects the signatures of the user functions that the node calls.
     """
 
@@ -108,7 +108,7 @@ class CallingNode:
         return any(signature.scope == "mini_batch" for _, signature in self._terms(loss))
 
     def scores(self, loss: Expr) -> tuple[str, ...]:
-        """Return the columns to which a loss binds parameters annotated `Scores`."""
+        """Return the columns that a loss passes to parameters annotated with `Scores`."""
         scored = {
             call.columns().get(parameter, parameter)
             for call, signature in self._terms(loss)
@@ -164,7 +164,7 @@ class CallingNode:
         return call
 
     def bind_remaining(self, call: Expr, signature: Signature) -> Expr:
-        """Bind a parameter without an argument, if only one column or state is possible.
+        """Bind a parameter that has no argument, if only one column or state is possible.
 
         - If the function has one required parameter and the node reads one column, the parameter is bound to this
           column, whatever the column's name is.
@@ -376,9 +376,9 @@ class CallingNode:
 
 
 def _node_head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
-    """Return the text of a node statement without attributes.
+    """Return the text of a node statement up to the attributes.
 
-    The text names `reads` as the columns and states that the node reads, even if `node` reads others.
+    In the text, the node reads the columns and states in `reads`. The statement `node` may read others.
     """
     label = f"{node.label.text}: " if node.label else ""
     writes = f" -> {', '.join(name.text for name in node.writes)}" if node.writes else ""

@@ -61,8 +61,9 @@ def collect_lineage(
 ) -> list[T] | None:
     """Return an algorithm or deploy, its base, the base of that base, and so on.
 
-    Returns None if a base is missing or if the bases form a cycle. `broken`: whether an import failed; a missing base
-    is then not reported. `others` is the help text for a base that is not in `known`.
+    Returns None if a base is missing or if the bases form a cycle. A missing base is reported, unless an import failed
+    (`broken`). `kind` is "algorithm" or "deploy", for messages. `others` is the help text for a base that is not in
+    `known`.
     """
     line: list[T] = [part]
     seen = {id(part)}
@@ -108,10 +109,11 @@ def _is_patch(statement: ast.AlgorithmStatement) -> bool:
 
 
 class _Written:
-    """The statements of an algorithm written in full.
+    """The statements of an algorithm that is written in full.
 
     The statements of the base algorithms and of the derived algorithm are added in order, beginning with the first
-    base. `own` are the keys that were declared so far by the algorithm whose statements are being added.
+    base. A key is the kind and the name of a declaration. `own` has the keys of the declarations of one algorithm: the
+    algorithm whose statements are being added.
     """
 
     def __init__(self) -> None:
@@ -160,7 +162,7 @@ class _Written:
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
-        """Remove attributes that a node states again from the record of dropped names."""
+        """Delete a node's restated attributes from the record of dropped names."""
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 

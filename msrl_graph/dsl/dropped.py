@@ -37,7 +37,7 @@ class Dropped:
 
 
 def add_drop_notes(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
-    """Add a note to a diagnostic for each dropped name that may have caused the error."""
+    """Add a note to a diagnostic for each dropped name that may have caused it."""
     for name, gone in dropped.items():
         if not gone.is_missed(name, diagnostic):
             continue

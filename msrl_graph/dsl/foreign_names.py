@@ -1,7 +1,7 @@
 """Help for names that users know from other systems, such as `max_grad_norm`.
 
-Invariant: each help text is a complete line. A help text for a wrong word in a kind of statement is correct in all
-statements of that kind, at each position of the word.
+Invariant: each help text is a complete line. The help text for a wrong word depends on the word and on the kind of the
+statement. The text is correct in every statement of this kind, wherever the word occurs in the statement.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def attribute(statement: str, key: str, known: Collection[str]) -> str:
 
 
 def _owners(statement: str, key: str) -> str:
-    """Return the other kinds of statement that have an attribute `key`, as text.
+    """Return a text that lists the other kinds of statement with an attribute `key`.
 
-    Returns "" if there is no such kind of statement, or if there are more than three.
+    Returns "" if there is no other kind of statement with this attribute, or if there are more than three.
     """
     owners = [
         f"a {name}" if name.endswith(" edge") else f"`{name}`"
@@ -133,7 +133,7 @@ def term(name: str) -> str:
 
 
 def word(text: str, words: Collection[str]) -> str:
-    """Return help for a word that is not one of the option's possible `words`."""
+    """Return help for a wrong word, where one of `words` is expected."""
     return f"it is called `{_WORDS[text]}` here" if _WORDS.get(text) in words else nearest(text, words)
 
 
@@ -168,7 +168,7 @@ def data_file(target: str, folder: bool) -> str:
 
 
 def groups(word: str, above: str) -> str:
-    """Return help for a `per` that names groups, such as `per = group`.
+    """Return help for an attribute `per` whose value means groups: `per = group`.
 
     `word` is the value of `per`, and `above` is the column that the program should name instead.
     """
@@ -198,7 +198,8 @@ _LISTS = ("completions", "prompts")
 def binding(call: str, signature: Signature, free: Collection[str], reads: Collection[str], per: bool) -> str:
     """Return help for a function whose parameters have names of another system.
 
-    The help is a call in which these parameters are bound to columns. Returns "" if no parameter has such a name.
+    The help is a call in which these parameters are bound to columns. Returns "" if no parameter has a name of another
+    system.
 
     - `free`: the parameters that no argument of the call is bound to.
     - `reads`: the columns and states that the node reads.

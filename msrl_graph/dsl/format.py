@@ -186,7 +186,7 @@ class _Reader:
             blank |= last
 
         def settle() -> None:
-            """Assign a comment at the end of a part's line to that part, the last one read.
+            """Assign a comment at the end of a part's line to the part: the last one read.
 
             Also drops a blank line at the start of the block.
             """
@@ -389,7 +389,8 @@ def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
 def _find_break(pieces: list[_Piece], room: int, tail: int) -> int | None:
     """Return the index of the piece that begins the next line.
 
-    Returns None if all pieces fit in `room` columns with `tail` more at the end, or if the line cannot be broken.
+    Returns None if the line cannot be broken, or if all pieces fit in `room` columns and `tail` columns remain after
+    the last piece.
     """
     column = -pieces[0].spaces
     best = None

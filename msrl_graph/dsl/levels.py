@@ -1,9 +1,9 @@
 """Levels of the tree of rows, and the level at which each column has its values.
 
-Invariant: the source's rows are level 0. Each generation adds a level below the level that it reads, with `samples`
-rows for each row of the level that it reads. All other nodes write columns of the deepest level that they read, unless
-the type of the column has `per`. Levels form a tree. checks/levels.py reports nodes that read from two branches of this
-tree.
+Invariant: the rows of the node `source` are level 0. Each generation adds a level below the level that it reads, with
+`samples` rows for each row of the level that it reads. All other nodes write columns of the deepest level that they
+read, unless the type of the column has `per`. Levels form a tree. checks/levels.py reports nodes that read from two
+branches of this tree.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Levels:
 
 
 def compute_levels(count: int, nodes: Iterable[Node], columns: Mapping[str, Column]) -> Levels:
-    """Compute the level of each column, for a source of `count` rows.
+    """Compute the level of each column.
 
-    `nodes` must be in dependency order.
+    `count` is the number of rows that the node `source` writes. `nodes` must be in dependency order.
     """
     row_levels = Levels([count])
     for node in nodes:

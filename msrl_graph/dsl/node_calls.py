@@ -140,8 +140,8 @@ class ReduceReader:
 def form_readers(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
     """Return the readers of the attributes whose possible values depend on the node.
 
-    `columns` are the columns that `per` can name. `above` is a column of the source's rows, for the help on a wrong
-    `per`.
+    `columns` are the columns that `per` can name. `above` is a column that the node `source` writes. The help for a
+    wrong `per` suggests this column.
     """
     return {
         CALL: FunctionCallReader(caller),
@@ -171,7 +171,7 @@ def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Na
 
 @dataclass(frozen=True)
 class KeepReader:
-    """A reader of `keep`: a comparison of a column or state with a number, or a call."""
+    """A reader of `keep`: a call, or a comparison of a column or state with a number."""
 
     caller: CallingNode
 

@@ -22,8 +22,8 @@ from .expressions import ALREADY_REPORTED, Problems, mistake
 class _Group:
     """Nodes that must be in one pool.
 
-    `apart` is None unless an `apart` statement gives the nodes a pool of their own. It is then the node or worker that
-    the statement names.
+    If an `apart` statement gives the nodes a pool of their own, `apart` is the node or worker that the statement names.
+    Otherwise `apart` is None.
     """
 
     members: set[str]

@@ -38,9 +38,10 @@ def find_in_file(
 ) -> tuple[Path, str, dict[str, T]]:
     """Find the function or class that `target`, such as `"file.py:name"`, refers to.
 
-    Returns the path of the file, the name, and all definitions in the file by name.
+    Returns the path of the file, the name, and a dict of all definitions in the file. The keys of the dict are the
+    names of the definitions.
 
-    - `read`: returns the definitions in a Python source text, by name.
+    - `read`: returns this dict for a Python source text.
     - `sought`: "function" or "class", for error messages.
     - `awaited`: whether the definition may be `async def`.
 

@@ -111,9 +111,10 @@ def _ends(edge: ast.EdgeDecl) -> str:
 
 
 def _merge_statement(old: ast.DeployStatement | None, new: ast.DeployStatement) -> ast.DeployStatement:
-    """Return the statement that replaces `old`.
+    """Return the statement that replaces `old` when a deploy states `new`.
 
-    For `evaluate`, `dock`, `reshard` and `run`, the result also has the old attributes that `new` does not state.
+    The result is `new`. For `evaluate`, `dock`, `reshard` and `run`, the result also has the attributes of `old` that
+    `new` does not state.
     """
     if (
         type(old) is not type(new)
@@ -139,7 +140,8 @@ def _drop(statements: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy
 def check_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl, owner: str) -> list[Key]:
     """Return the keys of the statements that a `drop` removes.
 
-    Raises a Fault if `owner`, the extended deploy, does not have one of these statements.
+    `statements` are the statements of the extended deploy, whose name is `owner`. Raises a Fault if one of the dropped
+    statements is not in `statements`.
     """
     keys = []
     for title, key, span in _resolve_dropped(statements, undo):

@@ -113,7 +113,7 @@ def _compare_facts(part: str, item: str, name: str, old: Fact | None, new: Fact 
 def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour: bool = False) -> str:
     """Format changes as text, with one table for each section of the plan.
 
-    The text calls the old plan `old`.
+    `old` is the name of the old plan in the text.
     """
     page = Page(width, colour)
     if not changes:

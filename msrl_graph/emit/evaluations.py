@@ -1,7 +1,7 @@
 """The evaluations of a plan as text: data, times, sampling, and kept checkpoints.
 
 Invariant: each generation is shown with the sampling settings that the evaluation uses, regardless of which statement
-of the program has the settings.
+of the program sets them.
 """
 
 from __future__ import annotations

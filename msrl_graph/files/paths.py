@@ -1,7 +1,7 @@
 """Checks of paths that a user wrote.
 
 Invariant: the functions accept any text as a path. For a name that is too long or contains a NUL, methods of `Path`
-raise an error, but these functions return False.
+raise an error, but `is_file` and `is_folder` return False.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Invariant: a folder or file passes a check only if it meets three conditions:
 - It belongs to the user of this process.
 - Its mode denies other users the kind of access that the check names.
 
-A path that fails a check raises NotPrivate; it is never repaired and never used. A folder of mode 0700 protects
-everything in it, because other users cannot enter it.
+If a path fails a check, the function raises NotPrivate. It neither repairs nor uses the path. A folder of mode 0700
+protects everything in it, because other users cannot enter it.
 
 Only the last component of a path is checked. The folders above must prevent other users from renaming the contents, as
 the sticky bit does for /tmp and /dev/shm.

@@ -279,8 +279,8 @@ def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) ->
     """Upload files and subfolders of a folder to a URL.
 
     `wanted` has the names to upload; names that do not exist in the folder are skipped. With `atomic`, each file is
-    uploaded under a temporary name and renamed when it is complete, which costs a copy on some file systems. Raises
-    OSError for every error.
+    uploaded under a temporary name and renamed when it is complete. Some file systems rename a file by copying it.
+    Raises OSError for every error.
     """
     try:
         fs, path = open_filesystem(url)

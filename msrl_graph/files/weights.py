@@ -69,7 +69,7 @@ def weight_files(folder: Path | str) -> WeightFiles:
 def candidate_weight_files(folder: Path | str) -> list[Path]:
     """List the weight files of a folder.
 
-    If `weight_files` rejects the folder, list all of its safetensors files.
+    If the weight files are incomplete or ambiguous, or cannot be read, all safetensors files of the folder are listed.
     """
     try:
         return [*weight_files(folder).read]

@@ -1,1 +1,1 @@
-"""The hardware of a plan: devices, hosts and links, each figure with its source."""
+"""The hardware of a plan: figures of devices, hosts and links, with their sources."""

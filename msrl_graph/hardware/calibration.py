@@ -1,7 +1,7 @@
-"""Measurements of this machine by `msrl-doctor --calibrate`.
+"""The measurements that `msrl-doctor --calibrate` takes on a machine.
 
 Invariant: if the default calibration file does not exist, assumed figures are used without a warning. If a calibration
-file exists or the user named it, but it cannot be used, assumed figures are used with one warning. The code that takes
+file that exists, or that the user named, cannot be used, assumed figures are used with one warning. The code that takes
 the measurements is in runtime/calibrate/measure.py.
 """
 
@@ -37,7 +37,8 @@ class MachineIdentity:
 class BusyRates:
     """The rates that each process of a machine reaches while all processes are busy.
 
-    The units are those of the figures of `Device`. The values of `collectives` are (minimum seconds, bytes/s).
+    The rates have the same units as the figures of `Device` (cluster.py). The values of `collectives` are (minimum
+    seconds, bytes/s).
     """
 
     threads: int
@@ -183,9 +184,10 @@ def _find_invalid(calibration: Calibration) -> str:
 
 
 def preset_of_this_machine(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diagnostic]]:
-    """Return the CPU preset `name` with measurements of this machine, and warnings.
+    """Return the CPU preset `name` with measured figures, and a list of warnings.
 
-    `ranks` is the number of ranks on the host. The warnings say why the calibration file cannot be used.
+    The measured figures are in this machine's calibration file. `ranks` is the number of ranks on the host. A warning
+    says why the file cannot be used.
     """
     path, stated = location()
     if path is None or not (stated or path.is_file()):
@@ -199,10 +201,10 @@ def preset_of_this_machine(name: str, ranks: int, span: Span = NOWHERE) -> tuple
 
 
 def apply_calibration(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnostic]]:
-    """Return a cluster of CPUs with the measurements of this machine, and warnings.
+    """Return a cluster of CPUs with measured figures, and a list of warnings.
 
-    Figures that the program states are not replaced. A cluster of other devices is returned unchanged. The warnings say
-    why the calibration file cannot be used.
+    The measured figures are in this machine's calibration file. They do not replace figures that the program states. A
+    cluster of other devices is returned unchanged. A warning says why the file cannot be used.
     """
     if not cluster.device.kind.is_host:
         return cluster, []

@@ -1,4 +1,4 @@
-"""Devices, hosts and links, each figure with its source.
+"""Figures of devices, hosts and links, with the source of each figure.
 
 Invariant: every figure has a `source` (measured, derived, datasheet, assumed or stated) and a `basis`, a text that says
 where the figure comes from. A figure of a device is a peak if `Device.peaks` lists its name, otherwise a rate that is
@@ -98,10 +98,10 @@ class Device:
     Figures are in bytes, bytes/s and FLOP/s, as a program states them. For a peak, methods and properties return the
     fraction that is reached. `resource` is Ray's name for one device. `curves` has rates measured at several sizes:
 
-    - `f32`, `bf16`: FLOP/s of a matrix product with these types, by its FLOP.
-    - `attention`: FLOP/s of attention, by the FLOP of one head of a row.
-    - `memory_bandwidth`, `layer`: bytes/s of the memory, by the bytes that an operation moves. The memory is accessed
-      as a stream (`memory_bandwidth`), or in the order in which an eager layer accesses it (`layer`).
+    - `f32`, `bf16`: FLOP/s of a matrix product in this dtype. The size is the product's FLOP.
+    - `attention`: FLOP/s of attention. The size is the FLOP of one head of a row.
+    - `memory_bandwidth`, `layer`: bytes/s of the memory. The size is the bytes that an operation moves. The memory is
+      accessed as a stream (`memory_bandwidth`), or in the order in which an eager layer accesses it (`layer`).
     """
 
     name: str
@@ -142,7 +142,7 @@ class Device:
         return Figure(rate_at(curve, size), "measured", reached.basis) if curve and size > 0 else reached
 
     def figure(self, name: str) -> Figure | None:
-        """Return the figure that a cluster attribute names, such as `flops_bf16`."""
+        """Return the figure of the cluster attribute `name`, such as `flops_bf16`."""
         figure = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
         assert figure is None or isinstance(figure, Figure)
         return figure
@@ -153,7 +153,7 @@ class Device:
 
     @cached_property
     def _reached(self) -> dict[str, Figure]:
-        """The rates that are reached, by the names of the figures in SHARES."""
+        """The rates that are reached; the keys are the names of figures in SHARES."""
         reached = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
         for name in reached.keys() & {*self.peaks}:
             figure = reached[name]
@@ -173,7 +173,7 @@ class Device:
 
     @property
     def far_links(self) -> Figure:
-        """Bytes/s per device in collectives between hosts; KeyError without a `fabric`."""
+        """Bytes/s per device in collectives between hosts; KeyError if `fabric` is None."""
         return self._reached["fabric"]
 
     def collective(self, kind: str) -> Collective:
@@ -197,7 +197,7 @@ class ClusterSpec:
         return self.nodes * self.devices_per_node
 
     def between(self, devices: int) -> Figure:
-        """Return a host's bytes/s to other hosts if `devices` of its devices communicate."""
+        """Return a host's bytes/s to other hosts; `devices` devices communicate at once."""
         if self.device.fabric is None:
             return self.network
         fabric = self.device.far_links
@@ -267,8 +267,9 @@ def _nvidia(
 ) -> Device:
     """Build the preset of an NVIDIA device.
 
-    `sheet` is the source of all figures except `link` and `fabric`. `flops` is (bfloat16 without sparsity, float32
-    without tensor cores). `link` is the rate over NVLink; without `link`, the devices of a host are connected by PCIe.
+    `sheet` is the source of all figures except `link` and `fabric`. `flops` is two FLOP/s: (bfloat16 without sparsity,
+    float32 without tensor cores). `link` is the rate over NVLink; without `link`, the devices of a host are connected
+    by PCIe.
     """
     host = _datasheet({4: 32e9, 5: 64e9}[pcie], f"{sheet}, PCIe {pcie} x16 one way")
     host_memory = _assumed(2e12, "a host of 8 devices") if link else _assumed(512e9, "a host of 8 devices on PCIe")

@@ -97,7 +97,7 @@ class DeviceKind:
         """Return the options with which an actor requests `number` devices from Ray.
 
         By default Ray also reserves a CPU core for an actor. The options exclude this core, because the actor's
-        placement group has none.
+        placement group has no CPU core.
         """
         return {"num_cpus": 0} | ({self.asked_as: number} if self.asked_as else {"resources": {self.resource: number}})
 

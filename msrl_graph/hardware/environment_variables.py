@@ -31,10 +31,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class SettingConditions:
-    """The properties of a run on which settings depend.
+    """Those properties of a run that settings depend on.
 
-    `deadline` is the number of seconds after which the run stops waiting. `deterministic` means that the same seed must
-    give the same rows and weights.
+    The run fails if it waits longer than `deadline` seconds. `deterministic` means that the same seed must give the
+    same rows and weights.
     """
 
     deadline: float
@@ -61,5 +61,5 @@ def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str])
 
 
 def missing_settings(settings: Iterable[Setting], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that `environment` does not set, as names and values."""
+    """Return the names and values of settings whose variables `environment` lacks."""
     return {setting.name: setting.value for setting in settings if setting.name not in environment}

@@ -144,7 +144,7 @@ def _exact_range(version: str) -> VersionRange:
 
 @dataclass(frozen=True)
 class Release:
-    """A release of a package, with the versions of Python and packages that it needs.
+    """A package's release, and the versions of Python and other packages it needs.
 
     `source` says where these needs are documented.
     """

@@ -84,7 +84,7 @@ PAIRS = (
 
 
 def find_broken_pairs(versions: Mapping[str, str]) -> Iterator[VersionPair]:
-    """Yield the pairs whose versions are incompatible, in the order to fix them.
+    """Yield the pairs with incompatible versions, in the order in which to fix them.
 
     `versions` has the version of each installed package. A pair is skipped if one of its packages is not in `versions`.
     A pair is also skipped if an earlier pair requires another version of one of its packages.

@@ -49,7 +49,7 @@ def visible_ids(kind: DeviceKind, mask: str | None, count: int) -> list[str]:
 
 
 def describe_problem(kind: DeviceKind, mask: str | None, count: int) -> str:
-    """Describe the ids of a mask that are not visible; "" if all are visible.
+    """Say which ids in a mask are not visible; return "" if all ids are visible.
 
     `count` is the number of devices of the host.
     """
@@ -64,10 +64,10 @@ def describe_problem(kind: DeviceKind, mask: str | None, count: int) -> str:
 
 
 def torch_index(assigned: Sequence[str], mask: str | None) -> int:
-    """Return torch's number of the device that Ray assigned to this process.
+    """Return torch's number for the device that Ray assigned to this process.
 
-    The number is the position of the device in the process's mask. Without a mask, it is the host's number of the
-    device. Raises ValueError if the mask does not list the device.
+    The number is the position of the device in the process's mask. Without a mask, torch's number is the host's number
+    for the device. Raises ValueError if the mask does not list the device.
     """
     if not assigned:
         return 0

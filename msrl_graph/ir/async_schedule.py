@@ -107,9 +107,10 @@ def row_age_bound(plan: Plan) -> int:
 
 
 def fetched_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `staleness_bounds` between two pools, with their bounds.
+    """Return the staleness bound of each resharding edge between two pools.
 
-    The generation fetches the weights over such an edge, since the update is in another pool.
+    Only edges into a pool that is ahead are returned. The update is in another pool than the generation, so the
+    generation fetches the weights over the edge. The keys are edges, as (src, dst), and the bounds are in versions.
     """
     pool_of = pools_of_nodes(plan)
     return {
@@ -122,7 +123,7 @@ def fetched_edges(plan: Plan) -> dict[Edge, int]:
 def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
     """Return, for each pipelined pool, the nodes that the pool runs in its opening.
 
-    Pools that must be in step with the updates are left out.
+    A pool that must be in step with the updates is not pipelined and is left out.
     """
     openings, _ = find_openings(plan)
     hindrances = reasons_in_step(plan) if openings else {}
@@ -130,11 +131,11 @@ def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
 
 
 def late_states(plan: Plan) -> dict[str, int]:
-    """Return the states that affect how rows are drawn; bound the age of their values.
+    """Return, for states that affect how rows are drawn, the maximum age of the value.
 
-    The sampling weights of the source, or the temperature of a generation, depends on such a state. The result maps
-    each state to the largest possible age of its value, in iterations. This is the largest number of iterations by
-    which any pool may run ahead of the updates.
+    The sampling weights of the source, or the temperature of a generation, depends on such a state. The age of a
+    state's value is in iterations. Its maximum is the largest number of iterations by which any pool may run ahead of
+    the updates. If no pool may run ahead, the result is empty.
     """
     most = max(lead_of_pools(plan).values(), default=0)
     graph = plan.graph
@@ -151,11 +152,11 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 
     The opening is the part of a stream that may be executed before the updates begin the iteration.
 
-    - The stream of an evaluation and the stream of a pool that is not pipelined have no opening, so the result is 0.
-    - The opening of a pipelined pool's stream ends after the last node of `pipelined_openings` and the RELEASE and
-      SWAP_IN instructions that follow this node directly.
+    - The opening of a pipelined pool's stream ends after the last node that the pool runs in its opening, and after the
+      RELEASE and SWAP_IN instructions that follow this node directly.
     - The opening of the functions' stream has all instructions before the first function that reads a state. If no pool
-      may run ahead, the functions' stream has no opening.
+      may run ahead, or if no function reads a state, the result is 0.
+    - All other streams, and all streams of evaluations, have no opening, so the result is 0.
     """
     if stream.pool == FUNCTIONS and stream.task == "train":
         late = functions_with_states(plan) if lead_of_pools(plan) else {}
@@ -182,11 +183,11 @@ def count_opening(plan: Plan, stream: InstructionStream) -> int:
 
 
 def skipping_edges(plan: Plan) -> dict[Edge, int]:
-    """Return the edges of `fetched_edges` that skip versions, each with its `every`.
+    """Return the `every` of each resharding edge that skips versions.
 
-    Such an edge sends only each `every`-th version. Weights that a generation fetched over the edge remain on the
-    generation's devices until the next fetch. So an iteration may generate with the same weights as the previous
-    iteration.
+    Such an edge leads from one pool to another pool that is ahead, and sends only each `every`-th version. Weights that
+    a generation fetched over the edge remain on the generation's devices until the next fetch. So an iteration may
+    generate with the same weights as the previous iteration.
     """
     many = {(reshard.src, reshard.dst): ReshardingEdgeAttributes.of(reshard).every for reshard in plan.graph.reshards()}
     return {edge: many[edge] for edge in fetched_edges(plan) if many[edge] > 1}
@@ -316,8 +317,8 @@ class PoolProgress(Sends, ABC):
 
         `now` is the iteration that the updates are in. The result is True only with `deterministic`, and only if a pool
         may begin an iteration with the weights of `now`. If the pool began its iteration later, the iteration would
-        have newer weights. With `partial`, the pool needs the responses that its previous iteration interrupted. The
-        updates then wait for the end of the pool's previous iteration, too.
+        have newer weights. With `partial`, the pool needs the responses that its previous iteration interrupted. So
+        with `partial`, the updates also wait until the pool has ended its previous iteration.
         """
         following = {pool: self.begun[pool] + 1 for pool in pools}
         return self.run.deterministic and any(
@@ -325,9 +326,9 @@ class PoolProgress(Sends, ABC):
         )
 
     def _may(self, pool: str, number: int, now: int) -> bool:
-        """Return whether a pool may begin iteration `number`; the updates are in `now`.
+        """Return whether a pool can begin iteration `number`; the updates are in `now`.
 
-        The pool may wait for rows of other pools. Each of these other pools must have begun the iteration, or must
+        If the pool waits for rows of other pools, each of these other pools must have begun the iteration, or must
         itself be able to begin it.
         """
         return all(

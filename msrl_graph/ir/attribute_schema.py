@@ -28,8 +28,8 @@ class Attribute:
 
     - `shown`: the text that documentation shows as the default, such as "all rows". It is used if the default is a
       value that a program cannot state.
-    - `must`: if not empty, the attribute is required. If a program does not state the attribute, this value is
-      suggested.
+    - `must`: the value that is suggested if a program does not state a required attribute; "" for an attribute that is
+      not required.
     - `head`: whether the attribute is written before the braces of its statement, not between them.
     """
 

@@ -203,7 +203,7 @@ class GenerateAttributes(NodeAttributes):
         return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
-        """Return after how many tokens per response to check which prompts are complete."""
+        """Return the tokens per response between two checks for complete prompts."""
         return max(1, math.ceil(longest / LOOKS))
 
     @property
@@ -215,7 +215,7 @@ class GenerateAttributes(NodeAttributes):
         return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
-        """Return a response's maximum tokens; `bound` is the maximum of its column."""
+        """Return the maximum length of a response; `bound` is that of the response column."""
         return bound if self.max_tokens is None else min(bound, self.max_tokens)
 
 
@@ -350,7 +350,7 @@ class CallAttributes(NodeAttributes):
 
     @property
     def functions(self) -> tuple[Expr, ...]:
-        """The calls in the node's attributes; a filter can have a comparison instead."""
+        """The calls in the node's attributes; a comparison in a filter counts as a call."""
         return tuple(called for called in (self.call, self.keep, self.select) if called is not None)
 
 

@@ -107,7 +107,10 @@ class Evaluation:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The evaluation's figures as metric keys, without the figures per value of `by`."""
+        """The metric keys of the evaluation's figures.
+
+        Figures for single values of the column `by` are left out.
+        """
         kinds = ("pass", "best", *(("maj",) if self.vote else ()))
         return (
             *self.report,

@@ -24,11 +24,11 @@ class Flow:
         self.graph = graph
 
     def after(self, node: str) -> set[str]:
-        """Return the nodes that come after `node` along sample edges, without `node`."""
+        """Return all nodes after `node` along sample edges, except `node` itself."""
         return _collect_reachable(node, lambda name: (edge.dst for edge in self.graph.out_of(name)))
 
     def before(self, node: str) -> set[str]:
-        """Return the nodes that come before `node` along sample edges, without `node`."""
+        """Return all nodes before `node` along sample edges, except `node` itself."""
         return _collect_reachable(node, lambda name: (edge.src for edge in self.graph.into(name)))
 
     def leads(self, src: str, dst: str) -> bool:
@@ -65,8 +65,9 @@ class Flow:
         """The writers upstream of each node, as sets of bits.
 
         The first dict maps each writer to a number with one bit set, which identifies the writer. A writer is in this
-        dict if some node reads its column without a direct edge from the writer. The second dict maps each node to a
-        number in which several bits can be set: the bits of all writers from which a path leads to the node.
+        dict if some node reads a column of the writer, and no direct edge leads from the writer to that node. The
+        second dict maps each node to a number in which several bits can be set: the bits of all writers from which a
+        path leads to the node.
         """
         graph = self.graph
         joined = self._edge_pairs
@@ -108,7 +109,8 @@ class Flow:
 
         For each node and each column that the node reads, exactly one edge carries the column to the node. If a direct
         edge leads from the writer of the column to the node, this edge carries the column. If not, paths lead from the
-        writer to the node, and the first edge that ends such a path carries the column.
+        writer to the node, and the column is carried by the last edge of such a path. If several edges into the node
+        end such paths, the first of these edges in the graph's order carries the column.
         """
         graph = self.graph
         columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}

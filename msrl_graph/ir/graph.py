@@ -209,7 +209,7 @@ class Graph(GraphViews):
     under: tuple[int, ...] = (-1, 0)  # the level above each level; several levels may be under the same one
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields for a pickle, without caches, which may use ids of objects."""
+        """Return the fields to pickle, except caches, which may use ids of objects."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -374,7 +374,7 @@ class Graph(GraphViews):
         return max([self.level(node), *(self.column(column).level for column in node.writes)], key=self.depth)
 
     def unit_level(self, node: Node) -> int:
-        """Return the level of a node's units: the level of its `per` column or its rows."""
+        """Return the level of the column that `per` names; if none, of the node's rows."""
         return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
 
     @cached_property

@@ -3,8 +3,8 @@
 An instruction stream is the list of instructions that a pool executes in one iteration or evaluation. A `Walk` is the
 position in the streams; a `Walker` is the code that acts on each instruction.
 
-Invariant: all code that executes, times or checks instruction streams implements `Walker`, which has a method per
-instruction, and uses a `Walk`. A new instruction is added to `Op`. mypy then reports the code that does not handle the
+Invariant: all code that executes, times or checks instruction streams implements `Walker` and uses a `Walk`. `Walker`
+has one method per instruction. A new instruction is added to `Op`. mypy then reports the code that does not handle the
 new instruction yet.
 """
 

@@ -24,7 +24,7 @@ AT_ONCE = 2
 class Rule:
     """A rule that updates tensors, such as AdamW.
 
-    - `name`: the class of torch.optim. `options`: the options of this class, without the learning rate.
+    - `name`: the class of torch.optim. `options`: the options of this class, except the learning rate.
     - `keeps`: the bytes per element of each optimizer state, by the state's name. Each state has the same number of
       elements as the weights.
     - `whole`: whether a step needs the whole matrix. If not, each element is updated independently of all others.
@@ -44,7 +44,7 @@ class Rule:
         """Return the bytes per element of the optimizer states and the float32 copy.
 
         With `master`, the weights have a type other than float32. The optimizer then updates a float32 copy of the
-        weights, which is counted.
+        weights, and the result includes this copy.
         """
         return self.bytes + MASTER * master
 
@@ -84,7 +84,7 @@ class OptimizerSpec:
 def kinds_by_rule(
     optimizer: OptimizerSpec, kinds: tuple[TensorKind, ...]
 ) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
-    """Return each rule of an optimizer with the kinds of tensors that it updates."""
+    """Return, for each rule of an optimizer, the tensor kinds that the rule updates."""
     if len(optimizer.rules) == 1:
         return ((optimizer.rule, kinds),)
     return tuple(

@@ -239,8 +239,8 @@ class ReshardOptions(DeclaredAttributes):
 class EvaluateOptions(DeclaredAttributes):
     """Options of `evaluate NAME { … }`.
 
-    `data` "" means the data with the name of the evaluation. `every` 0 means only before and after training. `samples`
-    0 and `temperature` None mean the same as in training.
+    If `data` is "", the data has the name of the evaluation. If `every` is 0, the evaluation runs only before and after
+    training. If `samples` is 0 or `temperature` is None, the value is the same as in training.
     """
 
     data: str = attr(
@@ -324,8 +324,8 @@ class EvaluateOptions(DeclaredAttributes):
 class Run(DeclaredAttributes):
     """Options of `run { … }`.
 
-    `save` 0 means no checkpoint. `resume` "" means a new run. The `warn_…` options and `max_drift` are the thresholds
-    of health_checks.py.
+    If `save` is 0, no checkpoint is written. If `resume` is "", the run is new. The `warn_…` options and `max_drift`
+    are the thresholds of health_checks.py.
     """
 
     iterations: int = attr(COUNT, 1, "The number of iterations; `msrl-run --evaluate` runs only the evaluations.")

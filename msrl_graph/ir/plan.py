@@ -65,7 +65,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine, its options, and where the choice comes from (`chosen`)."""
+    """An engine and its options; `chosen` says where the choice comes from."""
 
     name: str
     options: dict[str, Value] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Reshard:
     """The plan of a resharding edge: an allgather-swap, or a `send` to another pool.
 
     If the other pool may run ahead, the update sends a copy of its weights. The update makes this copy when it begins
-    (`copied`). Bytes are those of the busiest device.
+    (`copied`). Each number of bytes per device is the number for the busiest device.
     """
 
     src: str
@@ -240,7 +240,7 @@ class Reshard:
     def route_of(self, tensor: Tensor) -> ReshardRoute:
         """Return the route of a tensor.
 
-        Embeddings without a route of their own use the route of weights.
+        An embedding or an expert uses the route of the kind `weights` if the plan has no route of its own kind.
         """
         kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"
         ways = {way.of: way for way in self.ways}

@@ -53,7 +53,7 @@ def copy_to_host(plan: Plan, data: bool = True) -> Plan:
 
 
 def copy_model_heads(plan: Plan) -> Plan:
-    """Replace URLs of models by paths of local copies without the weights.
+    """Replace URLs of models by paths of local copies that have no weight files.
 
     A copy has only the files that the compiler reads. Raises Fault.
     """

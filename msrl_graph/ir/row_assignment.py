@@ -105,8 +105,8 @@ def _assign_to_groups(units: Units, own: list[int], groups: int, most: float) ->
     """Partition the units of one host among the data-parallel groups on this host.
 
     `own` are the units of the host, and `groups` is the number of its groups. Units of equal weight are split into even
-    ranges. Units of different weights are partitioned by the method of Karmarkar and Karp; `most` is the load that a
-    group may get.
+    ranges. Units of different weights are partitioned by the method of Karmarkar and Karp; `most` is the maximum load
+    of a group.
     """
     if units.weights is None:
         return split(sorted(own, key=lambda unit: (units.prompts[unit], unit)), groups)

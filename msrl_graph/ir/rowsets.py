@@ -102,10 +102,9 @@ class Rowsets:
         return next((sieve for sieve in self.sieves.values() if sieve.refill), None)
 
     def up(self, rows: int, level: int) -> int:
-        """Return the nearest set of a level on the way up from the set `rows`.
+        """Return the nearest set of a level among the set `rows` and all sets above it.
 
-        The set `rows` itself is also considered. The result is 0, the set of the source, if no set on this path has the
-        level.
+        Sets are given by their indices. If none of these sets has the level, the result is 0, the set of the source.
         """
         return next((index for index in chain(self.sets, rows) if self.sets[index].level == level), 0)
 
@@ -215,7 +214,7 @@ class Numbers:
     - `prompts`: the number of prompts in all rounds.
     - `samples`: for each generation, the number of rows that it makes from each row that it reads. A generation that is
       left out has the number that the program states.
-    - `size`: the maximum number of rows of each set, without repeats.
+    - `size`: the maximum number of rows of each set; repeats of a row are not counted.
     - `space`: a bound for each set: the numbers of its rows are below this bound.
     - `repeats`: for each set, how often a `select` may repeat a row.
     """

@@ -146,8 +146,8 @@ def drawn_name(state: str) -> str:
 def temperature_name(stated: Expr) -> str:
     """Return the name of the batch's column that holds the values of a temperature.
 
-    If `stated` is a column, the name is that of this column. If `stated` is a state, the name is `drawn_name` of the
-    state.
+    If `stated` is a column, the result is the name of this column. If `stated` is a state, the result is the name that
+    `drawn_name` returns for the state.
     """
     return drawn_name(str(stated.value)) if stated.kind == "state" else str(stated.value)
 
@@ -161,14 +161,14 @@ def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the states that a node reads with the value from the previous iteration.
 
     The result is empty for the source, generations and infers. The source reads states only as sampling weights, and
-    generations and infers read states only as temperatures. These states affect how rows are drawn. Rows can be drawn
-    ahead of the updates, and the states then have an older value.
+    generations and infers read states only as temperatures. Sampling weights and temperatures affect how rows are
+    drawn. Rows can be drawn ahead of the updates, and the states then have an older value.
     """
     return () if node.verb in ("source", "generate", "infer") else node.states
 
 
 def is_whole_conversation(graph: Graph, node: Node) -> bool:
-    """Return whether a node scores only whole conversations, without a context.
+    """Return whether a node scores only whole conversations and has no context.
 
     An agent or an environment can write responses that also contain the text before the policy's first token. Such a
     response is a whole conversation.
@@ -283,8 +283,8 @@ def _is_read(graph: Graph, node: Node, column: str) -> bool:
 def bound(graph: Graph, column: str) -> int:
     """Return the maximum number of tokens of a column in one row.
 
-    A text column without a stated maximum has the sum of the bounds of the columns that its writer reads, but at least
-    TEXT_TOKENS. Columns whose bound is unknown are left out of the sum.
+    If a text column has no stated maximum, the result is the sum of the maximums of the columns that the text's writer
+    reads, but at least TEXT_TOKENS. Columns whose maximum is unknown are left out of the sum.
     """
     kind = graph.column(column)
     if kind.element != "text" or kind.dims:

@@ -145,7 +145,8 @@ class Signature:
     def unfit(self, kind: str) -> list[str]:
         """Return the function's inputs that workers of the kind `kind` do not provide.
 
-        The inputs are keys of GIVEN_BY.
+        Only inputs that depend on the weights being updated are considered: `logp`, `entropy`, `values`, and parameters
+        annotated `LogProbs` or `Scores`, which are returned as the names of these annotations.
         """
         bound = [name for name, parameters in (("LogProbs", self.logps), ("Scores", self.scores)) if parameters]
         return [name for name, kinds in GIVEN_BY.items() if name in (*self.fills, *bound) and kind not in kinds]

@@ -1,8 +1,8 @@
 """Text, HTML and networkx views of graphs and plans in Python.
 
-Invariant: a view shows the same content as the command line. `ir` does not import packages that import `ir`, such as
-`emit`. The root package sets `emitter`, which loads a module of `emit` on first use. A process that runs or sends a
-plan loads no module of `emit`.
+Invariant: a view shows the same content as the command line. The package `ir` does not import packages that import
+`ir`, such as `emit`, which writes graphs and plans as text or HTML. The root package sets `emitter`, a function that
+loads a module of `emit` on first use. A process that runs or sends a plan loads no module of `emit`.
 """
 
 from __future__ import annotations

@@ -62,10 +62,11 @@ class Workload:
 
 
 def micro_batches(rows: int, size: int, layout: Layout) -> int:
-    """Return the number of micro-batches of at most `size` rows for `rows` rows.
+    """Return the number of micro-batches into which `rows` rows are split.
 
-    Interleaved pipeline stages process micro-batches in groups of pp (arXiv:2104.04473, section 2.2). For such stages,
-    the number is rounded up to a multiple of pp, so some micro-batches are smaller or empty.
+    A micro-batch has at most `size` rows. Interleaved pipeline stages process micro-batches in groups of pp
+    (arXiv:2104.04473, section 2.2). For such stages, the number is rounded up to a multiple of pp, so some
+    micro-batches are smaller or empty.
     """
     number = max(1, -(-rows // size))
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
@@ -81,12 +82,12 @@ def kv_elements(model: Model, layout: Layout) -> int:
 
 
 def in_flight(work: Workload, stage: int) -> float:
-    """Return how many micro-batches have their activations on a stage at one time.
+    """Return the number of micro-batches whose activations a stage stores at one time.
 
-    The activations of a micro-batch are those of all layers of the pipeline stage. With the schedule of one forward,
-    one backward (arXiv:2104.04473), the number is pp - stage. With interleaved stages, the stage stores activations of
-    2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, and each chunk is 1 / vpp of the stage's layers. The result is at most
-    the number of micro-batches of an optimizer step.
+    `stage` is the number of a pipeline stage. A micro-batch counts as 1 if the activations of all layers of the stage
+    are stored. With the schedule of one forward, one backward (arXiv:2104.04473), the result is pp - stage. With
+    interleaved stages, the stage stores activations of 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, and each chunk is
+    1 / vpp of the stage's layers. The result is at most the number of micro-batches of an optimizer step.
     """
     pp = work.layout.pp
     vpp = work.layout.vpp

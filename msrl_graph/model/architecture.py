@@ -16,7 +16,7 @@ CORRECTION = "e_score_correction_bias"
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether each tp rank copies a tensor and computes a gradient of its own.
+    """Return whether tp ranks have copies of a tensor, but different gradients.
 
     With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from the rank's part
     of the tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from

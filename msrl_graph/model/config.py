@@ -28,7 +28,7 @@ class FieldKind(NamedTuple):
 
 
 class ConfigError(NamedTuple):
-    """An error in a config: the field, and a message that says what is wrong with it.
+    """An error in a config: a field, and a message that says why its value is wrong.
 
     `feature` is the feature of the model that no engine supports yet; it is "" if the config itself is wrong.
     """
@@ -177,7 +177,10 @@ POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
 
 
 def find_config_error(config: Config, family: str) -> ConfigError | None:
-    """Return the first error in the config.json of a model of this family, or None."""
+    """Return the first error in a config.json, or None.
+
+    `family` is the family of the config's model.
+    """
     for name, kind in FIELDS.items():
         if (value := config.get(name)) is not None and not kind.holds(value):
             return ConfigError(name, f"has {_format_value(value)} for `{name}`, which must be {kind.words}")
@@ -233,10 +236,10 @@ def _check_heads(config: Config, family: str) -> ConfigError | None:
 
 
 def _check_router(config: Config, family: str) -> ConfigError | None:
-    """Check a router that chooses groups of experts, and then experts in these groups.
+    """Check the config of a router that first chooses groups of experts.
 
-    A group is chosen by the scores of its two best experts (arXiv:2412.19437), so a group must have two or more
-    experts.
+    The router then chooses experts in these groups. A group is chosen by the scores of its two best experts
+    (arXiv:2412.19437), so a group must have two or more experts.
     """
     if family != "deepseek_v3":
         return None
@@ -347,7 +350,7 @@ def _check_windows(config: Config) -> ConfigError | None:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return the fields of a checked config from which an engine builds the model.
+    """Return those fields of a checked config that an engine needs to build the model.
 
     A field that the config omits gets the value that the plan assumes for it.
     """
@@ -365,7 +368,7 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def count_positions(config: Config, family: str) -> int:
-    """Return the largest number of positions of a sequence.
+    """Return the largest number of positions that a sequence can have.
 
     The number includes the positions that position scaling adds.
     """

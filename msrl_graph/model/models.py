@@ -109,7 +109,7 @@ def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: 
 
 
 def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
-    """Return the diagnostic of an unknown model, with help to correct the name."""
+    """Return the diagnostic for an unknown model name, with a help text."""
     shape = "a plan needs only the model's `config.json`, in a folder"
     if hub:
         message = (

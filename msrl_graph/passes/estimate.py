@@ -224,7 +224,7 @@ class EstimateTime(Pass):
 def _scale_by_share(figure: Figure, share: float) -> Figure:
     """Return the mean cost per iteration of an operation that only some iterations do.
 
-    `share` is the fraction of the iterations that do the operation. `figure` is the cost in such an iteration.
+    `share` is the fraction of the iterations that do the operation. `figure` is the cost in one iteration that does it.
     """
     if share == 1:
         return figure
@@ -234,7 +234,7 @@ def _scale_by_share(figure: Figure, share: float) -> Figure:
 
 
 def describe_filters(graph: Graph) -> str:
-    """Return a note that lists the filters that the plan ignores; "" if none exist."""
+    """Return a note on the filters that the plan ignores; "" if there are no filters."""
     names = [node.name for node in graph.nodes if "keep" in node.attributes or "select" in node.attributes]
     return (
         f"rows that filters drop count as kept, and the rounds of a refill are not counted: {', '.join(names)}"

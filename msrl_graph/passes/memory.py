@@ -107,8 +107,8 @@ class CountMemory(Pass):
 
         Normally, generation engines are built one after the other, before anything else is loaded. Each engine frees
         the memory of its KV cache before the next engine is built. Some devices cannot create process groups while an
-        engine's memory is freed. On these devices, generation engines are built last. The device then also holds all
-        other items that it holds during a generation.
+        engine's memory is freed. On these devices, generation engines are built last. While an engine is built last,
+        the device also holds all other items that it holds during a generation.
         """
         early = plan.cluster.device.kind.groups_beside_sleep
         nodes = [*plan.graph.verb("generate")]
@@ -258,9 +258,9 @@ class CountMemory(Pass):
 def _rounds_by_column(graph: Graph) -> dict[str, int]:
     """Return, for each column, how many rounds of rows the dock may hold.
 
-    A refilling filter may request further rounds of prompts in an iteration. The dock holds the rows of all these
-    rounds for the columns that are written before the filter. It holds one round of all other columns, which are not in
-    the result.
+    A refilling filter may request further rounds of prompts in an iteration. For columns that are written before the
+    filter, the dock holds the rows of all rounds. For all other columns, the dock holds one round; these columns are
+    not in the result.
     """
     rounds_of: dict[str, int] = {}
     for filter in (node for node in graph.nodes if CallAttributes.of(node).refill):

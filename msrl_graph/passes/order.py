@@ -23,7 +23,7 @@ def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True)
     """Return all passes of the compiler, in order.
 
     `place` is the pass that places nodes: the search, or a pass that follows a given decision. `engines` are the engine
-    specs by name. `compare` is the option of this name of the pass InsertResharding.
+    specs by name. `compare` is an option of the pass InsertResharding.
     """
     return Passes(
         (

@@ -3,8 +3,8 @@
 On the same devices, weights are moved by an allgather-swap; between two pools, they are sent. The pass plans the steps
 of each edge, with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes are those of the busiest device
 (rank 0). Between two nodes on the same devices, the mode decides whether the update's weights remain on the devices. In
-the mode `swap`, all of the update's weights are moved to host memory, for any two layouts. In the mode `naive`, the
-update's weights remain. They also remain if weights are sent to another pool.
+the mode `swap`, all of the update's weights are moved to host memory, whatever the two layouts are. In the mode
+`naive`, the update's weights remain. They also remain if weights are sent to another pool.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ def _add_again(
 
 
 def _find_round(stream: tuple[Instruction, ...], repeated: Collection[str], resharded: Collection[str]) -> slice | None:
-    """Return the range of a stream's instructions that each round repeats, or None.
+    """Return the range of a stream's instructions that each round repeats.
 
     `repeated` are the nodes that each round runs. `resharded` are the generations whose weights are resharded in each
-    round.
+    round. The result is None if the stream has no instructions to repeat.
     """
     runs = [i for i, instruction in enumerate(stream) if instruction.op == "RUN" and instruction.node in repeated]
     weights = [

@@ -186,7 +186,7 @@ def _find_slowest_cycle(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
 
 
 def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
-    """Return a cycle of dependencies slower than `rate` seconds per iteration.
+    """Return a cycle of dependencies with more than `rate` seconds per iteration.
 
     The result is None if there is no such cycle. Longest paths are computed as in the Bellman-Ford algorithm, with
     `rate` subtracted for each iteration. Only paths around a slower cycle become longer without limit.
@@ -324,7 +324,10 @@ class _Clock(Walker):
         return " > ".join(reversed(chain))
 
     def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
-        """Return the end time of each given pool and of the updates, with delaying nodes."""
+        """Return when each pool in `pools` ends, and when the updates end.
+
+        Each time comes with a text that lists the nodes that delay the end.
+        """
         ends_of = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
         return ends_of | {UPDATES: (self.length, self.path())}
 
@@ -339,7 +342,10 @@ class _Clock(Walker):
         return max(into, default=(self.opened, ""))
 
     def _start(self, name: str) -> None:
-        """Calculate when a function ends, and all functions that start when it is done."""
+        """Calculate when a function ends.
+
+        The ends of the functions that waited only for this function are also calculated.
+        """
         ready = [name]
         while ready:
             name = ready.pop()

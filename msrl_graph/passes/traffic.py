@@ -1,4 +1,4 @@
-"""Traffic: the bytes of each sample edge in an iteration, and their seconds.
+"""Traffic: the bytes and the transfer seconds of each sample edge in an iteration.
 
 Seconds are given for transfers through the dock and, for comparison, through a central buffer. Invariant: traffic is
 counted on the graph, with rows of the greatest length. A column is counted once for each node that reads it. An update

@@ -41,8 +41,8 @@ class Advice:
         """Return advice on a small change that makes a plan fit.
 
         `worst` is the phase that exceeds its memory most. The change is to the nodes that compute in this phase. If a
-        search proves that no layout fits, the advice says so. If the search finds neither a layout that fits nor such a
-        proof, the result is "".
+        search proves that no layout fits, the advice says so. The result is "" if the search finds no layout that fits,
+        but does not prove that there is none.
         """
         verb = "generate" if worst.phase == "generate" else "update"
         first = [node for node in plan.graph.verb(verb) if plan.placement(node.name).pool == worst.pool]

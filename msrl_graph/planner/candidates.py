@@ -2,10 +2,11 @@
 
 An owner is a set of nodes that share a layout and an engine. A choice is one layout and one engine for an owner.
 Invariant: the layout of a choice divides the model and the devices evenly. Choices that do not fit into memory are
-dropped. Only if no choice of an owner fits, one of these choices is returned. Whether a choice fits is tested as if the
-owner's nodes were alone on their devices, with the smallest micro-batch and full recomputation. The seconds of a choice
-are lower bounds: they use the best micro-batch that this memory allows, and exclude the time of offloading. If the
-choice is combined with choices of other owners, the owner's nodes can only be slower.
+dropped. If no choice of an owner fits, the choice that exceeds the memory least is returned. To test whether a choice
+fits, it is assumed that the owner's nodes are alone on their devices, and that they use the smallest micro-batch and
+full recomputation. The seconds of a choice are lower bounds: they use the best micro-batch that fits if the nodes are
+alone, and exclude the time of offloading. If the choice is combined with choices of other owners, the owner's nodes can
+only be slower.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Choices:
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """Return the choices of an owner in its pool, the fastest first.
 
-        `skeleton` is a plan whose nodes are placed in the pools of `division`, with any layouts. If no choice fits, the
-        result is only the choice that exceeds the memory least.
+        `skeleton` is a plan whose nodes are placed in the pools of `division`; the nodes' layouts do not matter. If no
+        choice fits, the result is only the choice that exceeds the memory least.
         """
         choices: list[Choice] = []
         fitting: list[Choice] = []

@@ -1,8 +1,8 @@
 """Offloading to host memory, for plans that do not fit into device memory.
 
 Invariant: a plan that fits without offloading is unchanged. A plan that does not fit even with offloading is unchanged.
-Weights of frozen workers are offloaded before optimizer states. Nothing more is offloaded than the plan needs to fit.
-Options that the file states are not changed.
+Weights of frozen workers are offloaded before optimizer states. Only as much is offloaded as is necessary for the plan
+to fit. Options that the file states are not changed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
 
 
 def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
-    """Return the plan with the given workers offloaded.
+    """Return the plan after the weights or optimizer states of workers are offloaded.
 
     If a worker has an update, its optimizer states are offloaded. Otherwise, its weights are offloaded.
     """

@@ -1,9 +1,9 @@
-"""Owners: the nodes that share a layout and an engine, and the engines for them.
+"""Owners (sets of nodes that share a layout and an engine) and their engines.
 
-Invariant: only the function `engines` decides which engines a set of nodes may use. The placement, the search and
-messages call this function. An engine that the file states is used. If the file states no engine, the candidates are
-the engines that may be chosen automatically and support the verbs of all nodes. Four conditions then narrow the
-candidates:
+Invariant: only the function `engines` decides which engines a set of nodes may use. The placement, the search and the
+code that writes messages call this function. An engine that the file states is used. If the file states no engine, the
+candidates are the engines that may be chosen automatically and support the verbs of all nodes. Four conditions then
+narrow the candidates:
 - The engine supports the model's family.
 - The engine supports the stated layout.
 - The engine is meant for the cluster's devices.
@@ -76,7 +76,7 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
 
 
 def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
-    """Return the first node in `stated` that has the same weights as `node`, an infer node.
+    """Return the first node in `stated` that has the weights of the infer node `node`.
 
     `stated` is the set of nodes for which the file states a layout or an engine. The result is None if no node of
     `stated` has these weights, or if `node` is not an infer node.

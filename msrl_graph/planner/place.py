@@ -38,8 +38,9 @@ PYTHON = EngineChoice("python", chosen="default")
 class PlacementDecision:
     """The values for everything that the program file leaves open in the placement.
 
-    `division` is the division into pools. The keys of `layouts` and `engines` are names of nodes: of each owner
-    (owners.py), the attribute `node`. `why` is the reason for these values.
+    `division` is the division into pools. `layouts` and `engines` have one entry for each owner (a set of nodes that
+    share a layout and an engine). The key of an entry is the name of the node that represents the owner. `why` is the
+    reason for these values.
     """
 
     division: Division | None = None
@@ -49,7 +50,7 @@ class PlacementDecision:
 
 
 class PlacementPass(Pass):
-    """The base class of passes that place nodes. It verifies the placements."""
+    """The base class of passes that place nodes; the base class verifies placements."""
 
     name = "place"
 
@@ -66,8 +67,8 @@ class PlaceNodes(PlacementPass):
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """Return the plan with all nodes placed.
 
-        If `numbered` is False, two steps are left out. The first step is offloading. The second step numbers the ranks
-        for resharding, and is the most expensive step of the placement.
+        If `numbered` is False, two steps of the placement are left out: offloading, and numbering the ranks for
+        resharding. Numbering the ranks is the most expensive step.
         """
         decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
@@ -237,8 +238,8 @@ class PlaceNodes(PlacementPass):
     def complete(self, plan: Plan, placement: Placement) -> Placement:
         """Complete a placement: its weight bytes, micro-batch size and recomputation.
 
-        A micro-batch size or a recomputation that the file states is not changed. After this step, all options of the
-        node that the run needs are decided.
+        A micro-batch size or a recomputation that the file states is not changed. After this step, each option of the
+        node has a value if a run needs the option.
         """
         if placement.pool == FUNCTIONS:
             return placement
@@ -260,7 +261,8 @@ class PlaceNodes(PlacementPass):
         """Choose the micro-batch size and the recomputation of an infer or update node.
 
         The micro-batch has enough rows to keep the device busy. It has fewer rows if memory requires it. In a pipeline,
-        or on a device with measured rates, it also has fewer rows if the estimate is then faster.
+        or on a device with measured rates, the micro-batch also has fewer rows if the node is estimated to be faster
+        with fewer rows.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
         without recomputation, or it is faster with recomputation.

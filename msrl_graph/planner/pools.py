@@ -63,8 +63,8 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
 def divisions(plan: Plan) -> list[Division]:
     """Return all divisions into pools that the deploy allows.
 
-    A resharding edge may send only every n-th version of the weights. If possible, only divisions are returned in which
-    the update and the generation of each such edge are in different pools. The result is never empty.
+    Some resharding edges send only every n-th version of the weights. If possible, every returned division puts the
+    update and the generation of each of these edges into different pools. The result is never empty.
     """
     every_division = list(_list_divisions(plan))
     seldom = [edge for edge in plan.graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1]
@@ -85,7 +85,7 @@ def open_to_staleness(plan: Plan) -> bool:
 
 
 def without_staleness(plan: Plan) -> Plan:
-    """Return the plan without the attributes `staleness` and `every` on its edges."""
+    """Return the plan after removing `staleness` and `every` from its edges."""
 
     def drop_staleness(edge: Edge) -> Edge:
         return replace(
@@ -99,8 +99,9 @@ def without_staleness(plan: Plan) -> Plan:
 def _list_divisions(plan: Plan) -> Iterator[Division]:
     """Yield all divisions that the deploy allows, each once.
 
-    The first is the division that the deploy states. If the deploy states no pools, the first is one pool with all
-    nodes, followed by the divisions of `_possible_groups`. Pools consist of whole hosts if there are enough hosts.
+    If the deploy states pools, the first division is the stated one. If the deploy states no pools, the first division
+    has one pool with all nodes, and the divisions of `_possible_groups` follow. Pools consist of whole hosts if there
+    are enough hosts.
     """
     yield (first := divide(plan))
     seen = {_division_key(first)}
@@ -175,7 +176,7 @@ def _possible_shares(pools: int, devices: int, per_host: int) -> list[tuple[int,
 
 
 def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
-    """Put the nodes that no stated pool lists into a stated pool or a new pool.
+    """Assign each node that no stated pool lists to a stated pool or to a new pool.
 
     `named` are the nodes that stated pools list. Returns the pools, and the name of a node of the stated pool to which
     nodes were added ("" if there is no such pool).

@@ -127,7 +127,8 @@ class Search(PlacementPass):
 class _Item:
     """A combination in the search's queue, which is ordered by lower bounds.
 
-    If bounds are equal, combinations closer to full evaluation come first, and then combinations with lower positions.
+    If bounds are equal, combinations closer to full evaluation come first. If two combinations are equally close, the
+    one of the earlier division comes first, and within a division, the one with the earlier choices.
     """
 
     bound: float
@@ -213,9 +214,9 @@ class _Run:
         )
 
     def _over_budget(self) -> bool:
-        """Return whether the budget of seconds is spent.
+        """Return whether the search must end because its budget of seconds is spent.
 
-        Until a first plan is found, the budget may be exceeded, but not `effort`, the search's limit of work units.
+        If the search has found no plan by then, it continues up to its limit of work units (`effort`).
         """
         exceeded = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
         return exceeded and (bool(self.results) or self.spent >= self.effort)
@@ -267,7 +268,7 @@ class _Run:
         return Space(division, skeleton, space_owners, lists, functions, later)
 
     def _list_choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
-        """Return the choices of layout and engine of an owner.
+        """Return the choices of an owner; a choice is one layout and one engine.
 
         Choices are cached. Pools of equal size at equal positions on their hosts have the same choices.
         """
@@ -290,7 +291,7 @@ class _Run:
         """Advance a combination by one stage.
 
         A queued combination passes three stages. First, the costs of its choices give a lower bound. Second, its nodes
-        are placed, which gives a better bound without planning the resharding. Third, all passes evaluate the
+        are placed, but its resharding is not planned; this gives a better bound. Third, all passes evaluate the
         combination.
         """
         space = item.space
@@ -369,7 +370,7 @@ class _Run:
         return replace(self.place.apply(self.plan, self._make_decision(space, position, why)), search=record)
 
     def _list_runners_up(self, heap: list[_Item]) -> tuple[Candidate, ...]:
-        """Return the combinations to report next to the best combination.
+        """Return the combinations to report in addition to the best combination.
 
         The order of the result is: fully evaluated combinations, combinations of which only a bound is known, and the
         fastest combinations that do not fit.

@@ -84,10 +84,9 @@ class HostCounter:
         return tuple(parts)
 
     def _block_start(self, rank: int) -> int:
-        """Return the first rank of the block that contains `rank`, numbered in its stage.
+        """Return where the block of `rank` begins, as a position in the pipeline stage.
 
-        If several blocks of a pipeline stage have the same boxes, the first rank of the first of these blocks is
-        returned.
+        If several blocks of a pipeline stage have the same boxes, the start of the first of these blocks is returned.
         """
         start = rank % self.source.layout.stage_devices // self.block * self.block
         return start % math.lcm(period(self.source, self.experts), self.block)
@@ -201,9 +200,9 @@ class HostCounter:
 
 @lru_cache(maxsize=1 << 12)
 def _count_block_boxes(tensor: Tensor, source: Side, start: int, block: int) -> tuple[Mapping[Box, int], int]:
-    """Return how many ranks of a block hold each box, and the total of elements.
+    """Return how many ranks of a block hold each box, and the number of all elements.
 
-    A box that several ranks hold counts once in the total.
+    A box that several ranks hold counts once in the number of all elements.
     """
     holders = Counter(
         box for rank in range(start, start + block) if elements(box := box_on_stage(tensor, source, rank))

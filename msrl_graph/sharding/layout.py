@@ -45,8 +45,8 @@ class Layout:
     chunks; chunk c is on stage c % pp. `stages` has the number of layers of each chunk, if stated. `inner` is the
     number of data-parallel replicas whose ranks alternate: `inner` consecutive ranks have the same tp index and
     different dp indices. With a suitable `inner`, the update ranks that hold the parts of one generation shard are
-    neighbors, and gather in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` only
-    numbers ranks and changes no result.
+    neighbors, and gather in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). `inner` changes
+    only the order of ranks, and no result.
     """
 
     tp: int = 1
@@ -159,7 +159,7 @@ class Tensor:
     - `shared`: if there are more ranks than units, several ranks have a copy of one unit (key-value heads).
     - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
     - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert. The name
-      of this tensor is `name` with the number of the expert in place of `*`.
+      of an expert's tensor is `name` with the number of the expert in place of `*`.
     - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
     - `tied`: the tensor is an embedding that is also on the last stage.
     """
@@ -180,7 +180,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """Yield (name in the files, index in `box`, box of this file tensor) for a box."""
+        """Yield each file tensor that `box` covers: its name, index in `box`, and own box."""
         if not self.experts:
             yield self.name, (), box
             return

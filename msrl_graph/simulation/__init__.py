@@ -1,4 +1,4 @@
-"""A discrete-event simulation of a plan's iterations with rows of varying length.
+"""A discrete-event simulation of a plan's iterations; the rows vary in length.
 
 Lengths of rows are sampled from a distribution or read from a file. The simulation includes slow devices, streaming,
 balancing, partial rollout and staleness.
@@ -36,7 +36,7 @@ def simulate(
       (docs/guides/simulation.md). A length never exceeds the bound that the program states for the column. Without
       `lengths`, every row has the length of this bound.
     - `stragglers`: the share of devices that are slow, and how many times slower they compute, for example `1% x3`.
-    - `function_seconds`: seconds per row of each function node, as a number or a distribution.
+    - `function_seconds`: the seconds that each function node takes per row, as a number or a distribution.
     - `seed`: the seed of the simulation. The default is the seed of the run.
 
     Raises Fault for arguments that cannot be parsed.

@@ -130,7 +130,7 @@ def generated_columns(graph: Graph) -> list[str]:
 
 
 def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
-    """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE` to lengths by column.
+    """Return lengths by column from `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`.
 
     If the text names no column, all columns that generations write get the lengths. If the file has a pair [prompt,
     response] per line, the lengths of prompts are also returned.
@@ -158,8 +158,9 @@ def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
 def _prompt_lengths(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
     """Return one length per prompt.
 
-    `prompts` has the prompt's length once per response: a file of pairs [prompt, response] repeats the prompt's length
-    for each response to the prompt. The first of these repeated lengths is used.
+    A file of pairs [prompt, response] repeats the length of a prompt for each response to the prompt. The first of
+    these repeated lengths is used. If `by_iteration` is True, `prompts` has one length per iteration and is returned
+    unchanged.
     """
     first = next(iter(plan.graph.verb("generate")), None)
     return prompts if by_iteration or first is None else prompts[:: plan.graph.fan(plan.graph.row_level(first))]

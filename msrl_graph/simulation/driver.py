@@ -42,11 +42,11 @@ class SimulatedPublication:
 
     The pool of the update copies a version, and the pool of the generation fetches it.
 
-    - `evaluations`: for each evaluation that uses the weights of the edge, its interval in iterations. Before an
-      iteration begins, such an evaluation copies and fetches the weights.
+    - `evaluations`: the intervals, in iterations, of the evaluations that use the weights of the edge. Each of these
+      evaluations copies and fetches the weights before an iteration begins.
     - `copy_times`: the time at which the copy of each version was complete.
     - `fetch_times`: the time at which each fetch ended.
-    - `ordered_fetches`: the number of fetches that the driver has ordered generations to make.
+    - `ordered_fetches`: the number of fetches that the driver has requested from generations.
     """
 
     evaluations: list[int]
@@ -216,7 +216,7 @@ class SimulatedDriver(PoolProgress):
     def _advance_queue(self, queue: deque[_Job]) -> bool:
         """Run the first job of a queue as far as possible.
 
-        Returns whether any instruction of the job ran, or the job ended.
+        Returns True if an instruction of the job ran, or if the job ended.
         """
         job = queue[0]
         moved = False

@@ -56,7 +56,7 @@ class UnitBatch:
 
 @dataclass(frozen=True)
 class SimulatedDocks:
-    """The docks of a plan, as a simulation needs them: when each node gets which rows."""
+    """The docks of a simulated plan; they say which rows each node gets, and when."""
 
     plan: Plan
     draws: RowSampler

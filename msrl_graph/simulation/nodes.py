@@ -1,8 +1,8 @@
 """The simulation of nodes with weights: the time that a node takes for its rows.
 
 Invariant: all seconds come from cost/time.py, for the actual lengths of the rows. If data-parallel groups have a common
-collective, they wait for each other at the collective. An update has such collectives at each optimizer step. An engine
-that shards weights over dp has them at each micro-batch.
+collective, they wait for each other at the collective. An update has a common collective at each optimizer step. An
+engine that shards weights over dp has one at each micro-batch.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class ModelNode:
     def _batch_seconds(self, rows: list[tuple[int, int, int]]) -> float:
         """Return the seconds of a micro-batch.
 
-        Each entry of `rows` is (context tokens, scored tokens, row number). `self.fan` rows with consecutive numbers
-        share one context, such as a prompt, whose tokens are computed once.
+        Each entry of `rows` is (context tokens, scored tokens, row number). Each group of `self.fan` rows with
+        consecutive numbers has one context, such as a prompt. The tokens of the context are computed once per group.
         """
         count = self.count
         batch = Rows.from_lengths((context, scored / count) for context, scored, _ in rows for _ in range(count))

@@ -68,8 +68,8 @@ class SimulatedRollout:
     - `samples`: the number of responses to a prompt.
     - `most`: the number of tokens that a stretch adds to each response.
     - `cuts`: how often a prompt may be cut. A prompt that was cut this often is overdue.
-    - `waits`: whether an iteration waits for overdue prompts. Otherwise they are dropped.
-    - `prompt`: a function from the number of a prompt to the tokens of the prompt and of each response to it.
+    - `waits`: whether an iteration waits for overdue prompts. If it is False, overdue prompts are dropped.
+    - `prompt`: a function from the number of a prompt to the token counts of the prompt and of each response to it.
     """
 
     prompts: int
@@ -112,7 +112,8 @@ class SimulatedRollout:
     def take(self, working: list[Group]) -> list[Group]:
         """Return the complete groups that an iteration uses.
 
-        Other groups continue in the next iteration. Overdue groups are dropped, unless iterations wait for them.
+        Overdue groups are dropped, unless iterations wait for overdue groups. All other groups continue in the next
+        iteration.
         """
         finished = [group for group in working if group.is_complete][: self.prompts]
         self.cut_groups = [

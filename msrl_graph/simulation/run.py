@@ -52,7 +52,7 @@ class _Steps(Walker):
         """Return whether a pool can begin its part of the transfer over a resharding edge.
 
         A generation can fetch a version when the update has copied this version. An update can overwrite its copy when
-        all generations that were ordered to fetch the copy have fetched it.
+        all requested fetches of the copy have ended.
         """
         turn = self.turn
         publication = self.simulator.driver.published.get((src, dst))
@@ -294,8 +294,8 @@ class Simulator:
     def _run_function(self, turn: Turn, name: str) -> NodeTiming:
         """Simulate a function on the hosts.
 
-        Each host processes its share of the rows, one row after another, or several rows at the same time. The rows of
-        the source of prompts are available immediately.
+        Each host processes its share of the rows, one row after another, or several rows at the same time. If the
+        function is the source of prompts, its rows are available immediately.
         """
         node = self.plan.graph.node(name)
         lanes = turn.hosts

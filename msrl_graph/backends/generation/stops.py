@@ -2,7 +2,8 @@
 
 Invariant: the result equals the result of a search in the text of all tokens, special tokens included. The result does
 not depend on how a stop string and its characters are split into tokens. For each new token, only the last tokens of
-the response are decoded: about the length of the longest stop string.
+the response are decoded. Usually the number of these tokens is a little larger than the number of bytes of the longest
+stop string.
 """
 
 from __future__ import annotations

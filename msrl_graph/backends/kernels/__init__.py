@@ -8,8 +8,8 @@ If a table has None for an operator, the model keeps its own operator. The table
 for these operators:
 
 - RMSNorm, SwiGLU and RoPE. The reason for RMSNorm: transformers and vLLM round to the model's dtype before they
-  multiply by the weight, but torch.nn.functional.rms_norm rounds elsewhere. With the torch function, the trained policy
-  would differ from the policy that generated the tokens.
+  multiply by the weight, but torch.nn.functional.rms_norm rounds at another point of the computation. With the torch
+  function, the trained policy would differ from the policy that generated the tokens.
 - `summed`, the row-parallel product of tensor parallelism. DTensor's RowwiseParallel already sums the sharded products
   over ranks.
 """
@@ -31,8 +31,8 @@ class Attention(Protocol):
     """Causal attention of queries `q` with keys `k` and values `v`.
 
     The shapes are [rows, heads, tokens, head size]. `k` and `v` may have fewer heads than `q`: several query heads then
-    share a key-value head. With a `window`, a query at position i sees only the keys at the `window` positions up to
-    and including i.
+    share a key-value head. With a `window`, a query at position i sees only the keys at the positions from i - `window`
+    + 1 to i.
     """
 
     def __call__(
@@ -71,7 +71,7 @@ class Rotary(Protocol):
 
 
 class Summed(Protocol):
-    """The product of `x` with a weight whose columns are sharded, summed over ranks.
+    """The sum over ranks of the products of `x` with a column-sharded weight.
 
     Each rank has some columns of the weight, [out, in], and the matching elements of the input, `x` [..., in]. In the
     backward pass, each rank has the whole gradient of the sum.

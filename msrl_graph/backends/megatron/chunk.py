@@ -143,7 +143,10 @@ def build_stage(
                     router._apply_expert_bias = lambda *_, **__: None
 
         def _layer(self, experts: bool) -> Any:
-            """Return Megatron's spec of a layer: with experts if `experts`, or else dense."""
+            """Return Megatron's spec of a layer.
+
+            If `experts` is true, the layer has experts; otherwise the layer is dense.
+            """
             layer = get_gpt_layer_local_spec(
                 num_experts=config.num_moe_experts if experts else None,
                 moe_grouped_gemm=False,

@@ -257,7 +257,7 @@ class MegatronEngine:
 
 
 def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
-    """Create the process groups of a layout, as a ProcessGroupCollection of Megatron."""
+    """Create a layout's process groups; return Megatron's ProcessGroupCollection."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch import distributed as dist
 

@@ -48,7 +48,7 @@ def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
     """Return options that make Megatron's router compute as transformers' router does.
 
     The options are for Megatron's config. The router of transformers applies a sigmoid to the router's logits. Raises
-    ValueError if Megatron cannot compute this router.
+    ValueError if no options make Megatron's router compute the same as transformers' router.
     """
     if not hf_config.norm_topk_prob or experts.active == 1:
         raise ValueError(

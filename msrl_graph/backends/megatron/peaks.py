@@ -48,9 +48,9 @@ def moments(verb: str, work: Workload) -> Moments:
 
 
 def _sum(s: _Stage) -> Moments:
-    """Return the bytes while gradients of replicated weights are summed over tp.
+    """Return the bytes that exist while replicated weights' gradients are summed.
 
-    The sum is computed bucket by bucket.
+    The sum is over tp, and is computed bucket by bucket.
     """
     own = tuple(kind for kind in s.work.model.kinds if is_copied(kind.tensor))
     if s.work.layout.tp == 1 or not own:
@@ -149,10 +149,7 @@ class _Stage(Sizes):
 
     @cached_property
     def latents(self) -> int:
-        """Bytes of latent attention's latents, and of the tensors that the norms keep.
-
-        The norms are the norms of the latents.
-        """
+        """Bytes of latent attention's latents, and of tensors that norms of latents keep."""
         latent = self.work.model.latent
         return self.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.item if latent else 0
 
@@ -163,7 +160,8 @@ class _Stage(Sizes):
           adds an offset), and silu(gate) * (up + 0).
         - With `routes`, the half has experts. It keeps the tensors of a dense half for the tokens that the rank's
           experts receive. It also keeps the product scaled by the router's weight, the tokens sorted by expert, the
-          index of each token, the router's weights and map, and the transposes of both.
+          index of each token, the router's weights, the router's map, and the transposes of these weights and of this
+          map.
         """
         experts = self.work.model.experts
         if experts is None or not routes:
@@ -184,7 +182,10 @@ class _Stage(Sizes):
 
     @cached_property
     def kept(self) -> int:
-        """The part of `stored` that is on the device; 0 if activations are offloaded."""
+        """Bytes that layers save on the device; 0 if activations are offloaded.
+
+        The bytes are for one micro-batch. Without offload, the result equals `stored`.
+        """
         return 0 if self.work.activations_away else self.stored
 
     @cached_property

@@ -81,10 +81,10 @@ class Matrices(OptimizerSlice):
         return momentum
 
     def _update_momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
-        """Update and return the momentum of the elements `where` of a master.
+        """Update and return the momentum of some elements of a master.
 
-        A master is the float32 weight. With the option `nesterov`, the returned value is Nesterov's: the updated
-        momentum, combined with the gradient once more.
+        A master is the float32 weight. `where` is the slice of the elements in the flattened master. With the option
+        `nesterov`, the returned value is Nesterov's: the updated momentum, combined with the gradient once more.
         """
         import torch
 

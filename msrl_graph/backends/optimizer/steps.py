@@ -1,12 +1,12 @@
-"""Optimizer steps on the local shards of a model whose ranks form a mesh.
+"""Optimizer steps on a rank's shards of a model's weights.
 
 The update rules are torch.optim's rules (shards.py) and Muon (muon.py).
 
 Invariant: offloading optimizer states does not change the result of a step. With offload, the device holds the
-optimizer states of one optimizer slice at a time, plus the states of the next slice. Gradients are summed over all
-ranks that hold copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp. Copies of an
-expert are on ranks that differ only in edp (the data parallelism of experts), the last axis of the experts' mesh. The
-gradient's norm counts each element once, and is the same on all ranks.
+optimizer states of at most two optimizer slices at a time: the slice that is updated, and the next slice. Gradients are
+summed over all ranks that hold copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp.
+Copies of an expert are on ranks that differ only in edp (the data parallelism of experts), the last axis of the
+experts' mesh. The gradient's norm counts each element once, and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class ShardRows(NamedTuple):
 
 
 class Steps:
-    """The optimizer of a model's `tensors`, of which this rank holds `shards`.
+    """The optimizer of a model on one rank.
 
+    - `tensors`: the model's tensors. `shards`: this rank's shard of each tensor.
     - `divided`: whether the weights are sharded over dp.
     - `offload`: whether the optimizer states are in host memory between steps.
 

@@ -120,7 +120,8 @@ class TokenSampler:
 
         A row is one response. `logits` is [requests, vocabulary]. If some rows of a request do not end with their drawn
         token, the request continues with the token of one of these rows. vLLM also calls this method when it has
-        computed only a part of a prompt. So a drawn token counts only after the engine has increased `lengths`.
+        computed only a part of a prompt. So a drawn token counts only after the engine has increased the row's entry in
+        `SampledBatch.lengths`.
         """
         import numpy as np
         import torch
@@ -328,8 +329,9 @@ def apply_model_settings(module: Any, on_host: bool) -> None:
 def repack_weights(module: Any, dtype: Any, turned: bool) -> None:
     """Convert new weights in place to the formats that vLLM's kernels read.
 
-    Two kinds of weights are converted: experts, and the tensors that latent attention derives from its projections.
-    Experts that are `turned` (transposed) are not converted here, because `make_shards` handles them.
+    Two kinds of weights are converted: experts, and the tensors that latent attention derives from its projections. If
+    `turned` is true, experts are stored transposed. Such experts are not converted here, because `make_shards` handles
+    them.
     """
     import torch
 

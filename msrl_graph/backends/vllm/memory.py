@@ -1,12 +1,13 @@
-"""Memory of a vLLM engine: release of its weights and cache, and reallocation.
+"""Release and reallocation of the weights' and the cache's memory in vLLM.
 
 Invariant: a parameter is always the same object, and has the same address whenever it has memory. So views of the
 parameter and captured graphs stay valid. A released parameter's contents are lost.
 
 On host cores, storages are resized. On other devices, vLLM's sleep mode is used (level 2: no contents are kept), and
-vLLM's allocator maps new memory to the same addresses. The calls have the order in which vLLM's and vllm-ascend's
-workers make them: sleep, wake the weights, wake the cache, sleep. A worker that sleeps twice in a row would release
-memory that it no longer has. vLLM's sleep mode has run on an H100. vllm-ascend's sleep mode has never run.
+vLLM's allocator maps new memory to the same addresses. The functions of sleep mode are called in the order in which
+vLLM's and vllm-ascend's workers call them: sleep, wake the weights, wake the cache, sleep. A worker that sleeps twice
+in a row would release memory that it no longer has. vLLM's sleep mode has run on an H100. vllm-ascend's sleep mode has
+never run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def clear(cache: torch.Tensor) -> None:
 
 
 class ResizedMemory:
-    """The memory of an engine on host cores, where vLLM does not sleep."""
+    """The memory of an engine on host cores, where vLLM's sleep mode is not used."""
 
     def __init__(self, runner: Any, stages: int) -> None:
         self._parameters = list(runner.model.parameters())

@@ -40,7 +40,7 @@ def count_step_tokens(work: Workload) -> int:
 
 
 def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
-    """Return the number of sequences that run at once, and of KV-cache blocks.
+    """Return how many sequences run at once, and how many KV-cache blocks exist.
 
     The number of blocks includes one block for vLLM itself.
     """

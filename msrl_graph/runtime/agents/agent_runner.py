@@ -167,10 +167,10 @@ class Agents:
         return self._finish()
 
     def _patience(self, now: float) -> float:
-        """Return how many seconds the waiting requests still wait for other requests.
+        """Return how many more seconds the queued requests wait for further requests.
 
         Requests wait because one large batch is drawn faster than several small batches. The result is 0 or less if the
-        waiting requests must be drawn now, and infinite if no request waits.
+        queued requests must be drawn now, and infinite if the queue is empty.
         """
         if not self.waiting:
             return math.inf
@@ -285,10 +285,10 @@ class Agents:
         return values | self.filled(self.batch.task, self.batch.iteration, int(self.batch.rows[place]))
 
     def _store_result(self, place: int, conversations: Conversations, result: Any) -> None:
-        """Store an agent's response, and the values in `result` that the agent returned.
+        """Store the response of an agent's row, and the column values of the row.
 
-        `place` is the index of the agent's row in the batch. Raises BadResult if there is no response, or if a value
-        does not fit its column.
+        `place` is the index of the row in the batch. `result` has the column values, as the agent's function returned
+        them. Raises BadResult if there is no response, or if a value does not fit its column.
         """
         last = conversations.last
         if last is None:

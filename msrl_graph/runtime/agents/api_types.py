@@ -69,7 +69,7 @@ class CompletionRequest:
     - `messages`: the messages of a chat request; empty for a completion.
     - `prompt`: the prompt of a completion, as text or tokens.
     - `tools`: the tools that the policy may call.
-    - `more`: arguments of the chat template in addition to messages and tools.
+    - `more`: the arguments of the chat template other than messages and tools.
     - `most`: the maximum number of tokens of the answer; None if the request states no maximum.
     - `stop`: texts that end the answer.
     - `logprobs`, `ids`: whether the answer has log-probabilities, and whether it has token ids.

@@ -260,8 +260,8 @@ class Conversations:
     def _conversation(self, end: DrawnAnswer, kept: dict[int, DrawnAnswer]) -> tuple[Array, Array, Array, Array]:
         """Return the tokens, log-probabilities, mask and `begins` of a conversation.
 
-        The fields of AgentResponse explain the four arrays. The arrays have the conversation's tokens after the row's
-        prompt. `end` is the last answer of the conversation. `kept` has the answers that already count in another
+        The fields of AgentResponse explain the four arrays. The arrays cover the conversation's tokens that follow the
+        row's prompt. `end` is the last answer of the conversation. `kept` has the answers that already count in another
         conversation. In this conversation, the tokens of these answers count as not drawn. The method adds the other
         answers of this conversation to `kept`.
         """

@@ -51,7 +51,7 @@ class Endpoint:
 
     - `model`: the name of the model in requests.
     - `speech`: the chat template of the model.
-    - `stops`: the texts that end an answer, as the program states.
+    - `stops`: the texts that end an answer, which the program states.
     - `draw`: the function that returns the tokens of an answer and their log-probabilities.
     """
 

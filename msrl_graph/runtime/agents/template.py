@@ -120,7 +120,7 @@ class ChatTemplate:
     def parse_answer(self, drawn: Array, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
         """Return the text and the tool calls of an answer of the policy.
 
-        `drawn` has the tokens of the answer. Without `tools`, the whole answer is text.
+        `drawn` has the tokens of the answer. If `tools` is empty, the whole answer is text.
         """
         end = len(drawn) and int(drawn[-1]) in self.tokens.ends
         own = drawn[:-1] if end else drawn

@@ -163,8 +163,8 @@ def median_rates(rates: list[BusyRates]) -> BusyRates:
 def spread(rates: list[BusyRates]) -> list[float]:
     """Return the relative spread of each rate over ranks and rounds.
 
-    A rate has several measured values. Its spread is the median, over these values, of the relative distance between a
-    value and the median of the values.
+    Each rate has several measured values. The relative distance of each value from the median of the values is
+    computed. The spread is the median of these distances.
     """
     series = [[rate.launch for rate in rates]]
     series += [
@@ -205,7 +205,8 @@ def start_probers(world: int) -> Callable[[], list[BusyRates]]:
 class DockTimings:
     """Seconds that the operations of the dock take.
 
-    - `handover`: the time from one node's write of rows until the next node has the rows.
+    - `handover`: the time from the moment at which a node writes rows to the moment at which the next node has the
+      rows.
     - `share`: the processor time that the dock's own processes take for one share of rows. The processor time of the
       processes that write and read the rows is not counted.
     - `turn`: the time to start and end an iteration, including the driver's bookkeeping.

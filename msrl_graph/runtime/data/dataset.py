@@ -174,7 +174,7 @@ class _Numbers:
                     self.broken.add(column)
 
     def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield each column whose floats are all whole numbers, with the floats' lines."""
+        """Yield each column whose floats are all whole numbers, and its floats' lines."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
@@ -326,7 +326,7 @@ class Dataset:
             raise bad_row(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _check_lengths(self) -> None:
-        """Raise Fault if a column must match the lengths of another column and does not."""
+        """Raise Fault if two columns that must have the same lengths do not have them."""
         for name, column in self.columns.items():
             dims = self.graph.column(name).dims
             if not dims or dims[0].like not in self.columns:
@@ -341,7 +341,7 @@ class Dataset:
                 raise bad_row(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
 
     def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
-        """Return a mask: False for rows that are left out because of the column `name`."""
+        """Return a mask of rows; False: the row is left out because of the column `name`."""
         kind = self.graph.column(name)
         column = self.columns[name]
         sequences_by_node = [(node, sequences(self.graph, node)) for node in nodes_with_weights(self.graph)]

@@ -1,4 +1,4 @@
-"""Conversion of typed values, with numpy arrays, to MessagePack and back.
+"""Conversion of typed values and numpy arrays to MessagePack and back.
 
 Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is executed, no matter
 where the bytes come from. Arrays contain numbers or booleans and are read-only views of the decoded bytes.
@@ -33,7 +33,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, type: type[T]) -> T:
-    """Decode a value of the type `type` from the result of `encode`.
+    """Decode bytes that `encode` has returned into a value of the type `type`.
 
     Raises DecodeError.
     """

@@ -51,7 +51,7 @@ class BadMessages(ValueError):
 def render(folder: str, messages: Messages, prompt: bool, more: dict[str, Any]) -> str:
     """Render messages as text with the chat template of the model in `folder`.
 
-    With `prompt`, the text that asks for a response is appended. `more` has further template variables, such as
+    If `prompt` is true, the text that asks for a response is appended. `more` has further template variables, such as
     `tools`. Raises BadMessages.
     """
     return _request("render", folder, (messages, prompt, more))

@@ -37,11 +37,11 @@ ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every 
 
 @dataclass(frozen=True)
 class RecordedTable:
-    """A table of a recording: the rows that one generation node wrote, or the prompts of the data.
+    """A table of a recording: the rows of one generation node, or the data's prompts.
 
     If a `select` node copied some of these rows, the table also has the copies.
 
-    - `column`, `rows`: a column that each of these rows has, such as `response`; the number of their row set.
+    - `column`: a column that each of these rows has, such as `response`. `rows`: the number of their row set.
     - `folder`: the table's folder within the recording; "" if there is only one table.
     - `ids`: the columns of row numbers, each with the row set that it numbers: {"row": 1, "prompt_row": 0}.
     """
@@ -52,7 +52,7 @@ class RecordedTable:
     ids: dict[str, int]
 
     def file(self, run: Path, iteration: int, evaluation: str = "") -> Path:
-        """Return the path of the file of an iteration or evaluation.
+        """Return the path of this table's file for an iteration or an evaluation.
 
         The name of an evaluation's file is the number of iterations before the evaluation.
         """
@@ -63,8 +63,8 @@ class RecordedTable:
 def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]:
     """List the tables that a recording of this graph has.
 
-    With at most one generation there is one table. If there are more generations, there is one table for the source and
-    one for each generation.
+    With at most one generation there is one table. If there are more generations, there is one table for the prompts of
+    the data and one for each generation.
     """
     row_sets = row_sets or rowsets(graph)
     generated = {
@@ -204,8 +204,8 @@ def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
     """Remove the files of all evaluations that are not in `evaluations`.
 
     An entry of `evaluations` is the name of an evaluation and the number of iterations before it. Files must be removed
-    if a run is resumed with more iterations, because the longer run does not repeat the shorter run's evaluations at
-    the end.
+    if a run is resumed with more iterations: the evaluations at the end of the shorter run are not evaluations of the
+    longer run.
     """
     for path in (run / EVALUATED).rglob("*.parquet"):
         name = path.relative_to(run / EVALUATED).parts[0]
@@ -221,7 +221,7 @@ def _build_table(
     rows_by_set: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
-    """Build the Arrow table `level`, with columns of its rows and of their ancestors.
+    """Build the Arrow table of `level`: columns of the rows and of their ancestors.
 
     `rows_by_set` is the result of `_select_rows`. A value is null if it is missing: a filter dropped the row, or a
     function returned None.
@@ -281,9 +281,9 @@ def _build_table(
 def _select_rows(
     level: RecordedTable, row_sets: Rowsets, numbers: Numbers, pieces: dict[str, ColumnRows], trains: bool
 ) -> dict[int, Array]:
-    """Return the numbers of the rows to write into a table, by row set.
+    """Return, for each row set, the numbers of the rows to write into a table.
 
-    These are the rows that were produced and, for each `select`, the rows that it chose; repeats have their own
+    These are the rows that were produced and, for each `select`, the rows that it chose; copies of a row have their own
     numbers. In an evaluation (`trains` is false), each row continues once, because there are no filters.
     """
     nothing = ColumnRows(

@@ -103,7 +103,10 @@ class Tokens:
         return self.pieces.encode_after(texts, before)
 
     def decode(self, rows: Iterable[Array], special: bool = False) -> list[str]:
-        """Return the text of each row of tokens, with or without special tokens."""
+        """Return the text of each row of tokens.
+
+        If `special` is true, the texts contain special tokens; if not, special tokens are left out.
+        """
         texts: list[str] = self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=not special)
         return texts
 
@@ -158,8 +161,8 @@ class Tokens:
     def render(self, messages: Messages, prompt: bool, **more: Any) -> str:
         """Render messages as text with the model's chat template.
 
-        With `prompt`, the text that asks for a response is appended. `more` has further template variables, such as
-        `tools`. Raises BadMessages.
+        If `prompt` is true, the text that asks for a response is appended. `more` has further template variables, such
+        as `tools`. Raises BadMessages.
         """
         if not rendering.template(self.folder):
             reason = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"

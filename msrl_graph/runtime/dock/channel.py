@@ -168,7 +168,7 @@ class Listener:
 async def _open_accepted(connection: socket.socket, context: ssl.SSLContext | None = None) -> Streams:
     """Return streams over an accepted connection.
 
-    With a `context`, the function does the TLS handshake first. Raises OSError.
+    If `context` is given, the function first does the TLS handshake. Raises OSError.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -181,7 +181,7 @@ async def _open_accepted(connection: socket.socket, context: ssl.SSLContext | No
 
 
 def connect(address: Address, host: int, key: bytes) -> socket.socket:
-    """Connect a process of the host `host` to an address.
+    """Connect a process on the host with the number `host` to an address.
 
     When the function returns, both ends have proved their identity. Raises OSError.
     """
@@ -199,7 +199,7 @@ def connect(address: Address, host: int, key: bytes) -> socket.socket:
 
 
 async def open_streams(address: Address, host: int, key: bytes) -> Streams:
-    """Connect like `connect`, but return asyncio streams."""
+    """Connect in the same way as the function `connect`; return asyncio streams."""
     if address.host == host:
         return await asyncio.open_unix_connection(sock=_connect_here(address))
     context = _tls_context(key, False)

@@ -1,7 +1,8 @@
 """The client through which ranks and function hosts use the dock.
 
-The client also executes the instruction stream of its process. A *task* is one iteration of training or of an
-evaluation, and its *key* is a text such as "train/3" (process/task.py).
+The client also executes the instruction stream of its process: the ordered instructions that the compiler has planned
+for the process's pool. A *task* is one iteration of training or of an evaluation, and its *key* is a text such as
+"train/3" (process/task.py). A *share* consists of the rows that a controller assigns to one data-parallel group.
 
 Invariant: all data that a client reads or writes belongs to the current task, and the client forgets the data at the
 end of the task. A share is requested by its number, so the replacement of a dead process gets the same shares.
@@ -152,10 +153,11 @@ class Client:
         return batch
 
     def _fetch(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, ColumnData]:
-        """Return the values of the rows that a share needs, by column.
+        """Return, for each column, the values of the rows that a share needs.
 
-        `asked_for` has the numbers of these rows for each column. Rows on this host are returned as views of segments.
-        Rows on other hosts are fetched from the warehouses of these hosts, with one request to each warehouse.
+        `asked_for` has the numbers of these rows for each column. Rows on this host are returned as views of segments
+        (files of rows). Rows on other hosts are fetched from the warehouses of these hosts, with one request to each
+        warehouse.
         """
         parts: dict[str, list[tuple[Array, ColumnData]]] = {}  # by column: positions and their values
         asked: dict[int, dict[str, dict[str, Array]]] = {}  # by warehouse, segment and column
@@ -224,8 +226,8 @@ class Client:
         """Execute the instructions of a pool.
 
         For each instruction, the method calls `around` with the instruction, and executes the instruction inside the
-        context manager that `around` returns. `walker` has one method for each kind of instruction, which executes the
-        instruction. The first `begin` instructions were already executed and are skipped.
+        context manager that `around` returns. `walker` has one method for each kind of instruction; this method
+        executes all instructions of the kind. The first `begin` instructions were already executed and are skipped.
         """
         walk = Walk({pool: instructions}, begin)
         while (step := walk.step(pool)) is not None:
@@ -234,9 +236,10 @@ class Client:
                 walk.advance(pool, walker)
 
     def read_all_rows(self, task: Task, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
-        """Return all rows of a task by column, in ascending order of the row numbers.
+        """Return, for each column, all rows of a task.
 
-        If `columns` is given, the result has only these columns.
+        The rows of each column are in ascending order of their numbers. If `columns` is given, the result has only
+        these columns.
         """
         asked = [
             self._connection(warehouse).send("whole", task.key, columns)
@@ -296,9 +299,10 @@ class Client:
             yield from self._place_segments(node, task, part)
 
     def report_rows_done(self, node: str, task: Task, rows: int) -> None:
-        """Report that this process finished `rows` rows of a node that writes no rows.
+        """Report that this process has processed `rows` rows for a node.
 
-        For all other nodes, the dock counts the rows that the nodes write.
+        Only for a node that reads rows but writes none, such as an update. For all other nodes, the dock counts the
+        rows that the nodes write.
         """
         if self._local_segments() is not None and self.activity is not None:
             self.activity.add_done_rows(task.key, node, rows)
@@ -407,6 +411,6 @@ def assemble_batch(
 
 
 def split_by_place(where: Array) -> Iterable[tuple[int, Array]]:
-    """Yield each location index in `where`, with the positions at which it occurs."""
+    """Yield each location index in `where`, and the positions where the index occurs."""
     for place in np.unique(where):
         yield int(place), np.flatnonzero(where == place)

@@ -1,6 +1,7 @@
 """The controllers of the transfer dock (arXiv:2507.19017, figure 4).
 
-A controller knows which rows are ready for one node and where these rows are stored.
+A controller knows which rows are ready for one node and where these rows are stored. It hands out *units*: a unit is
+one row, or with `per = prompt` all rows below one prompt.
 
 Invariant: which rows form a mini-batch of an update is a function of (seed, node, iteration, epoch, row) and nothing
 else. A controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once
@@ -12,8 +13,7 @@ All decisions for a node are made in this module: which units each group gets ne
 round of prompts, when an iteration is closed, and which decisions must be stored. Each question that a rank or a
 function host can ask is a `ControllerRequest` (at the end of this file), which client.py sends.
 
-The sets of rows are defined in ir/rowsets.py. A *unit* consists of the rows that are handed out together: one row, or
-with `per = prompt` all rows below one prompt. A filter decides how often each row continues (its *verdict*). A node
+The sets of rows are defined in ir/rowsets.py. A filter decides how often each row continues (its *verdict*). A node
 after a filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill, the
 nodes up to the filter work in rounds of prompts, and the first prompts with rows that pass the filter continue.
 """
@@ -47,7 +47,8 @@ class MiniBatches:
 
     `todo` has the mini-batches that are not yet handed out, as pairs (epoch, rows). `done` is the number of
     mini-batches that were handed out. `missing_rows` has, for each mini-batch of the first epoch, the number of its
-    rows that are not ready. `mini_batch_of_row[i]` is the index of the mini-batch of `rows[i]` in the first epoch.
+    rows that are not ready. `mini_batch_of_row[i]` is the index of the first epoch's mini-batch that contains
+    `rows[i]`.
     """
 
     todo: deque[tuple[int, Array]]
@@ -71,7 +72,7 @@ class MiniBatches:
         return cls(todo, rows, mini_batch, np.bincount(mini_batch, minlength=1))
 
     def ready(self, rows: Array) -> list[tuple[int, Array]]:
-        """Record that `rows` are ready; return the mini-batches that are due as a result."""
+        """Record that `rows` are ready; return the mini-batches to hand out next."""
         self.missing_rows -= np.bincount(
             self.mini_batch_of_row[np.searchsorted(self.rows, rows)], minlength=len(self.missing_rows)
         )
@@ -156,8 +157,8 @@ class Controller:
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
         """Rebuild the state of a controller from its news and its stored decisions.
 
-        `news` is all news of the iteration, and `rounds` are the decisions that the dead process stored for this
-        controller. Returns the further decisions that this call makes.
+        `news` is all news of the iteration, and `rounds` are the decisions that this controller stored before its
+        process died. Returns the further decisions that this call makes.
         """
         self._begin(task)
         state = self.states[task.key]
@@ -210,10 +211,10 @@ class Controller:
         return self.states[key].shares[group]
 
     def needs_refill(self, key: str, rounds: int) -> bool | None:
-        """Return whether the filter with `refill` needs another round of prompts.
+        """Return whether the graph's filter with `refill` needs another round of prompts.
 
-        `rounds` is the number of rounds of prompts already drawn. Returns None while a verdict is missing. Raises
-        RunError if another round is needed but the maximum number of rounds is reached.
+        `rounds` is the number of rounds of prompts already drawn. Returns None while a filter's verdict on some row is
+        missing. Raises RunError if another round is needed but the maximum number of rounds is reached.
         """
         state = self.states[key]
         filter = self.reader.refilling
@@ -342,7 +343,7 @@ class Controller:
         return Round(epoch, tuple(parts), last)
 
     def _weigh_units(self, state: IterationState, rows: Array, sizes: Array) -> Units:
-        """Return the properties of units that decide their assignment to groups."""
+        """Return, for each unit, the properties by which its group is chosen."""
         progress = state.progress
         warehouses = state.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)

@@ -59,10 +59,10 @@ class DockFull(RunError):
 class DockHost:
     """The dock process of one host; `members[index]` describes the process.
 
-    `members` are the dock processes of all hosts. The process has one controller for each of the `readers`, and each
-    controller gets news of rows from all members. A replacement of a dead process begins with the stored rows and
-    decisions of all hosts, and makes the remaining decisions again. The arguments contain names of processes instead of
-    handles, because Ray restarts a process with the arguments of its first start.
+    `members` describes the dock processes of all hosts. The process has one controller for each entry of `readers`, and
+    each controller gets news of rows from all dock processes. A replacement of a dead process begins with the stored
+    rows and decisions of all hosts, and makes the remaining decisions again. The arguments contain names of processes
+    instead of handles, because Ray restarts a process with the arguments of its first start.
 
     This class decides nothing: it passes on news and requests. A request waits in this process until the controller has
     an answer.
@@ -180,7 +180,7 @@ class DockHost:
     async def status(self, watched: bool = False) -> Status:
         """Return the status of this dock.
 
-        With `watched`, the status includes a snapshot of the dock's rows and memory.
+        If `watched` is true, the status includes a snapshot of the dock's rows and memory.
         """
         now = time.monotonic()
         statuses = self._collect_statuses()
@@ -210,10 +210,10 @@ class DockHost:
     async def place(self, key: str, node: str, name: str, size: int, single: bool) -> int:
         """Reserve space for a segment of `size` bytes; return the index of its warehouse.
 
-        Chooses this warehouse if it has enough space, else the warehouse with the most free space. If no warehouse has
-        enough space, but all warehouses together have enough, returns SPLIT: the rows must be split. In all other
-        cases, waits until tasks end and release space. `single` means that the segment has only one row, which cannot
-        be split. Raises DockFull if no other task ends before the task `key`.
+        Chooses this process's warehouse if it has enough space, else the warehouse with the most free space. If no
+        warehouse has enough space, but all warehouses together have enough, returns SPLIT: the rows must be split. In
+        all other cases, waits until tasks end and release space. `single` means that the segment has only one row,
+        which cannot be split. Raises DockFull if no other task ends before the task `key`.
         """
         posts = {member.warehouse: post for member, post in self.others if member.warehouse >= 0}
         begin = time.monotonic()
@@ -344,8 +344,8 @@ class DockHost:
     async def _ask_for_last_move(self) -> list[str]:
         """Ask all hosts for their last progress, and return the status lines of all hosts.
 
-        `still` describes progress and status lines. The field `moved` is set to the time of the latest progress on any
-        host. A host that does not answer is left out.
+        The method `still` explains what progress and a status line are. The field `moved` is set to the time of the
+        latest progress on any host. A host that does not answer is left out.
         """
         async with self.polling:  # all waits reach their deadline at the same time
             requests = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
@@ -371,15 +371,18 @@ class DockHost:
         return "".join(f"\n  {line}" for line in [*rows, fix])
 
     async def get(self, key: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the wanted rows, by segment and column, to a process of another host."""
+        """Return rows of this host that a process of another host requests.
+
+        `wanted` has the requested row numbers, and the result has the values, both by segment and column.
+        """
         fault_points.reach(self.process, f"get in {key}")
         return self.warehouse.get(key, wanted)
 
     async def at(self, process: str, activity: str, rows: int = 0, total: int = 0, where: str = "") -> None:
         """Record the activity and the progress of a process.
 
-        Only a process whose host has no warehouse makes this call. `rows` of `total` rows are computed. `where` is a
-        text with more detail.
+        Only a process whose host has no warehouse makes this call. The process has computed `rows` of `total` rows.
+        `where` is a text with more detail.
         """
         now = time.monotonic()
         before = self.doing.get(process)
@@ -393,7 +396,7 @@ class DockHost:
         return str(self.room.path)
 
     async def known(self) -> dict[str, WarehouseInventory]:
-        """Return the inventory of each open task, from which controllers are rebuilt."""
+        """Return the inventories of all open tasks, for rebuilding controllers."""
         return {key: self.warehouse.known(task) for key, task in self.warehouse.tasks.items()}
 
     async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:

@@ -64,7 +64,7 @@ class RowsReady:
 
     A warehouse sends this message to controllers. It contains the numbers of the rows (`rows`), the length of each row
     (`lengths`), and the location of the rows (`place`). If `verdicts` is true, the column has the verdicts of a filter,
-    and `lengths` is how often each row continues.
+    and `lengths` has the verdicts (how often each row continues) instead of lengths.
     """
 
     column: str
@@ -129,8 +129,8 @@ class Share:
       repetition. A location is an index into `places`.
     - `largest_share_rows`: the number of rows of the largest share of the decision (`Round`), over all groups. With
       this number all groups make the same number of micro-batches.
-    - `round_units`: the number of rows of all groups' shares. `elements`: for each column, the number of elements in
-      the rows of all groups' shares.
+    - `round_rows`: the total number of rows of the decision's shares, over all groups. `elements`: for
+      each column, the number of elements in these rows.
     - `epoch`: the epoch of an update. `last`: the value of `Round.last`.
     """
 
@@ -140,7 +140,7 @@ class Share:
     where: dict[str, Array]
     places: tuple[RowLocation, ...]
     largest_share_rows: int
-    round_units: int
+    round_rows: int
     elements: dict[str, int]
     epoch: int
     last: bool
@@ -179,9 +179,9 @@ class ProcessStatus(NamedTuple):
     - `activity`: what the process does. `since`: when the activity began (time.monotonic). `pid`: the process id on its
       host (0: not reported).
     - `done`: for each node that writes no rows, the number of rows that the process finished in the task `key`.
-    - `rows`: the number of rows computed, of the `total_rows` of the share (0: the process does not count its rows).
-      `last_row_at`: when the last row was computed (time.monotonic; 0: none yet). `where`: a text with more detail,
-      such as the turn of an episode.
+    - `rows`: how many of the share's `total_rows` rows the process has computed. `total_rows` is 0 if the process does
+      not count its rows. `last_row_at`: when the last row was computed (time.monotonic; 0: none yet). `where`: a text
+      with more detail, such as the turn of an episode.
     """
 
     activity: str
@@ -254,8 +254,8 @@ class Status:
     - `last`: the last node that received a share. `moves`: a counter that grows when rows arrive, are handed out or are
       computed.
     - `waits`: the requests that wait for an answer. `doing`: the last activity that each process reported.
-    - `ended`: the killed processes of the host. A process is killed when it stops responding. For each process id, the
-      name of the process and the reason for the kill.
+    - `ended`: for the id of each killed process of the host, the name of the process and the reason for the kill. A
+      process is killed when it stops responding.
     - `bytes`: the number of bytes that the processes of the host have read and written.
     """
 

@@ -1,7 +1,7 @@
 """Progress of a node's rows in one iteration: which units can be handed out.
 
-Invariant: `look` examines only the prompts with news since its previous call, but finds the same ready units as an
-examination of all rows. So its work is proportional to the number of these prompts, no matter how many rows wait.
+Invariant: the method `look` examines only the prompts with news since its previous call, but finds the same ready units
+as an examination of all rows. So its work is proportional to the number of these prompts, no matter how many rows wait.
 
 A unit is ready when all of its rows are known (row_tables.py) and every column that the node reads for these rows is in
 some warehouse. A prompt is settled when all of its rows are known, so that no more units can appear below the prompt. A
@@ -29,7 +29,7 @@ class Progress:
     - `heard`: for each column and row, the length of the row or, for a filter's verdict, how often the row continues.
     - `places`: the locations of rows, in the order in which the controller first received news of them. `warehouses`:
       for each location, the index of its warehouse.
-    - `opened`: the number of prompt rounds that have begun, which means that news of at least one row has arrived.
+    - `opened`: the number of prompt rounds that have begun. A round has begun when news of one of its rows has arrived.
       `ended`: the number of prompt rounds that were handed out completely. Without a refill there is one prompt round.
     - `ready`: the units that are ready and not handed out, in the order in which they became ready; `ready_count` is
       their number. `dealt` is the number of units that were handed out (in the current prompt round, if the node works
@@ -158,7 +158,7 @@ class Progress:
     def _apply_refill_filter(self, window: slice) -> None:
         """Update which prompts have rows that pass the filter with `refill`.
 
-        A prompt whose result has changed is marked, so that `look` examines the prompt.
+        If this changes for a prompt, the prompt is marked, so that the method `look` examines the prompt.
         """
         inside, decided, survivors = self.find_surviving_prompts(self.opened)
         self._enough = survivors >= self.task.target

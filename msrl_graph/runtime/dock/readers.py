@@ -51,8 +51,8 @@ class NodeReads:
     - `refilling`: the filter of the graph that requests more prompts, if any. `before_refill`: the filters before
       `refilling`. `loops`: the node is the `refilling` filter or comes before it, so the node works in rounds of
       prompts.
-    - `prompts`: a column of the source. A node that works in rounds of prompts and reads no column learns from the news
-      of this column that a round has begun.
+    - `prompts`: a column of the data source. A node that works in rounds of prompts and reads no column learns from
+      the news of this column that a round has begun.
     """
 
     node: str
@@ -91,12 +91,12 @@ class NodeReads:
         )
 
     def numbers(self, task: Task) -> Numbers:
-        """Return the `Numbers` of a task, which describe how its rows are numbered."""
+        """Return how the rows of a task are numbered."""
         return row_numbers(self.sets, self.refilling, task)
 
 
 def list_node_reads(plan: Plan) -> list[NodeReads]:
-    """Return the `NodeReads` of each controller of the plan.
+    """Return what each controller of the plan needs to know about its node.
 
     A node may read more columns than its program declares for it:
 

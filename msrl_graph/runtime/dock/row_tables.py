@@ -16,7 +16,7 @@ from ..data.columns import Array
 
 
 class RowTable:
-    """A table from row numbers to integers; a row that was not set has `empty`.
+    """A table from row numbers to integers; `empty` is the value of all unset rows.
 
     A repeat (a copy of a row that a `select` makes, ir/rowsets.py) has a number beyond `size`: with a size of 8, the
     repeats of row 3 have the numbers 11, 19, … Therefore the table consists of blocks of `size` numbers. A block is
@@ -60,7 +60,7 @@ class RowTable:
 def enumerate_rows(
     numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, RowTable]
 ) -> tuple[Array, Array]:
-    """List the rows of row set `end`, below `prompts`, that no filter has dropped.
+    """List the rows that no filter has dropped, in row set `end` and below `prompts`.
 
     Returns the rows, and for each row whether it is known that the row continues. The function goes down from the set
     of prompts to `end`, the index of a row set (ir/rowsets.py):
@@ -129,7 +129,7 @@ def first_prompts(alive: Array, open_: Array, count: int) -> tuple[Array, Array,
 
     - for each prompt, whether it is one of the first `count`,
     - for each prompt, whether the first result is final,
-    - the number of such prompts found, at most `count`.
+    - how many of the first `count` prompts were found.
 
     Example with count = 2: if only the prompts 0, 2 and 3 have rows left, the first two are 0 and 2. But if prompt 1
     has an undecided row and no row that is known to continue, the results for all prompts after prompt 0 are not final.

@@ -228,8 +228,7 @@ class RpcConnection:
     def send(self, method: str, *arguments: Any, wait: bool = False) -> PendingReply:
         """Make a call; return its pending reply.
 
-        With `wait`, the call is not sent yet. It is sent in one message with the next call, or when its reply is
-        requested.
+        If `wait` is true, the call is sent later: in one message with the next call, or when its reply is requested.
         """
         self._queued.append((answer := PendingReply(self), (method, arguments)))
         if not wait:
@@ -297,9 +296,9 @@ class RpcConnection:
 
 
 class RpcConnections:
-    """The connections from a process on the host `host` to processes with names.
+    """The connections of a process on the host `host` to other processes.
 
-    Each thread has its own connections. `find` returns the address of the process with a name.
+    Each thread has its own connections. `find` returns the address of the process with a given name.
     """
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:

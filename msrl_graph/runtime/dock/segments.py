@@ -129,7 +129,7 @@ def _refuse(path: Path, error: OSError) -> NoReturn:
 
 
 class Activity:
-    """The status of a process, in shared memory, for the dock of the same host.
+    """The status of a process in shared memory, where the dock of its host reads it.
 
     A status remains readable after the death of its process. A change of the status is one write to mapped memory,
     without a message.
@@ -171,9 +171,9 @@ class Activity:
             self._write()
 
     def add_done_rows(self, key: str, node: str, rows: int) -> None:
-        """Add `rows` to the count of finished rows of a node that writes no rows.
+        """Add `rows` to the number of rows that this process has processed for a node.
 
-        The count begins at 0 in each task `key`.
+        Only for a node that reads rows but writes none. The count begins at 0 in each task `key`.
         """
         if key != self._key:
             self._key = key
@@ -228,14 +228,17 @@ def _sweep(place: Path) -> None:
 
 
 class Segments:
-    """The segments of a room; a task's key and a name identify a segment."""
+    """The segments of a room (a folder with files of rows).
+
+    A segment is identified by the key of its task and by its name.
+    """
 
     def __init__(self, room: Room) -> None:
         self.room = room
         self._open: dict[str, dict[str, Segment]] = {}
 
     def write(self, key: str, name: str, node: str, pieces: Mapping[str, ColumnRows]) -> None:
-        """Store the rows that a node wrote as one segment; `pieces` has rows by column.
+        """Store a node's rows in one new segment; `pieces` has the rows by column.
 
         The rows of each column are stored in ascending order of their numbers.
         """
@@ -346,7 +349,7 @@ class Segments:
             raise damaged_file(path, error) from None
 
     def tasks(self) -> Iterator[str]:
-        """Yield the keys of the tasks that have files in the room."""
+        """Yield the keys of the tasks that have files in the room, the folder of segments."""
         yield from (
             path.name.replace(":", "/") for path in self.room.path.iterdir() if path.is_dir() and path.name != SPARE
         )

@@ -27,8 +27,8 @@ SPLIT = -1  # in place of a warehouse's index: the rows must be split over sever
 class Warehouse:
     """The rows of one host, by task key and segment.
 
-    A new warehouse begins with the contents of `segments`. With a `capacity` (bytes of values), a process must reserve
-    space before it writes rows, and the reservations never exceed the capacity.
+    A new warehouse begins with the contents of `segments`. If `capacity` is not 0, a process must reserve space before
+    it writes rows, and the reservations never exceed `capacity` bytes of values.
     """
 
     def __init__(self, index: int, segments: Segments, capacity: int = 0) -> None:
@@ -85,12 +85,15 @@ class Warehouse:
         stored_rounds.extend(rounds)
 
     def known(self, task: Task) -> WarehouseInventory:
-        """Return a task's news and stored decisions, from which controllers are rebuilt."""
+        """Return the news and stored decisions of a task, for rebuilding controllers."""
         news = [entry for name in self._names.get(task.key, ()) for entry in self._news(task.key, name)]
         return WarehouseInventory(task, news, self._rounds.get(task.key, {}))
 
     def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, ColumnData]]:
-        """Return the wanted rows by segment and column, in the order of `wanted`."""
+        """Return the values of the rows that `wanted` lists, by segment and column.
+
+        The values are in the order in which `wanted` lists the row numbers.
+        """
         return {
             name: {column: select_rows(pieces[column], rows) for column, rows in columns.items()}
             for name, columns in wanted.items()
@@ -111,7 +114,7 @@ class Warehouse:
         }
 
     def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
-        """Return all rows of a task in this warehouse, by column.
+        """Return, for each column, all rows of a task that are in this warehouse.
 
         The rows of each column are in ascending order of their numbers. If `columns` is given, the result has only
         these columns.
@@ -140,9 +143,10 @@ class Warehouse:
 
 
 def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
-    """Return the values of the rows with the numbers `rows`, from a column's `piece`.
+    """Return a column's values for the row numbers `rows`.
 
-    The rows of the piece must be ascending. Returns a view if the selected rows are adjacent in the piece, else a copy.
+    `piece` contains these rows; the rows of the piece must be ascending. Returns a view if the selected rows are
+    adjacent in the piece, else a copy.
     """
     positions = np.searchsorted(piece.rows, rows)
     if (

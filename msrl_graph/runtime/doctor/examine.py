@@ -21,8 +21,8 @@ RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cu
 def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:
     """Examine this machine, or the hosts of the Ray cluster at `address`.
 
-    An empty `address` means this machine. If no host of the cluster answers, this machine is examined, without the
-    plan. Returns the findings and the names of the hosts.
+    An empty `address` means this machine. If no host of the cluster answers, this machine is examined instead, and the
+    plan is ignored. Returns the findings and the names of the hosts.
     """
     query = question(plan)
     if not address:

@@ -30,7 +30,7 @@ class Finding:
     - `check`: the name of the check.
     - `told`: what the check found, in words for the user.
     - `state`: "ok", "warning", or "wrong" if a run would fail.
-    - `next`: the next step for the user, with its command.
+    - `next`: the next step for the user, including the command to run.
     - `hosts`: the names of the hosts to which the finding applies.
     """
 
@@ -154,7 +154,8 @@ def failed(
 ) -> str:
     """Describe why a command failed; "" if the command succeeded.
 
-    `seconds` is the time limit of the command. `line` selects the line of the command's output that states the reason.
+    `seconds` is the time limit of the command. `line` gets the output of the command, and returns the line with the
+    reason.
     """
     if output["status"] == HUNG:
         return f"`{command}` did not end within {seconds:.0f} s"
@@ -173,7 +174,7 @@ def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Fin
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge equal findings into one finding that names the hosts of all of them.
+    """Merge equal findings; the merged finding names the hosts of all equal findings.
 
     Two findings with the state "ok" count as equal if they are of the same check, even if their texts differ. The text
     of the first finding is kept.

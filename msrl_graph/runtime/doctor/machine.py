@@ -97,8 +97,8 @@ class MachineReadings(TypedDict):
     """What was read from a machine in answer to a HostQuery.
 
     Some fields have the same name as a field of the HostQuery. Such a field has the readings for the paths or names
-    that the HostQuery's field lists. `said` has the output of each command, by the words of the command, joined by
-    spaces. `descriptors` are the soft and the hard limit of open files.
+    that the HostQuery's field lists. A key of `said` is the words of a command, joined by spaces; the value is the
+    command's output. `descriptors` are the soft and the hard limit of open files.
     """
 
     name: str

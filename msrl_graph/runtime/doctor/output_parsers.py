@@ -193,8 +193,9 @@ def torch_cuda(text: str) -> str:
 def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
     """Return the free and the total bytes of the memory that processes can use.
 
-    If the container has a memory limit, the result is limited by it. `meminfo` is the text of /proc/meminfo. `most` is
-    the memory limit of the container's cgroup, as text. `used` is the number of bytes that this cgroup uses, as text.
+    If the container has a memory limit, the total is at most this limit, and the free bytes are at most the limit minus
+    the bytes that the container uses. `meminfo` is the text of /proc/meminfo. `most` is the memory limit of the
+    container's cgroup, as text. `used` is the number of bytes that this cgroup uses, as text.
     """
     sizes = {
         name: int(match[0]) << 10 for name, value in fields(meminfo).items() if (match := re.match("[0-9]+", value))

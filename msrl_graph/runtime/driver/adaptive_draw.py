@@ -23,9 +23,9 @@ _ROUND = 0.25  # cost of one more round, without its prompts, as a share of the 
 
 
 class RefillSize:
-    """Estimator of how many prompts each round draws, for a filter with `adaptive`.
+    """Estimator of the number of prompts that each round draws.
 
-    `adapts` is true if the program has a filter with `adaptive`.
+    `adapts` says whether the program has an `adaptive` filter.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -50,7 +50,7 @@ class RefillSize:
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:
-        """Add the number of prompts per round of an iteration to a report, as a metric.
+        """Add a metric to a report: how many prompts each round of an iteration draws.
 
         `number` is the number of the iteration.
         """

@@ -5,10 +5,10 @@ uses the update's weights. A task of a pipelined pool has two parts: the opening
 previous iteration has ended) and the rest.
 
 Invariant: a pool begins a task only when `PoolProgress` (ir/async_schedule.py) reports that the pool may begin this
-task. The pool then generates with the newest version of the weights that has been sent, but not with a version after
-the iteration that the updates currently compute. So no row exceeds its age bound, even if a process is slow. If the
-updates send every version, and a generation is slower than the updates, the generation is only one version behind the
-updates. With `deterministic`, the rows of an iteration depend only on the program.
+task. The pool then generates with the newest version of the weights that has been sent. The number of this version is
+never greater than the number of the iteration that the updates currently compute. So no row exceeds its age bound, even
+if a process is slow. If the updates send every version, and a generation is slower than the updates, the generation is
+only one version behind the updates. With `deterministic`, the rows of an iteration depend only on the program.
 
 A pipelined pool executes requests in the order in which the driver makes the requests. So the driver first requests all
 openings that the pool may begin, and then the rest of an iteration.
@@ -91,8 +91,8 @@ class AsyncPools(PoolProgress):
     def task_for_ranks(self, task: Task) -> Task:
         """Return a copy of `task`, which the driver sends to the ranks in `in_step`.
 
-        `in_step` has the ranks that compute in step with the updates, and the ranks of pipelined pools. The ranks of
-        pipelined pools get the copy as the request for the rest of the task (the part after the generation). In the
+        `in_step` has two kinds of ranks: those that compute in step with the updates, and the ranks of pipelined pools.
+        For a rank of a pipelined pool, the copy requests the rest of the task (the part after the generation). In the
         copy, two fields are set for the resharding edges that have a `staleness`:
 
         - `sends`: the edges over which the updates send weights at the beginning of the task.

@@ -33,7 +33,7 @@ from .run_inputs import NO_INPUTS, RunInputs
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Options that a user sets for one start of a run, outside the program."""
+    """Options that are not in the program; the user passes them when a run starts."""
 
     measure: bool = False  # measure memory at each instruction of an iteration
     verbose: bool = False  # show the output of the processes as it comes
@@ -89,7 +89,7 @@ class PreparedRun:
         return self.begin is not None and self.folder == self.begin.parent.parent
 
     def lines(self) -> list[str]:
-        """Describe the run that would start, in lines of text."""
+        """Return lines of text that describe the run that would start."""
         plan = self.plan
         run = self.plan.deploy.run
         begin = (
@@ -209,11 +209,11 @@ def _prepare_run(
 def _check_lost_lines(
     run: Path, begin: Path, manifest: checkpoint.Manifest, in_place: bool, span: Span
 ) -> list[Diagnostic]:
-    """Check that the metrics lines up to a checkpoint still exist.
+    """Check that the metrics lines written before a checkpoint still exist.
 
     `run` is the folder of the run that wrote the checkpoint `begin`. The lines are in metrics.jsonl in this folder, or
-    in a copy in the checkpoint. Returns a warning if lines are missing. Raises Fault if lines are missing and the
-    resumed run continues in the same folder (`in_place`).
+    in a copy of the file in the checkpoint. Returns a warning if lines are missing. Raises Fault if lines are missing
+    and the resumed run continues in the same folder (`in_place`).
     """
     if any(file.name == checkpoint.METRICS for file in manifest.files) or manifest.hosts:
         return []

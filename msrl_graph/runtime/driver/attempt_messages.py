@@ -57,7 +57,7 @@ class Result:
     - "done": the run has ended normally.
     - "fault": the input is wrong, or the machines lack what the plan needs.
     - "failed": an error that a retry would not remove.
-    - "died": a process or a host was lost, or stopped to respond.
+    - "died": a process or a host was lost, or stopped responding.
     - "interrupted": a signal asked the run to end.
     """
 

@@ -17,9 +17,10 @@ _REPORTED = "edited"  # file in an attempt's folder, with a path a line
 
 
 class ChangedFiles:
-    """The files of the user that the run has copied, to be checked for changes.
+    """The user's files that the run has copied, and that are checked for changes.
 
-    The files in `reported` are not checked again, because earlier attempts have already reported their changes.
+    The files in `reported` are not checked again, because earlier attempts have already reported that these files
+    changed.
     """
 
     def __init__(self, folder: Path, reported: Sequence[str]) -> None:

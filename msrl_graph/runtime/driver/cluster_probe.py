@@ -59,10 +59,10 @@ class HostColumn:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a plan, in the plan's order, with an actor and facts of each host.
+    """The hosts of a plan, in the plan's order; each has an actor and reported facts.
 
-    `clocks` says for each host by how many seconds its clock is ahead of this machine's clock. `blind` has a list of
-    hosts for each folder in the argument `marks` of the function `probe`: the hosts that do not see this folder.
+    `clocks` says for each host by how many seconds its clock is ahead of this machine's clock. `blind` has, for each
+    folder that `probe` got as `marks`, the indices of the hosts that do not see this folder.
     """
 
     plan: Plan
@@ -258,7 +258,7 @@ class Hosts:
         return [*texts, "the hosts of the run\n" + self.table(columns)] if verbose else texts
 
     def _diagnose(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
-        """Return one diagnostic about all columns that have wrong facts, with a table."""
+        """Return one diagnostic with a table of `columns`, which all have wrong facts."""
         first, *others = sorted(columns, key=lambda column: not column.span.line)
         code = first.code if all(column.code == first.code for column in others) else "host-differs"
         message = "\n".join([*(column.message for column in (first, *others)), self.table(columns)])
@@ -269,7 +269,7 @@ class Hosts:
         return Diagnostic(code, message, first.span, help, severity, related)
 
     def table(self, columns: Sequence[HostColumn]) -> str:
-        """Format columns as a table; mark wrong cells. Hosts with equal cells share lines."""
+        """Format columns as a table; mark wrong cells. Hosts with equal cells share a row."""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for title in ("host", *(column.title for column in columns)):
             table.add_column(title, no_wrap=True)
@@ -302,7 +302,7 @@ def probe(
     """Query a plan's hosts for facts, such as versions, files, memory and clocks.
 
     An actor is started on each host and added to `actors`. The function also finds out which hosts see each folder in
-    `marks` (the run's folder comes first). `also` has the paths of further files that every host reads.
+    `marks` (the run's folder comes first). The values of `also` are paths of more files that every host reads.
     """
     import ray
 

@@ -1,7 +1,7 @@
 """Checkpoints of runs on a cluster with hosts that do not see the run's folder.
 
-Each such host has a folder of its own, at the same path as the run's folder. In this folder, the host stores its part
-of each checkpoint: the files that the ranks of the host write.
+A host that does not see the run's folder has a folder of its own, at the same path. In this folder, the host stores its
+part of each checkpoint: the files that the ranks of the host write.
 
 Invariant: the files of all parts have their final names before the driver writes the manifest, so a checkpoint with a
 manifest is complete. Before a rank of a resumed run loads its model, the driver finds out which hosts have which files
@@ -63,8 +63,8 @@ class DistributedCheckpoint:
     ) -> Path:
         """Write the checkpoint after `iteration` iterations, and return its folder.
 
-        `program` has the values of the plan on which the run's result depends. `carried` is the run state, which is
-        part of the checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
+        `program` has everything in the plan that affects the run's result. `carried` is the run state, which is part of
+        the checkpoint. Raises OSError if a disk fails; in this case, the incomplete checkpoint is removed.
         """
         written = None
         try:
@@ -103,7 +103,7 @@ class DistributedCheckpoint:
         return target
 
     def _with_hosts(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
-        """Add to a manifest which host stores each file; return the result as a copy.
+        """Return a copy of a manifest; the copy also states which host stores each file.
 
         `files` are the checkpoint files that each rank has written, by rank number.
         """
@@ -162,7 +162,7 @@ class DistributedCheckpoint:
     def check_files(self, folder: Path) -> None:
         """Check that each file of the resumed checkpoint is intact on at least one host.
 
-        Raises Fault if a file is intact on no host. The message says what is wrong with each such file.
+        Raises Fault if some files are intact on no host. The message says what is wrong with each of these files.
         """
         if not self.hosts_with_parts:
             return

@@ -25,7 +25,7 @@ _leaving = threading.Lock()
 def leave(attempt: Attempt, result: Result) -> NoReturn:
     """Write the attempt's result and end this process; only the first result counts.
 
-    The process does not disconnect from Ray, because that would take a second. The supervisor's keeper (its cleanup
+    The process does not disconnect from Ray, because disconnecting takes a second. The supervisor's keeper (its cleanup
     process, processes.py) ends the other processes of the run.
     """
     _leaving.acquire()

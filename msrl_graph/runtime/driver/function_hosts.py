@@ -1,10 +1,11 @@
 """The function hosts of a run, which the driver starts, calls and replaces.
 
-Several iterations may be in progress at the same time. Each host has one process for each of these iterations; such a
-process is called a lane of the host. So the functions of an iteration are not delayed while functions of the previous
-iteration wait for ranks. If a lane's process dies, another process replaces it in the same lane.
+Several iterations can be in progress at the same time. For each of these iterations, each host has one process. The
+number of a process on its host is called the lane of the process. So the functions of an iteration are not delayed
+while functions of the previous iteration wait for ranks. If a process dies, another process replaces it and has the
+same lane.
 
-Invariant: the calls of a lane run in the order of the requests, even if the lane's process is replaced. Ray keeps the
+Invariant: the calls in a lane run in the order of the requests, even if the lane's process is replaced. Ray keeps the
 order of calls to one process, but not the order of calls that Ray retries after the process died. If a later call ran
 before an earlier call, both would hang: the later call waits for the result of the earlier call, and the earlier call
 waits for the process. So Ray retries no call. The driver replaces a process that died, and repeats the unanswered calls

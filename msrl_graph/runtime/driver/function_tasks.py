@@ -70,7 +70,7 @@ class FunctionTasks:
         return [call_reference for call_reference in map(reference, before) if call_reference not in self.ended]
 
     def record_ended(self, ended: Collection[Any]) -> None:
-        """Record which function calls have ended; request the work that waited for calls.
+        """Record which function calls have ended; request the work that waited for them.
 
         `ended` are Ray references. References to calls that are not function calls are ignored. Raises the error of a
         call that failed.
@@ -99,9 +99,9 @@ class FunctionTasks:
 
 
 def lane(task: Task) -> int:
-    """Return the number of the process on each host that runs a task's functions.
+    """Return a task's lane, which selects the process of each host for the task.
 
-    function_hosts.py calls this number a lane. An evaluation uses the process of the last iteration before the
+    Lanes are explained in function_hosts.py. An evaluation uses the process of the last iteration before the
     evaluation, because that iteration has ended.
     """
     return task.number if task.trains else task.number - 1

@@ -286,7 +286,7 @@ class Driver:
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
-        """Drop an ended task's rows; return bytes moved per action, and the message count."""
+        """Drop an ended task's rows; return bytes per dock action, and the message count."""
         fault_points.reach("driver", f"clear {task.key}")
         for remark in [*(text for report in reports for text in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
@@ -359,7 +359,7 @@ class Driver:
         return processes_in_user_code(self.plan, self.docks.statuses, busy)
 
     def _patience(self, disk: bool) -> float:
-        """Return how many seconds without progress are allowed after a signal to end."""
+        """Return the longest allowed stall, in seconds, after a signal to end the run."""
         return max(PATIENCE if disk else STILL, 2 * self.longest)
 
     def _look(self, idle: bool) -> bool:
@@ -395,7 +395,7 @@ class Driver:
         return f" {' and '.join(places)}" if places else f", after {self.display.last}" if self.display.last else ""
 
     def describe_waits(self, reported: str = "") -> str:
-        """Describe each waiting process in a line, except waits in the text `reported`."""
+        """Describe each waiting process in a line; skip waits that `reported` describes."""
         return "".join(f"\n  {line}" for line in wait_report.waits(self._ask_docks(), reported))
 
     def _ask_docks(self) -> list[Status]:
@@ -404,7 +404,7 @@ class Driver:
         return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
-        """Return whether to measure memory: in iteration 1 (in 0, if there is no other)."""
+        """Return whether to measure memory: in iteration 1, or in the only iteration."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:

@@ -30,8 +30,8 @@ class RunFailed(Exception):
 class Interrupted(Exception):
     """A signal asked the run to end.
 
-    `when` is a text that says when the run ended, for example after how many iterations. `status` is 128 plus the
-    number of the signal, the exit status that a shell expects.
+    `when` is a text that says when the run ended, for example after how many iterations. `status` is the exit status
+    that a shell expects: 128 plus the number of the signal.
     """
 
     def __init__(self, status: int, when: str) -> None:

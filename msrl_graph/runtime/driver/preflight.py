@@ -158,7 +158,7 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
 
 
 def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
-    """Yield an error for each Python interpreter of a pool that does not fit the run.
+    """Yield an error for each pool whose Python interpreter does not fit the run.
 
     If the run is on a cluster, no error is yielded: cluster_probe.py checks the interpreters of each host.
     """

@@ -256,7 +256,7 @@ class ProcessPool:
             ray.kill(self.probes.pop())
 
     def results(self, references: Sequence[Any]) -> list[Any]:
-        """Wait for the calls of some Ray references, and return the calls' results.
+        """Wait for the calls to which `references` refer, and return the calls' results.
 
         Raises HostLost if a host of the cluster is lost.
         """
@@ -269,7 +269,7 @@ class ProcessPool:
         return self.reserved.nodes if self.attached and self.reserved is not None else []
 
     def look(self) -> list[str]:
-        """Return the names of Ray's servers on this machine that have ended.
+        """Return the names of this machine's Ray servers that have ended.
 
         Until all of Ray's servers are known, each call first searches for the servers among this process's children.
         """

@@ -73,8 +73,8 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
     """Fetch a checkpoint from a URL into a new working copy.
 
     `target` is the URL of a checkpoint or of a run. For a run, the newest checkpoint is fetched. The metrics and the
-    plan of the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag that has the
-    URL: "resume" or "export". Raises Fault if there is no intact checkpoint.
+    plan of the run are also fetched. The working copy is added to `copies`. `use` is the command-line flag for which
+    the user passed the URL: "resume" or "export". Raises Fault if there is no intact checkpoint.
     """
     above, _, last = target.rstrip("/").rpartition("/")
     is_checkpoint = checkpoint.is_folder_name(last) and urls.name(above) == checkpoint.FOLDER

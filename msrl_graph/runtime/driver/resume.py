@@ -124,7 +124,7 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
 
 
 def program(plan: Plan) -> dict[str, Any]:
-    """Return the values in a plan on which the result of a run depends.
+    """Return everything in a plan that affects the result of a run.
 
     The values are the algorithm, the shapes of the models, the seed, the version of the random streams, the data, and
     what the run does when it finds a NaN. If a learning-rate schedule depends on the number of iterations, the result
@@ -177,8 +177,8 @@ def _without_spans(value: Any) -> Any:
 def differences(before: Any, now: Any, where: str = "") -> list[str]:
     """Describe the differences between two results of the function `program`.
 
-    `where` is the dotted name of the compared values, for messages. Two functions count as equal if only the folders of
-    their files differ.
+    `where` is the dotted name of the compared values, for messages. Two of the user's Python functions count as equal
+    if only the folders of their files differ.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*before, *(key for key in now if key not in before)]

@@ -139,8 +139,8 @@ def clear_results(folder: Path, begin: Path | None) -> None:
 def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
     """Create the folder of a run.
 
-    `stated` says whether the user named the folder. If the user did not, and another run has meanwhile created a folder
-    of this name, the next free name is used.
+    `stated` says whether the user named the folder. If the user did not name it, and another run has meanwhile created
+    a folder of this name, the next free name is used.
     """
     while True:
         try:
@@ -254,9 +254,9 @@ def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
 def _supervises(pid: int) -> bool:
     """Return whether the process `pid`, which locks a run's folder, is a supervisor.
 
-    The result is true for all such processes except two kinds: a driver, which ends when its supervisor ends, and a
-    process that is ending. A process that is ending has no command line, because its memory is released before its
-    descriptors.
+    Every process that locks the folder counts as a supervisor, with two exceptions: a driver, which ends when its
+    supervisor ends, and a process that is ending. A process that is ending has no command line, because its memory is
+    released before its descriptors.
     """
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -92,8 +92,8 @@ class Differences:
 def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
     """Collect the inputs that decide the result of a plan, from files on this host.
 
-    `plan` is the result of `plan_paths.copy_to_host`. `replay` is the folder of the run whose responses are replayed,
-    or "".
+    In `plan`, URLs are already replaced by paths of local copies (`plan_paths.copy_to_host`). `replay` is the folder of
+    the run whose responses are replayed, or "".
     """
     paths = dict(_paths(plan, replay))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -234,7 +234,7 @@ def describe_edit(inputs: RunInputs) -> str:
 def _compare_file(name: str, before: InputFile | None, now: InputFile | None) -> Iterator[tuple[bool, str]]:
     """Yield (`decides`, text) for each difference between two versions of a file.
 
-    `decides` is true if the model counts as another model after the difference.
+    `decides` is true if the difference makes the model count as another model.
     """
     decides = _is_model(name)
     if before is None or now is None:

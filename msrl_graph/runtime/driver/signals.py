@@ -19,8 +19,8 @@ class Signals:
 
     - The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint. If the iteration stalls
       after this signal, the run ends immediately.
-    - The run ends immediately after a second signal, after SIGHUP, and after any signal outside the training
-      iterations.
+    - The run ends immediately after a second signal, after SIGHUP, and after any of these signals while no training
+      iteration is in progress.
     """
 
     def __init__(self, say: Any) -> None:

@@ -53,7 +53,10 @@ class StallClock:
             self._bytes_time = now
 
     def seconds(self, since: float = 0.0) -> float:
-        """Return the seconds since the last progress, or since the time `since` if later."""
+        """Return the seconds since the later of two times: the last progress and `since`.
+
+        `since` is a time of the monotonic clock.
+        """
         return time.monotonic() - max(self.since, since)
 
 
@@ -76,9 +79,9 @@ class DeathReports:
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
     def take_reasons(self, names: Iterable[str]) -> dict[str, str]:
-        """Return, by process name, why processes were killed for not responding.
+        """Return, by process name, the reasons why the processes in `names` were killed.
 
-        A reason that an earlier call has returned is left out.
+        A process is killed if it does not respond. A reason that an earlier call has returned is left out.
         """
         reasons: dict[str, str] = {}
         for (_, pid), (name, reason) in self._heard.items():
@@ -88,7 +91,10 @@ class DeathReports:
         return reasons
 
     def take_reasons_by_prefix(self, *words: str) -> dict[str, str]:
-        """Return and forget the reported reasons of the processes whose names begin with one of `words`."""
+        """Return, by name, why the processes whose names begin with a prefix were killed.
+
+        `words` are the possible prefixes. A reason that an earlier call has returned is left out.
+        """
         return self.take_reasons([name for name, _ in self._heard.values() if name.startswith(words)])
 
 

@@ -2,8 +2,8 @@
 
 Invariant: errors that can be found early are reported before a process starts. When `run` returns or raises, or this
 process (the supervisor) is killed, none of the run's processes and temporary folders remains (processes.py). The driver
-(driver.py) is a separate process, because Ray ends its driver process when Ray's servers are lost. The driver ends when
-the supervisor ends, because the supervisor's end of a pipe closes. Until the driver ends, it holds the lock of the
+(driver.py) is a separate process, because Ray ends its driver process when Ray's servers are lost. When the supervisor
+ends, its side of a pipe to the driver closes, and so the driver ends. Until the driver ends, it holds the lock of the
 results' folder.
 """
 
@@ -81,7 +81,7 @@ def run(
 
 
 class Supervisor:
-    """Supervisor of a run; it starts drivers with the Python arguments `driver`."""
+    """Supervisor of a run; `driver` are the Python arguments that start a driver."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class Supervisor:
         return f"before iteration {self.first} had ended: nothing was trained"
 
     def _describe_files(self, out: Path) -> str:
-        """Describe where the files of a failed run are, and how to resume it."""
+        """Describe where the files of a failed run are, and how to resume the run."""
         place = self.prepared.url or out
         advice = (
             f"; continue from its last checkpoint with --resume {place}" if checkpoint.list_checkpoints(out) else ""

@@ -71,7 +71,7 @@ def _package_inits(path: Path) -> Iterator[Path]:
 
 
 def _resolve(name: str, folder: Path, complete: bool = False) -> list[Path]:
-    """Search a folder for the module with a dotted name; return the module's files.
+    """Search a folder for the module with the dotted name `name`; return its files.
 
     With `complete`, the result has all files of the package that contains the module.
     """

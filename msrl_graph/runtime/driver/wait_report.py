@@ -8,7 +8,7 @@ from ..dock.messages import Status
 
 
 def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
-    """Return a text for each process that says what the process did last.
+    """Return, for each process, a text about what the process did last.
 
     The texts come from the last report of each process to a dock. A process without a report is left out.
     """

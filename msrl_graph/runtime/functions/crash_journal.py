@@ -59,8 +59,8 @@ class _Death:
 class CrashJournal:
     """The crash journal of this process: a record of its current call of user code.
 
-    `path` is the file of the journal; with None, no other process can read the journal. `again` means that this process
-    replaces a process that died.
+    `path` is the file of the journal. If it is None, no other process can read the journal. `again` means that this
+    process replaces a process that died.
     """
 
     def __init__(self, path: Path | None = None, again: bool = False) -> None:

@@ -313,11 +313,11 @@ class FunctionNode:
 
 
 class _Part:
-    """The outcomes for one part of a batch: the rows from position `begin` on.
+    """The outcomes for one part of a batch, which begins with the row at `begin`.
 
     - `values`: for each column or state, the numbers of its rows or units, and their values.
     - `times`: for a filter, how many times each row passes.
-    - `failed`: each failure and the number of rows that it removes. The keys say in words which unit or row failed.
+    - `failed`: maps the name of a unit or row that failed to the failure and the number of rows that it removes.
     - `dropped`: the positions of the rows that failed.
     """
 

@@ -247,7 +247,7 @@ class FunctionHost:
         return ""
 
     def figures(self, task: Task) -> dict[str, float]:
-        """Return the metrics of a finished evaluation that are computed from its rows.
+        """Return the metrics that are computed from the rows of a finished evaluation.
 
         The means of the evaluation's columns are not included.
         """
@@ -270,10 +270,10 @@ class FunctionHost:
         )
 
     def _run_source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
-        """Write the prompts of a round to the dock, together with their states.
+        """Write a round's prompts, and the state values of these prompts, to the dock.
 
-        In the first part of a task (the opening), only some states are known: the states from which rows are drawn.
-        `_put_states` writes the other states later.
+        In the first part of a task (the opening), only the states that are temperatures are written. `_put_states`
+        writes the other states later.
         """
         chosen = self._choose_rows(task, round, tables.draws, report)
         columns = self._dataset(task).take(chosen)
@@ -283,9 +283,9 @@ class FunctionHost:
         self._put(task, round, columns)
 
     def _put_states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
-        """Write the prompts' states to the dock if the prompts were written without them.
+        """Write the prompt states that the opening of a task did not write to the dock.
 
-        `rounds` are the numbers of the rounds in which these prompts were drawn.
+        `rounds` are the numbers of the rounds in which the prompts were drawn.
         """
         for round in rounds if self.host == 0 and self.read else ():
             chosen = self._choose_rows(task, round, tables.draws)
@@ -300,7 +300,7 @@ class FunctionHost:
     def _state_columns(
         self, task: Task, chosen: Array, tables: Mapping[str, Array], named: Mapping[str, State]
     ) -> dict[str, ColumnData]:
-        """Return the states of some rows of the data, as columns of the dock.
+        """Return dock columns that have the state values of some rows of the data.
 
         `chosen` are the numbers of the rows. `tables` has, for each state, the values for all rows of the data. `named`
         has the states, by the names of the dock's columns. In an evaluation, each state has its initial value.
@@ -317,8 +317,8 @@ class FunctionHost:
     def _choose_rows(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
         """Return the numbers of the data rows that a round draws.
 
-        `draws` has the values of the states from which rows are drawn. The result depends only on the arguments. It is
-        stored, because the second part of the task needs the same rows again.
+        `draws` has the state values for the option `weights`. The result depends only on the arguments. It is stored,
+        because the second part of the task needs the same rows again.
         """
         if (task.key, round) in self.drawn:
             return self.drawn[task.key, round]

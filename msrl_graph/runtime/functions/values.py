@@ -125,7 +125,10 @@ class InjectedArguments:
         self.tokenizer = node_tokenizer(plan, node).chat() if "tokenizer" in self.names else None
 
     def __call__(self, task: str, iteration: int, unit: int) -> dict[str, Any]:
-        """Return the arguments for a unit of an iteration; `task` is the task's name."""
+        """Return the arguments for one call of the function in an iteration.
+
+        `task` is the name of the task, and `unit` is the number of the row or group.
+        """
         values: dict[str, Any] = {"iteration": iteration, "tokenizer": self.tokenizer}
         if "rng" in self.names:
             values["rng"] = noise.RandomStream(self.seed, "function", self.node, task).generator(iteration, unit)
@@ -161,7 +164,7 @@ def load_with_signature(call: Expr, kind: CallKind) -> tuple[Callable[..., Any],
 
 
 def load_function(call: Expr, kind: CallKind) -> Callable[..., Any]:
-    """Return the function that a program calls, without its signature."""
+    """Import the function that a program calls, and return the function."""
     path, _, function = str(call.value).rpartition(":")
     target: Callable[..., Any] = (
         getattr(import_user_file(path, call), function) if path else algorithms.load(kind, function)
@@ -170,7 +173,10 @@ def load_function(call: Expr, kind: CallKind) -> Callable[..., Any]:
 
 
 def signature_of(call: Expr, kind: CallKind) -> Signature:
-    """Return the signature of the function that a program calls, without importing it."""
+    """Return the signature of the function that a program calls.
+
+    The function itself is not imported.
+    """
     path, _, function = str(call.value).rpartition(":")
     if not path:
         return algorithms.library()[kind, function][0]

@@ -46,7 +46,7 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
     """Find, for each evaluation, the best value of the figure named by `best`.
 
     `best` is an attribute of an evaluation. `lines` are the metrics lines of the run. If several values are equally
-    good, the first of these values is the best. A missing or non-finite value is never the best. Left out are
+    good, the first of these values is the best. A missing or non-finite value is never the best. The result leaves out
     evaluations without the attribute, and evaluations without a finite value.
     """
     bests = []

@@ -174,7 +174,7 @@ class Display:
 
 
 class Tail:
-    """A thread that prints new lines of the logs of a run's processes, until `close`."""
+    """A thread that prints new log lines of a run's processes until `close` is called."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder

@@ -60,8 +60,8 @@ def evaluation_figures(
 def _group_prompts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
     """Group the prompts by their values in the column `by` of the evaluation.
 
-    A key of the result is a group's ending of metric names, such as `data_source=gsm8k`. The value has the row numbers
-    of the group's prompts.
+    A key of the result is the text that is appended to a metric's name for this group, such as `data_source=gsm8k`. The
+    value has the row numbers of the group's prompts.
     """
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:

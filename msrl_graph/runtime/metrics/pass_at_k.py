@@ -39,8 +39,8 @@ def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
 
     `values` and `answers` have one element for each attempt. Each choice of k attempts is a vote. The most frequent
     answer wins, and its value is the mean value of all attempts with this answer. If several answers are equally
-    frequent, the mean of their values counts. An attempt with an empty answer does not vote. If none of the k attempts
-    votes, the value is the mean value of all attempts without an answer.
+    frequent, the value of the vote is the mean of these answers' values. An attempt with an empty answer does not vote.
+    If none of the k attempts votes, the value of the vote is the mean value of all attempts without an answer.
     """
     own: dict[bytes, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
@@ -55,7 +55,7 @@ def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """Return the chances of answers to win a vote of k attempts.
+    """Return the chance of each answer to win a vote of k attempts.
 
     `counts` has, for each answer, the number of attempts that gave this answer. `silent` is the number of attempts
     without an answer. A key of the result is a number from `counts`. The value is the chance that an answer with this
@@ -83,11 +83,11 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
 
 
 def _with_answer(ways: Array, attempts: int, votes: int) -> Array:
-    """Extend a table of counted choices by one more answer with at most `votes` votes.
+    """Add one more answer to a table of counted choices; return the new table.
 
-    `ways[s, t]` is the number of choices of s attempts in which t answers get exactly `votes` votes and no answer gets
-    more. `attempts` is the number of attempts that gave the added answer. Returns the table that also counts the
-    attempts with the added answer.
+    `ways` is the table: `ways[s, t]` is the number of choices of s attempts in which t answers get exactly `votes`
+    votes and no answer gets more. `attempts` is the number of attempts that gave the added answer. The new table also
+    counts the choices with 1 to `votes` of these attempts.
     """
     added = np.zeros_like(ways)
     for drawn in range(min(attempts, votes, len(ways) - 1) + 1):

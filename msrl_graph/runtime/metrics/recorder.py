@@ -127,7 +127,7 @@ class Recorder:
         return line
 
     def memory(self, reports: list[Report]) -> None:
-        """Store each rank's live tensor bytes before instructions, and at their peaks."""
+        """Store each rank's tensor bytes before each instruction, and the peak during it."""
         self.tensor_bytes = {report.process: report.bytes for report in reports if report.process.startswith("rank")}
         (self.folder / "memory.json").write_text(json.dumps(self.tensor_bytes, indent=2))
 
@@ -139,9 +139,9 @@ class Recorder:
         reports: list[Report],
         figures: Mapping[str, float],
     ) -> dict[str, float]:
-        """Add the metrics line of an evaluation; return column means and the `figures`.
+        """Add the metrics line of an evaluation; return its column means and `figures`.
 
-        The evaluation reports these columns. The means are computed over all rows of the evaluation.
+        The means are computed over all rows of the evaluation, for each column that the evaluation reports.
         """
         values = {}
         sums = _sum_reports(reports)
@@ -171,7 +171,7 @@ class Recorder:
 
     @property
     def bests(self) -> list[BestFigure]:
-        """The best values so far of the figures that evaluations name with `best`."""
+        """For each evaluation with the attribute `best`, its figure's best value so far."""
         return best_figures(self.plan.deploy.evaluations, self.evaluations)
 
     def copy(self) -> bytes:
@@ -234,7 +234,7 @@ class Recorder:
     def table(self) -> list[tuple[str, str, float, float, str]]:
         """Return the comparison table as (what, unit, predicted, measured, source).
 
-        - Measured values are medians over the iterations. The first iteration is left out if there are several.
+        - Measured values are medians over the iterations. If there are several iterations, the first is left out.
         - Two values measure staleness: the mean and the maximum.
         - If weights are sent only in some iterations, the measured time and bytes of sending are means over all
           iterations.
@@ -332,7 +332,7 @@ class Recorder:
         return rows
 
     def _phase(self, op: str, node: str) -> str:
-        """Return the name of the phase of `op` on `node` in the plan's memory table."""
+        """Return the name under which the plan's memory table lists `op` on `node`."""
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
@@ -412,7 +412,7 @@ def imbalances(reports: list[Report]) -> dict[str, float]:
 
 
 def phases(reports: list[Report]) -> dict[str, float]:
-    """Return, for each phase, the seconds of the process that took longest."""
+    """Return, for each phase, the seconds of the slowest process."""
     slowest: dict[str, float] = {}
     for report in reports:
         for name, seconds in report.seconds.items():

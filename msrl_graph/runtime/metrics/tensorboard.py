@@ -1,8 +1,8 @@
 """Writer of a run's metrics for TensorBoard.
 
 Invariant: TensorBoard shows the content of metrics.jsonl. A resumed run first writes all existing metrics lines again.
-If the disk is full, points are lost, but the run continues. So the caller's thread writes the events: the thread of
-tensorboardX's SummaryWriter would block forever after the error of a full disk.
+If the disk is full, points of the curves are lost, but the run continues. For this reason, the caller's thread writes
+the events: if the thread of tensorboardX's SummaryWriter got the error of a full disk, it would block forever.
 """
 
 from __future__ import annotations

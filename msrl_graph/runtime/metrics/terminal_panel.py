@@ -84,9 +84,9 @@ def _hosts(now: RunSnapshot) -> Table:
 
 
 def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
-    """Draw the curves of at most two of an iteration's main figures.
+    """Draw the curves of the first two main figures that have a curve.
 
-    These are the first two main figures that have a curve. `curve` returns the curve of a metric.
+    `now.figures` are the main figures of the last iteration. `curve` returns the curve of a metric.
     """
     names = dict.fromkeys([figure_name for figure_name, _ in now.figures if figure_name in now.curves][:2])
     curves: list[RenderableType] = []

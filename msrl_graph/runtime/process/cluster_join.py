@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def without_idle_servers(logs: bool) -> Iterator[None]:
-    """Context in which Ray starts on this machine without its unused server processes.
+    """Context in which Ray does not start its unused server processes on this machine.
 
     In this context, Ray starts neither the monitor of its autoscaler nor its API server. Ray starts its log monitor
     only if `logs` is true. The log monitor sends log lines to the driver. Each of these three processes takes a second
@@ -68,7 +68,7 @@ def without_idle_servers(logs: bool) -> Iterator[None]:
 class NoResources(Fault):
     """The error for a run whose machines lack something that the plan needs.
 
-    The exit status is 3.
+    After this error, the program ends with exit status 3.
     """
 
 

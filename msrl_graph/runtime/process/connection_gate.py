@@ -1,9 +1,9 @@
-"""Listening sockets of a run, and limits on connections without authentication.
+"""The listening sockets of a run, and limits on their unauthenticated connections.
 
 Invariant: a connection that does not authenticate is closed after some seconds, and each listening socket has a limited
-number of unauthenticated connections. If a new connection would exceed the limit, an older connection is closed: of the
-client address with the most unauthenticated connections, the oldest unauthenticated connection. So a flood of
-connections from one address closes only connections from that address.
+number of unauthenticated connections. If a new connection would exceed the limit, an older unauthenticated connection
+is closed. The gate selects the client address that has the most unauthenticated connections, and closes the oldest of
+that address. So a flood of connections from one address closes only connections from that address.
 """
 
 from __future__ import annotations

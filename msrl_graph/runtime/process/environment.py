@@ -13,7 +13,7 @@ from .start_variables import OFFLINE
 
 
 def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
-    """Set the variables, the temporary folder, the log and the heartbeat of a process.
+    """Set the environment variables, temporary folder, log and heartbeat of a process.
 
     - `folder`: the run's temporary folder on this host. This folder contains the files that were shipped to this host.
       Temporary files of the process are also written into this folder, so they are removed when the run ends. For

@@ -19,7 +19,10 @@ _FOLDER = os.environ.get("MSRL_POINTS", "")
 
 
 def reach(process: str, point: str) -> None:
-    """Record that a process reached a point; cause the fault that a test set there."""
+    """Record that a process reached a point; cause the fault requested for this point.
+
+    A test requests a fault by writing the file whose path `fault_file` returns. Without this file, there is no fault.
+    """
     if _FOLDER:
         with Path(_FOLDER, "seen").open("a", encoding="utf-8") as seen:
             seen.write(f"{process}: {point}\n")

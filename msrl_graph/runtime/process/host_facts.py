@@ -1,4 +1,4 @@
-"""Facts about a host, which a run queries before it starts processes on the host.
+"""Facts that a run queries about a host before it starts processes on the host.
 
 Invariant: a query changes nothing on the host. A query needs only packages that are installed with Ray. The host may
 lack the package msrl_graph, so Ray sends the host the code of this file, not the name of a module.
@@ -36,7 +36,8 @@ class PackageQuery(TypedDict):
     """The facts to look up on a host.
 
     - `packages`: the packages whose versions are looked up in the process that answers the query.
-    - `others`: for each other interpreter that a pool uses, the command that prints the versions of its packages.
+    - `others`: for each other interpreter that a pool uses, the command that prints the versions of the interpreter's
+      packages.
     - `files`: the paths of files.
     - `devices`: a glob pattern for device files in /dev.
     - `variables`: the names of environment variables.
@@ -143,7 +144,7 @@ def look(asked: PackageQuery) -> HostFacts:
 def versions(packages: Packages) -> dict[str, str]:
     """Return the versions of Python, of msrl_graph and of `packages`.
 
-    The versions are the versions that this process imports or would import.
+    For each package, the result has the version that this process has imported or would import.
     """
     package_versions = {package: _version(names) for package, names in packages.items()}
     return {"Python": platform.python_version(), "msrl-graph": package_digest(), **package_versions}

@@ -55,9 +55,9 @@ def commands(plan: Plan) -> dict[str, list[str]]:
 
 
 def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
-    """Yield an error for each interpreter of this machine that the run cannot use.
+    """Yield an error for each of this machine's interpreters that the run cannot use.
 
-    The interpreter that runs the driver is not checked. `find_mismatch` says when an interpreter cannot be used.
+    An interpreter is unusable if `find_mismatch` returns a reason. The interpreter that runs the driver is not checked.
     """
     asked = commands(plan)
     own = host_facts.versions(packages(plan)) if asked else {}

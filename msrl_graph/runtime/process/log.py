@@ -62,7 +62,7 @@ _file = ""
 
 
 def redirect_output(path: str, process: str) -> None:
-    """Send all output of this process to a file, instead of Ray's log files.
+    """Send all output of this process to the file `path` instead of Ray's log files.
 
     If the file cannot be opened, the output remains in Ray's log files. `process` is the name in the prefix of each
     line.
@@ -80,8 +80,8 @@ def redirect_output(path: str, process: str) -> None:
 def _append_to(folder: Path, name: str) -> None:
     """Append all output of this process to the file `name` in `folder`.
 
-    Raises OSError if other users can write to the folder, or if the file is a link. The check is needed because a host
-    may not see the run's folder. Another folder, of any user, may then be at the same path on this host.
+    Raises OSError if other users can write to the folder, or if the file is a link. The check is needed because some
+    hosts cannot see the run's folder. On such a host, another user's folder may be at the same path.
     """
     folder_handle = private.open_folder(folder, private.OTHERS_WRITE)
     try:

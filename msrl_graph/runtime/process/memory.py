@@ -122,7 +122,7 @@ def unmeasured() -> Iterator[None]:
 
 
 class _Operation(NamedTuple):
-    """The properties of a torch operation that the measurement needs."""
+    """The facts about a torch operation that a measurement needs."""
 
     name: str
     # Made of other operations on every device (in inference mode it is dispatched before it is decomposed).

@@ -93,7 +93,7 @@ class Sessions(NamedTuple):
     A value of 0 means that there is no such session or process.
 
     - `driver`: the session of the driver.
-    - `server`: the session of a preload server (preload.py), which is also the process id of the server.
+    - `server`: the session of a preload server (preload.py). The number is also the process id of the server.
     - `owner`: the id of a process that could still use the preload server for another run. While this process is the
       parent of the server, the server itself is not ended.
     """
@@ -273,7 +273,7 @@ def make_shared_folder() -> Path:
 
 
 def remove_after(lock: Path, folder: Path) -> None:
-    """Have `folder` removed when no process holds a lock on `lock` any more."""
+    """Have `folder` removed when no process holds a lock on the path `lock` any more."""
     # In a session of its own and not a child of this process: Ray ends children with it.
     subprocess.run(
         ["setsid", "--fork", "flock", "--exclusive", str(lock), "rm", "-rf", str(folder)],
@@ -292,7 +292,7 @@ def hold_folder(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Clean up after the runs of this user that ended without a cleanup.
+    """Clean up after this user's runs that ended without a cleanup.
 
     No process has a lock on the temporary folder of such a run. The function ends the remaining processes of the run,
     and removes the folder.

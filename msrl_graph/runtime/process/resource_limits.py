@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def data_bytes() -> int:
-    """Return how much memory of this process RLIMIT_DATA counts, in bytes."""
+    """Return how many bytes of this process's memory count toward RLIMIT_DATA."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["VmData"].split()[0]) * 1024

@@ -66,7 +66,8 @@ def read_shipped(folder: Path) -> dict[str, ShippedFile]:
 def is_edited(path: str, file: ShippedFile) -> bool:
     """Return whether the user's file at `path` has changed since the run copied it.
 
-    `file` is the copy. The user's file is read only if its size or the time of its last change differs from the copy.
+    `file` is the copy. If the user's file and the copy have the same size and the same time of the last change, the
+    user's file is not read and counts as unchanged.
     """
     try:
         status = Path(path).stat()
@@ -167,7 +168,7 @@ def import_file(path: str) -> ModuleType:
 
 
 def _find_free_name(name: str, path: str) -> str:
-    """Return a module name that no loaded module of another file has.
+    """Return a module name that no module loaded from another file has.
 
     The result is `name`, or `name` with a number at its end.
     """
@@ -210,7 +211,7 @@ def _finder(folder: str) -> FileFinder:
 
 
 class _Loader(SourceFileLoader):
-    """A loader of shipped modules, which sets `__file__` to the user's own path."""
+    """A loader of shipped modules, which sets `__file__` to the original path."""
 
     def __init__(self, name: str, path: str) -> None:
         self.copy = Path(path)

@@ -43,7 +43,7 @@ def own_ray() -> dict[str, str]:
     starts early can become actors. Ray settings that the user has made for other clusters do not apply.
 
     The variables must be set before Ray is imported. So a preload server starts with these variables, although it is
-    not known at this time which run will use the server.
+    not yet known which run will use the server.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), _ALONE: "0", **_IDLE}
 

@@ -12,7 +12,7 @@ Part = Literal["whole", "opening", "rest"]
 
 
 class WeightFetch(NamedTuple):
-    """A fetch of weights over a resharding edge, which a generation node must make.
+    """A fetch of weights that a generation node must make over a resharding edge.
 
     - `version`: the version of the weights to fetch.
     - `fetch_count`: the number of fetches over this edge that the driver has ordered since the run began.
@@ -48,8 +48,8 @@ class Task:
     A training task has the `name` "train". An evaluation has no filters.
 
     - `prompts`: the number of prompts in each round. The first round and each refill have the same number.
-    - `samples`: for each generation node, the number of responses that it generates for each row that it reads. A node
-      that generates the number that the program states for training is left out.
+    - `samples`: the number of responses that a generation node generates for each row that it reads. The keys are the
+      names of generation nodes. A node without a key generates the number that the program states for training.
     - `position`: the index of the first new prompt in the endless sequence of the data's rows.
     - `states`: the values of the algorithm's states after the previous iteration; empty if the values are not known
       yet.
@@ -61,9 +61,9 @@ class Task:
     - `cut`: the prompts that were cut in the previous iteration (`partial`). These prompts come before the new prompts.
     - `part`: the part of the instruction stream to execute (ir/async_schedule.py). This field is for the ranks of a
       pipelined pool, or for the function hosts. Other processes execute the whole stream.
-    - `draws`: the values of states with which the rows of this task are sampled. These values may be older than
-      `states`.
-    - `wanted`: the number of prompts that must pass the filter with `refill`; 0 means `prompts`.
+    - `draws`: the values of the states that determine how the rows of this task are drawn: as arguments of the option
+      `weights`, or as temperatures. These values may be older than `states`.
+    - `wanted`: the number of prompts that must pass the filter with `refill`; 0 means that this number is `prompts`.
     """
 
     name: str
@@ -112,8 +112,8 @@ class Task:
 class Tables(NamedTuple):
     """The values of the states that have one value for each row of the data.
 
-    Both fields map the name of a state to an array over all rows of the data. `draws` has the values with which rows
-    are sampled. `states` has the values after the previous iteration.
+    Both fields map the name of a state to an array over all rows of the data. `draws` has the values that determine how
+    a task's rows are drawn (see the field `draws` of Task). `states` has the values after the previous iteration.
     """
 
     draws: Mapping[str, Any]

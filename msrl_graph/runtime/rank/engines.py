@@ -101,7 +101,7 @@ class Engines:
             proof.generator = self.generators.get(dst)
 
     def _build_all(self, *verbs: str) -> None:
-        """Build the engines of the nodes of this rank that have a verb in `verbs`.
+        """Build the engines of those nodes of this rank whose verb is in `verbs`.
 
         Engines whose weights are offloaded to host memory are built first.
         """
@@ -237,9 +237,9 @@ class Engines:
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
     def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:
-        """Return the check that weights arrive over a resharding edge (weight_proof.py).
+        """Return an object that checks whether weights arrive over a resharding edge.
 
-        This method is a collective of all ranks.
+        weight_proof.py defines the check. This method is a collective of all ranks.
         """
         plan = self.plan
         members = [sides[0].device(index, self.per_host) for index in range(sides[0].devices)]

@@ -31,8 +31,8 @@ class Dialogue:
     """The environment's side of some rows' conversations, encoded as tokens.
 
     `episodes` has one episode of the environment for each row, and `contexts` has the tokens before each response.
-    Methods identify a row by its position in `contexts`. The row is a conversation if the method `reset` of its episode
-    returned messages, not text.
+    Methods identify a row by its position in `contexts`. A row is a conversation if the method `reset` of the row's
+    episode returned messages, not text.
     """
 
     def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:

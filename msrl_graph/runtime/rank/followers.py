@@ -40,7 +40,7 @@ class Follower:
     def on_device(self, changes: bool = False) -> Iterator[list[Shard]]:
         """Copy the follower's shards to the device if necessary; yield the shards.
 
-        With `changes`, the shards are copied back to host memory when the context ends.
+        If `changes` is true, the shards are copied back to host memory when the context ends.
         """
         if self.offload:
             self.offload.come()

@@ -52,7 +52,7 @@ def _count_progress(ended: Iterator[Response], total: int) -> Iterator[Response]
 
 
 class Generation(AgentGeneration):
-    """The methods of a rank for generation: from a batch of prompts to columns."""
+    """The methods with which a rank generates columns from a batch of prompts."""
 
     watch: numerics.NumericsWatch
     means: ColumnMeans
@@ -160,7 +160,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> dict[str, ColumnRows]:
-        """Return the columns of the prompts that the iteration uses, and all verdicts."""
+        """Return the columns of the responses that are used, and a verdict on every row."""
         fan = sampling.samples
         sieve = rowsets(self.plan.graph).sieves[node.name]
         attributes = GenerateAttributes.of(node)
@@ -338,7 +338,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
-        """Let agents work on the rows with the policy; return the same as `_run_episodes`."""
+        """Run the agents of the rows; return what the method `_run_episodes` returns."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         begin = BatchStart(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
         finished = self._run_agents(node, task, begin, sampling, report)

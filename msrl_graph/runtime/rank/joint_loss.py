@@ -142,7 +142,7 @@ class JointMiniBatch:
         return total
 
     def value_of_rows(self, rows: Array) -> Value:
-        """Return the loss, the values of terms, and the figures of some rows.
+        """Return some rows' loss, values of terms, and figures.
 
         A figure is a metric that a term reports. A figure without a value per token or per row is a figure of the whole
         mini-batch, and is returned unchanged.

@@ -59,8 +59,8 @@ class LossInputs:
     - `fills`: the values of the parameters `logp`, `entropy` and `values` (one number for each token of the only scored
       column) and of the parameter `lengths` (the number of these tokens in each row).
     - `columns`: the values of each column that the loss reads.
-    - `logps`: for each scored column, the log-probabilities of its tokens. For each column that has several token ids
-      per token, the log-probabilities of these ids.
+    - `logps`: by column, log-probabilities. A scored column has the log-probabilities of its tokens. A column with
+      several token ids per token has the log-probabilities of these ids.
     - `scores`: for each scored column, one score per row: the output of a value or reward model at the row's last
       token.
     - `lengths`: for each column, the number of tokens of each row.

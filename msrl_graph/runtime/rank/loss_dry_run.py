@@ -23,7 +23,10 @@ PATIENCE = 120.0  # seconds for all terms of a plan, including the start of the 
 
 
 def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
-    """Return each call of a loss term from a user's file, with the call's update node."""
+    """Return the calls of loss terms that a user's files define.
+
+    Each call is returned with the update node whose loss contains the call.
+    """
     return [
         (node, call)
         for node in plan.graph.verb("update")

@@ -124,8 +124,8 @@ def _made_up(
 ) -> tuple[PreparedBatch, dict[str, dict[str, ColumnData]]]:
     """Make random rows that an update's loss terms can read, and random model outputs.
 
-    A row has at most `most` tokens in each scored column. Floats are normally distributed. With `negative`, all floats
-    are negative, as log-probabilities are.
+    A row has at most `most` tokens in each scored column. Floats are normally distributed. If `negative` is true, all
+    floats are negative, as log-probabilities are.
     """
 
     def numbers(size: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:

@@ -48,11 +48,11 @@ class PreparedBatch:
         return total
 
     def split(self, rows: Array, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the output of a forward pass over these rows as one tensor per column.
+        """Divide the output of a forward pass into one tensor for each scored column.
 
-        The columns are the scored columns of the batch: the model computes outputs for their tokens. `values` is the
-        output of the pass. It has the values for all tokens of the first scored column, then for the tokens of the next
-        one.
+        A scored column is a column for whose tokens the model computes outputs. `rows` are the positions of the rows of
+        the pass. `values` is the output of the pass. It has the values for all tokens of the first scored column, then
+        for the tokens of the next one.
         """
         return dict(
             zip(
@@ -66,7 +66,7 @@ class PreparedBatch:
 def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
     """Prepare a batch for a node's model, whose vocabulary has `vocabulary` tokens.
 
-    `like` maps each column that the program does not declare to a column with the same lengths.
+    `like` has an entry for each column that the program does not declare: the name of a column with the same lengths.
     """
     roles = sequences(graph, node)
     declared = {column.name: column for column in graph.columns}
@@ -107,7 +107,7 @@ def _empty(column: ir.Column) -> ColumnData:
 
 
 def apply_mask(column: ColumnData, mask: ColumnData | None) -> ColumnData:
-    """Return only the elements of a column whose mask is true."""
+    """Return those elements of a column for which the mask is true."""
     if mask is None:
         return column
     row = np.repeat(np.arange(len(column)), column.lengths)
@@ -117,10 +117,11 @@ def apply_mask(column: ColumnData, mask: ColumnData | None) -> ColumnData:
 
 
 def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None) -> torch.Tensor:
-    """Return a column of these rows as one tensor; floats in float32, ids in int64.
+    """Return the values of a column at the row positions `rows`, as one tensor.
 
-    A ragged column has one value (or one vector of values) per token. A scalar column has one value per row; if
-    `lengths` is given, each value is repeated `lengths[i]` times, once for each token of row i.
+    Floats are converted to float32, and token ids to int64. A ragged column has one value (or one vector of values) per
+    token. A scalar column has one value per row; if `lengths` is given, each value is repeated `lengths[i]` times, once
+    for each token of row i.
     """
     selected = column.take(rows)
     values = selected.values if selected.offsets is not None or lengths is None else np.repeat(selected.values, lengths)
@@ -128,7 +129,7 @@ def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None
 
 
 def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
-    """Return the number of distinct prefixes of some rows, and of distinct rows.
+    """Return the number of distinct prefixes of rows, and the number of distinct rows.
 
     `groups` has the group of each row, for example the number of the prompt. Rows are compared only within their group,
     and the numbers of all groups are added. If rows share the computation of common prefixes, the number of distinct

@@ -52,9 +52,8 @@ class PartialRollout:
 
     - `rows`: the numbers of the prompts. `version`: the version of the weights.
     - `takes`: how many prompts the iteration takes, in total over all groups.
-    - `sum_states`: a function that adds up an array over all groups. The array has one number for each prompt of the
-      iteration. The number says whether the prompt is complete (`WHOLE`). It is 0 if the prompt belongs to another
-      group.
+    - `sum_states`: a function that adds up the groups' arrays. Each array has one number for each prompt of the
+      iteration: whether the prompt is complete (`WHOLE`), or 0 if another group computes the prompt.
     """
 
     def __init__(
@@ -114,11 +113,11 @@ class PartialRollout:
                 next(drawn)
 
     def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
-        """Return the same as `run`, but use the responses and prompts of a recorded run.
+        """Use the responses of a recorded run instead of sampling.
 
-        `columns` names the recorded columns: tokens, log-probabilities and, if they were recorded, versions. For
-        prompts that were cut, the recording has no responses. These prompts continue in the next iteration without
-        tokens.
+        Returns the prompts of this group that the recorded iteration took. `columns` names the recorded columns:
+        tokens, log-probabilities and, if they were recorded, versions. For prompts that were cut, the recording has no
+        responses. So the responses to these prompts have no tokens when they continue in the next iteration.
         """
         fan = self.sampling.samples
         arguments = (node, columns, self.task.number)

@@ -3,8 +3,8 @@
 Invariant: a rank executes the instruction stream of its pool (the ordered instructions that the compiler has planned)
 and nothing else. All ranks of a collective make the same calls in the same order, because they execute the same stream
 and share every answer of the dock. (Two pools that reshard weights do so in the same order, which the whole graph
-defines.) A layout numbers the ranks of one pool, and torch.distributed numbers the ranks of all pools: `first` converts
-between the two numbers.
+defines.) A layout numbers the ranks of one pool, and torch.distributed numbers the ranks of all pools. The field
+`first` of a node's placement is used to convert between the two numbers.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class InstructionRunner(Walker):
     def _due(self, edge: WeightPublication, fetches: bool) -> bool:
         """Return whether this rank must send or fetch weights over an edge in this task.
 
-        With `fetches`, the rank receives weights. It must fetch if it has made fewer fetches over the edge than the
-        driver has ordered. Without `fetches`, the rank sends weights. It must send if the task's `sends` contains the
-        edge.
+        If `fetches` is true, the rank receives weights. It must fetch if it has made fewer fetches over the edge than
+        the driver has ordered. If `fetches` is false, the rank sends weights. It must send if the task's `sends`
+        contains the edge.
         """
         return self.task.fetches[edge.name].fetch_count > edge.fetched if fetches else edge.name in self.task.sends
 
@@ -231,7 +231,7 @@ class Rank(Training, Generation):
     def run(self, task: Task, measure: bool) -> Report:
         """Execute those instructions of this rank's pool that a task requests.
 
-        With `measure`, the report has the memory before, during and after each instruction.
+        If `measure` is true, the report has the memory before, during and after each instruction.
         """
         report = Report(f"rank {self.rank}")
         self.client.wait_seconds = self.client.move_seconds = 0.0
@@ -279,7 +279,10 @@ class Rank(Training, Generation):
         return report
 
     def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
-        """Yield the columns that a node writes for a batch, in chunks as they are ready."""
+        """Yield the columns that a node writes for a batch, in chunks.
+
+        Each chunk is yielded as soon as it is computed.
+        """
         match node.verb:
             case "generate":
                 yield from self._generate(node, task, batch, report)

@@ -77,7 +77,7 @@ class Training(Engines):
         return {name: ColumnRows(rows, data) for name, data in columns.items()}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
-        if not batch.share.round_units:
+        if not batch.share.round_rows:
             if self._is_leader(node):
                 report.remarks.append(
                     f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step"
@@ -147,7 +147,8 @@ class Training(Engines):
     ) -> None:
         """Take an optimizer step, unless rows or gradients are wrong; report metrics.
 
-        `sums` are sums of the loss and its terms. All must be finite, or no step is taken. `figures` are other metrics.
+        `sums` are sums of the loss and its terms; a step is taken only if all sums are finite. `figures` are other
+        metrics.
         """
         step = self.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
@@ -171,7 +172,7 @@ class Training(Engines):
             for name, value, weight in metrics:
                 report.count(metric_prefix + name, value, weight)
         if not stepped and (self._is_leader(node) or self.watch.stops):
-            message = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
+            message = f"the gradient of their mini-batch of {batch.share.round_rows} rows has the norm {norm}"
             self.watch.report_rows(
                 node, task, report, "", batch.rows, message + ("" if self.watch.stops else "; the step is skipped")
             )
@@ -298,9 +299,9 @@ class Training(Engines):
         return value
 
     def _loss_normalizer(self, node: Node, batch: Batch, seen: PreparedBatch) -> loss.LossNormalizer:
-        """Return the mini-batch's numbers of tokens and rows, which divide the loss."""
+        """Return the numbers of tokens and rows by which a mini-batch's loss is divided."""
         target = next(iter(seen.scored))
-        rows = batch.share.round_units
+        rows = batch.share.round_rows
         skips = UpdateAttributes.of(node).masked_rows == "skip"
         if not skips and target not in seen.masks and self.plan.graph.column(target).element != "text":
             return loss.LossNormalizer(batch.share.elements[target], rows)

@@ -70,7 +70,7 @@ class Manifest:
     """The contents of a checkpoint.
 
     - `iteration`: the number of finished iterations.
-    - `lines`: the number of lines in metrics.jsonl that belong to these iterations.
+    - `lines`: how many lines of metrics.jsonl belong to these iterations.
     - `steps`: the number of optimizer steps that each update node has made.
     - `position`: the number of rows that the run has taken from the endless sequence of the data's rows. If it is -1,
       the run has taken exactly the prompts of the finished iterations.
@@ -104,7 +104,7 @@ def checkpoint_metadata(iteration: int, lines: int, position: int, program: Mapp
 
 
 def step_metadata(steps: Mapping[str, int]) -> dict[str, str]:
-    """Return each update's number of optimizer steps, as metadata of a file."""
+    """Return file metadata that has each update node's number of optimizer steps."""
     return {f"steps of {name}": str(count) for name, count in steps.items()}
 
 
@@ -173,7 +173,7 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
 
 
 def finalize(partial: Path) -> Path:
-    """Rename a folder of `begin` to the checkpoint's final name; return the new path."""
+    """Give the folder that `begin` has made its final name; return the new path."""
     target = partial.parent / partial.stem.lstrip(".")
     sync_to_disk(partial)
     if target.exists():  # the run was resumed from an older checkpoint and writes this one again with the same contents

@@ -49,9 +49,10 @@ def begin(run: str, iteration: int) -> None:
 
 @_return_error
 def name(partial: str) -> None:
-    """Rename the folder with the files of this host's ranks to the checkpoint's name.
+    """Give the folder of a written checkpoint on this host its final name.
 
-    The checkpoint has no manifest yet. If the folder does not exist, nothing is done.
+    `partial` is the path of the folder, into which the ranks of this host wrote their files. The checkpoint has no
+    manifest yet. If the folder does not exist, nothing is done.
     """
     path = Path(partial)
     if path.exists():  # otherwise a host with the same disk was first
@@ -101,7 +102,7 @@ def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
 
 
 def listed(folder: str) -> list[CheckpointFile]:
-    """List the files of a folder, such as an exported model, that has no manifest."""
+    """List the files of a folder that has no manifest (such as an exported model)."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return [replace(checkpoint.file_entry(path, ()), name=str(path.relative_to(folder))) for path in files]
 

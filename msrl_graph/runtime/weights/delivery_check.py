@@ -46,7 +46,7 @@ class Delivery:
     """One rank's check of one resharding edge: the rank computes and compares digests.
 
     - `sides`: the layouts of update and generation.
-    - `ends`: the numbers of the rank in these two layouts; -1 if the rank is not in a layout.
+    - `ends`: the number of the rank in each of these two layouts; -1 in a layout that does not have the rank.
     - `size`: the number of different boxes that the ranks of the generation hold, summed over all tensors.
 
     The digests of the update are a list with one number for each of these boxes. Several ranks of the update may hold
@@ -129,7 +129,7 @@ class Delivery:
             return torch.cat(digests).cpu()
 
     def find_differences(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
-        """Return this rank's tensors, by name, that differ from the update's tensors.
+        """Return the names of this rank's tensors that differ from the update's tensors.
 
         The tensors are compared by their digests. `digests` is the result of `held_digests`. `sent` has the digests of
         the update, summed over its ranks.

@@ -53,11 +53,12 @@ class WeightPublication(Sender):
             threading.Thread(target=self._serve_requests, daemon=True).start()
 
     def publish(self, version: int, fetch_count: int) -> None:
-        """Copy the update's weights and `Sender.word`, so that ranks can fetch the copy.
+        """Copy the update's weights, so that generating ranks can fetch the copy.
 
-        `version` is the version of the weights. If the copy already has this version, nothing is done. `fetch_count` is
-        the number of fetches that the driver has ordered in the run. The copy is overwritten only after all of these
-        fetches have been served.
+        The copy also has the numbers that the update reported about the weights (`Sender.word`). `version` is the
+        version of the weights. If the copy already has this version, nothing is done. `fetch_count` is the number of
+        fetches that the driver has ordered in the run. The copy is overwritten only after all of these fetches have
+        been served.
         """
         if not self.messages_given or version == self.version:
             return

@@ -28,7 +28,7 @@ from ...sharding.redistribute import list_transfers
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one rank to several ranks on one host, with boxes of tensors.
+    """A message with boxes of tensors, from one rank to several ranks on one host.
 
     - `giver`: the sending rank.
     - `takers`: the receiving ranks, which all want the same boxes. The first taker receives the boxes from `giver` and
@@ -104,7 +104,7 @@ class Sender:
         self.moved = 0  # bytes received in the last run
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
-        """Send the update's weights from this rank, or receive weights on it.
+        """Send the update's weights from this rank, or receive weights on this rank.
 
         `allocate` returns the shards that a receiving rank fills. On a rank that sends, `allocate` returns no shards.
         """

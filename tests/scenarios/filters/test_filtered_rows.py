@@ -265,7 +265,7 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
                 elements[r.column] = len(rows) if r.writer == "source" else int((above % 5 + 1).sum())
             told = (max(len(s.rows) for s in parts), len(rows), elements)
             assert len(parts) == len(reader.group_warehouses) and all(
-                (s.largest_share_rows, s.round_units, s.elements) == told for s in parts
+                (s.largest_share_rows, s.round_rows, s.elements) == told for s in parts
             ), node
     assert all(
         c.describe_missing_rows(flow.task.key).startswith("nothing")
@@ -283,7 +283,7 @@ def test_mini_batches_are_the_same_in_any_order_of_arrival(name, folder):
         flow.run()
         rounds = {}
         for share in flow.handed["actor.update"]:
-            rounds.setdefault((share.epoch, share.round_units, tuple(sorted(share.elements.items()))), []).extend(
+            rounds.setdefault((share.epoch, share.round_rows, tuple(sorted(share.elements.items()))), []).extend(
                 share.rows
             )
         found.append({k: sorted(v) for k, v in rounds.items()})
