@@ -1,7 +1,7 @@
 """Checks of columns: their writers, their readers, and the paths between them.
 
 Invariant: a mistake that is only a consequence of another mistake is not reported. So the path from a writer to a
-reader is not checked if the column has two writers, or if no path leads from the source to the reader.
+reader is not checked if the column has two writers, or if no path leads from the program's `source` to the reader.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class VersionPair:
     below: str = ""
 
     def wanted(self, version: str) -> str:
-        """Describe the versions of `other` that fit the given `version` of `package`."""
+        """Describe the versions of the second package that fit `version` of the first."""
         if self.least:
             return f"{self.least} or later" + (f", below {self.below}" if self.below else "")
         return self.exact or ".".join(map(str, numbers(version)[: self.same]))

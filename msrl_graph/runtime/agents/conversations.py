@@ -226,7 +226,7 @@ class Conversations:
 
     @property
     def last(self) -> DrawnAnswer | None:
-        """The answer with which the response of the row ends, or None.
+        """The policy's last answer in the row's own conversation, or None.
 
         The result is the latest answer that the agent received in a conversation that begins with the row's own prompt.
         """

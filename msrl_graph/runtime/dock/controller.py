@@ -116,9 +116,9 @@ class Controller:
     def keeps(self) -> bool:
         """Whether the decisions on this node depend on the order in which rows arrive.
 
-        True if each batch is cut from the rows that are ready. Such a decision must be stored before its shares are
-        announced. Other decisions (all rows at once, or the mini-batches of an update in order) need no storage: a new
-        controller makes the same decision again, because a row that is written again goes to the same warehouse.
+        True if rows are assigned as soon as a chunk of them is ready. Such a decision must be stored before its shares
+        are announced. Other decisions depend only on the warehouse of each row, which is the same if the row is written
+        again. So the replacement of a controller makes the same decisions.
         """
         return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 

@@ -104,7 +104,7 @@ def describe_reason(error: BaseException) -> str:
 def describe_steps(error: BaseException) -> list[str]:
     """Describe the call stack of the user's code at an error, with one line per frame.
 
-    Returns an empty list if the error is a BadResult, because the error is then the returned value. The middle of a
+    Returns an empty list for a BadResult: the function returned normally, but its value was wrong. The middle of a
     long stack is left out.
     """
     lines = [

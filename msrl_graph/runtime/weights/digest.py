@@ -51,9 +51,9 @@ class Digest:
         ]
 
     def position_weights(self, box: Box) -> Odd:
-        """Return the odd numbers whose products are the weights of a box's positions.
+        """Return one tensor of odd integers for each dimension of a box.
 
-        The result has one tensor for each dimension.
+        The coefficient of an element in the digest is the product of the integers at its index in each dimension.
         """
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
