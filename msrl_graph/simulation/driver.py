@@ -64,7 +64,7 @@ class SimulatedPublication:
 
 @dataclass
 class _Job:
-    """Some pools' instructions in an iteration, and the time at which the pools begin."""
+    """The instructions that some pools execute in one iteration, and the time at which they begin."""
 
     turn: Turn
     walk: Walk

@@ -232,8 +232,8 @@ def _check_lost_lines(
 def _choose_folder(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
     """Choose the folder of a new run; return the folder and its URL.
 
-    If `out` is a URL, the folder is a new local folder, whose files are uploaded to the URL. It is added to `copies`. If
-    `out` is not a URL, the returned URL is "".
+    If `out` is a URL, the folder is a new local folder, whose files are uploaded to the URL. It is added to `copies`.
+    If `out` is not a URL, the returned URL is "".
     """
     if not is_url(str(out)):
         return choose_folder(plan, out, options.overwrite, options.replay), ""
