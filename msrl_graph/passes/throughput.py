@@ -245,8 +245,8 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 def _functions_after_opening(plan: Plan) -> list[str]:
     """Return the functions that a pipelined plan runs after its opening, in order.
 
-    The opening is the first part of each pool's list of instructions. It runs early, while the previous iteration is not
-    done. Each of the returned functions waits until the same function of the previous iteration is done.
+    The opening is the first part of each pool's list of instructions. It runs early, while the previous iteration is
+    not done. Each of the returned functions waits until the same function of the previous iteration is done.
     """
     stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
     first = count_opening(plan, stream)
