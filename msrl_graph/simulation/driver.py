@@ -64,7 +64,7 @@ class SimulatedPublication:
 
 @dataclass
 class _Job:
-    """The instructions that some pools execute in one iteration, and the time at which they begin."""
+    """Instructions that pools execute in an iteration, and when the pools begin."""
 
     turn: Turn
     walk: Walk
