@@ -75,8 +75,7 @@ lint: $(VENV)/ready ## check style and types
 	$(BIN)/mypy
 
 # Tests that share ranks stay in the worker of their file, until a worker is idle.
-# One worker more than cores, since some tests wait for processes or for a time limit.
-QUICK = -n $$(($$(nproc) + 1)) --dist worksteal -m "not slow"
+QUICK = -n auto --dist worksteal -m "not slow"
 # Two tests that start runs go at a time: each of them waits for its processes now and then.
 RUNS = -n 2 --dist loadgroup $$(grep -rl mark.slow tests --include='test_*.py' --exclude-dir=with_engines --exclude-dir=on_gpu)
 test: lint ## check style and types, and run a sample of the tests: about 10 minutes on 2 cores

@@ -118,7 +118,7 @@ class MegatronEngine:
     def _megatron_context(self) -> Iterator[None]:
         """Enter the context in which Megatron's code runs.
 
-        On host cores, this context patches the functions of torch.cuda that Megatron calls (cpu.py).
+        On host cores, this context patches the functions of CUDA that Megatron calls (cpu.py).
         """
         with ExitStack() as stack:
             if self.devices.device.kind.is_host:

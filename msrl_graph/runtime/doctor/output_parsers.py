@@ -94,7 +94,7 @@ def npu_dies(text: str) -> list[DeviceEntry]:
         memory = re.findall(r"(\d+)\s*/\s*(\d+)", second[-1])
         bus = len(second) == 3 and re.fullmatch(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+", second[1])
         numbers = second[0].split()
-        if not (bus and len(named) == 2 and memory and numbers):
+        if not (bus and len(named) == 2 and len(first) > 1 and memory and numbers):
             continue
         used, total = memory[-1]
         chip = f" chip {numbers[0]}" if len(numbers) > 1 else ""

@@ -1,5 +1,7 @@
-"""What hangs is treated as what died: it is found, killed, named and replaced, also the driver
-(runtime/driver/driver.py). A folder has one writer."""
+"""A process that hangs is handled like one that died: it is found, killed, named and replaced.
+
+This includes the driver (runtime/driver/driver.py, runtime/driver/watchdog.py). A folder has one writer.
+"""
 
 import os
 import resource

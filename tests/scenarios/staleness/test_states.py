@@ -1,5 +1,8 @@
-"""States of real runs under `staleness`: each has one value in each iteration, the one that the iteration before left;
-and who scores rows takes the temperature that they were drawn at."""
+"""States of real runs under `staleness` (runtime/driver/function_tasks.py).
+
+A state has one value in each iteration, the one that the previous iteration left. Nodes that score rows use the
+temperature at which the rows were drawn.
+"""
 
 import os
 import signal
