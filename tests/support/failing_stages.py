@@ -15,7 +15,7 @@ def planned(path, on_failure, *changes):
     (path.parent / "own.py").write_text("def own(response, reward): ...")
     rows = ("call = group_norm(), per = prompt", f'call = "{path.parent}/own.py:own"')
     changes = (*changes, rows) if on_failure == "drop_row" else changes
-    return program(path, *changes, more=f"timeout = 4 s, on_failure = {on_failure},")
+    return program(path, *changes, more=f"timeout = 8 s, on_failure = {on_failure},")
 
 
 def begun(plan):

@@ -20,7 +20,7 @@ from msrl_graph.runtime.process.task_report import Report, RunError
 WAYS = {  # what an instance does, how its failure is counted, and what is told
     "raise ValueError('no')": ("raised", "turn 1: ValueError: no, at {path}:12"),
     "raise SystemExit(3)": ("raised", "turn 1: SystemExit: 3, at {path}:12"),
-    "time.sleep(60)": ("timeout", "turn 1: TimeoutError: it took longer than its `timeout` of 4 s"),
+    "time.sleep(60)": ("timeout", "turn 1: TimeoutError: it took longer than its `timeout` of 8 s"),
     "raise TimeoutError('of a server')": ("raised", "turn 1: TimeoutError: of a server, at {path}:12"),
     "return 'x', 1.0": ("rubbish", "turn 1: BadResult: `step` returned tuple of 2, where a tuple of 4 belongs"),
     "__import__('os')._exit(3)": ("exited", "turn 1: it ended its process with status 3"),
@@ -29,7 +29,7 @@ WAYS = {  # what an instance does, how its failure is counted, and what is told
     "bytearray(10**10)": ("memory", "turn 1: MemoryError: , at {path}:12"),
     "__import__('re').match('(a*)*b', 'a' * 40)": (  # C code that lets no other thread of its process run
         "timeout",
-        "turn 1: TimeoutError: it took longer than its `timeout` of 4 s, and its process does not answer",
+        "turn 1: TimeoutError: it took longer than its `timeout` of 8 s, and its process does not answer",
     ),
     "return 'x', lambda: 0, '', True": (
         "rubbish",
