@@ -175,12 +175,12 @@ def _order_nodes(plan: Plan, repeated: Collection[str]) -> list[Node]:
 
     def rank(node: Node) -> tuple[int, int]:
         # A node outside of the rounds waits for all rounds, so it would block a node of the rounds after it.
-        part = 0 if node.name in repeated else 1 if node.name in early else 2
+        precedence = 0 if node.name in repeated else 1 if node.name in early else 2
         if plan.placement(node.name).pool == FUNCTIONS:
-            return part, 4 if node.name in late else -1
+            return precedence, 4 if node.name in late else -1
         if node.verb == "generate":
-            return part, 0
-        return part, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
+            return precedence, 0
+        return precedence, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
     waits = {member.name: len(graph.into(member.name)) for member in graph.nodes}
     place = {member.name: i for i, member in enumerate(graph.nodes)}

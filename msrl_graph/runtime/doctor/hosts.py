@@ -18,7 +18,7 @@ from typing import Any
 
 from ...diagnostics import Fault
 from ..process import host_facts
-from ..process.cluster_join import check_cluster, job_config, live_nodes
+from ..process.cluster_join import check_cluster, job_config, live_nodes, measure_clock_offset
 from . import machine
 from .findings import ExaminedHost, Finding
 from .machine import HostQuery, Machine, MachineProber, look
@@ -104,9 +104,12 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
     silent = []
     for node, prober, answer in zip(nodes, probers, answers, strict=True):
         address = node["NodeManagerAddress"]
+        clock_difference = 0.0
         try:
             readings = ray.get(answer) if answer in ready else None
-            clock_difference = _clock_difference(prober) if readings else 0.0
+            if readings:
+                with suppress(ray.exceptions.GetTimeoutError):  # a host that is only busy has answered everything else
+                    clock_difference = measure_clock_offset(prober, CLOCK)
         except ray.exceptions.RayError:
             readings = None
         if readings is None:
@@ -116,23 +119,6 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
                 {"address": address, "seen": readings, "resources": node["Resources"], "apart": clock_difference}
             )
     return {"hosts": hosts, "silent": silent}
-
-
-def _clock_difference(prober: Any) -> float:
-    """Return the seconds by which a host's clock is ahead of this machine's clock.
-
-    Because the query takes time, only an interval that contains the difference is known. The result is the number in
-    this interval that is nearest to 0.
-    """
-    import ray
-
-    before = time.time()
-    try:
-        remote: float = ray.get(prober.clock.remote(), timeout=CLOCK)
-    except ray.exceptions.GetTimeoutError:
-        return 0.0  # a host that is only busy has answered everything else
-    after = time.time()
-    return remote - after if remote > after else remote - before if remote < before else 0.0
 
 
 if __name__ == "__main__":

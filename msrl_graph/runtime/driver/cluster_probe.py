@@ -25,7 +25,7 @@ from ...emit.humanize import plural, size
 from ...hardware import visibility_masks
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters
-from ..process.cluster_join import NoResources
+from ..process.cluster_join import NoResources, measure_clock_offset
 from ..process.host_facts import CLOCK_TOLERANCE, HostActor, HostFacts, PackageQuery
 from ..process.host_requirements import files_read, row_memory
 from . import environment_check, wait_report
@@ -346,7 +346,12 @@ def probe(
         if silent := [address for address, answer in zip(addresses, answers, strict=True) if answer not in ready]:
             raise HostsSilent(_silent_hosts(plan, silent))
         seen = _collect_facts(plan, reserved, answers)
-        clocks = [_clock_offset(plan, *host, until) for host in zip(addresses, actors, strict=True)]
+        clocks = []
+        for address, actor in zip(addresses, actors, strict=True):
+            try:
+                clocks.append(measure_clock_offset(actor, max(1.0, until - time.monotonic())))
+            except ray.exceptions.GetTimeoutError as error:
+                raise HostsSilent(_silent_hosts(plan, [address])) from error
     spans = {**{f"model {name}": model.span for name, model in plan.deploy.models.items()}}
     spans |= {f"data {name}": dataset.span for name, dataset in plan.deploy.data.items()}
     blind = [[i for i, facts in enumerate(seen) if facts["sizes"][marker] < 0] for marker in markers]
@@ -377,22 +382,6 @@ def _silent_hosts(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
         plan.cluster.span,
         "see `ray status`, and the logs of its raylet in /tmp/ray/session_latest/logs there",
     )
-
-
-def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
-    """Return by how many seconds a host's clock is ahead of this machine's clock.
-
-    The query takes time, so only an interval for this number is known. The result is the interval's value nearest to 0.
-    """
-    import ray
-
-    before = time.time()
-    try:
-        remote_time: float = ray.get(actor.clock.remote(), timeout=max(1.0, until - time.monotonic()))
-    except ray.exceptions.GetTimeoutError as error:
-        raise HostsSilent(_silent_hosts(plan, [address])) from error
-    after = time.time()
-    return remote_time - after if remote_time > after else remote_time - before if remote_time < before else 0.0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -182,6 +183,20 @@ def files_loaded(plan: Plan) -> Iterator[tuple[str, str, Node]]:
     for node in plan.graph.nodes:
         for expr in node.attributes.values():
             yield from ((path, name, node) for path, name in look(expr))
+
+
+def measure_clock_offset(actor: Any, timeout: float) -> float:
+    """Return the seconds by which the clock of an actor's host is ahead of this clock.
+
+    The actor has a method `clock`. Because its call takes time, only an interval that contains the offset is known. The
+    result is the number in this interval that is nearest to 0. Raises Ray's GetTimeoutError after `timeout` seconds.
+    """
+    import ray
+
+    before = time.time()
+    remote: float = ray.get(actor.clock.remote(), timeout=timeout)
+    after = time.time()
+    return remote - after if remote > after else remote - before if remote < before else 0.0
 
 
 def live_nodes() -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def _gathered_and_gone(rank, folder):
         peaks.append(over(peak, before))
     assert {*peaks} <= {4 * 2500, 4 * 4500} and peaks.count(4 * 2500) > 25
     with pytest.MonkeyPatch.context() as patch, memory.Peak() as peak:
-        patch.setattr(memory.time, "sleep", lambda seconds: held.clear())  # who is waited for releases it just then
+        patch.setattr(memory.time, "sleep", lambda seconds: held.clear())  # as if gloo released the tensor now
         held.append(gathered())
         torch.empty(2500)
     assert over(peak, before) == 4 * 2500
@@ -179,7 +179,7 @@ class Checked(memory.Peak):
 
 @contextmanager
 def no_collection():
-    """Tensors in cycles of earlier tests would be released between a peak and what is noted of it."""
+    """Keep the garbage collector from releasing tensors of earlier tests between two measurements."""
     gc.disable()
     try:
         yield
