@@ -95,8 +95,11 @@ def test_reading_needs_neither_another_package_nor_knows_a_kind_of_device():
 
 
 def test_forms_that_are_not_known_give_nothing():
-    cut = "| 1     Ascend910\n| 0     0 | 0000:C0:00.0  | 0    0 / 0    2886 / 65536 |\n"  # within the first line of a die
-    for text in ("", "\n\n", "|||\n||", "no such table", "+---+\n| a | b | c | d |\n" * 3, "\x00,,,,,,,", cut):
+    memory = "0000:C0:00.0  | 0    0 / 0    2886 / 65536 |\n"
+    no_health = f"| 1     Ascend910\n| 0     0 | {memory}"
+    no_chip = f"| 1     Ascend910 | OK | 97.5 |\n|  | {memory}"
+    tables = ("|||\n||", "+---+\n| a | b | c | d |\n" * 3, "\x00,,,,,,,", no_health, no_chip)
+    for text in ("", "\n\n", "no such table", *tables):
         assert output_parsers.npu_dies(text) == output_parsers.gpus(text, text) == output_parsers.xids(text) == []
         assert output_parsers.npu_link(text) == output_parsers.cann(text) == output_parsers.torch_cuda(text) == ""
         assert (
