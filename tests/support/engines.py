@@ -1,7 +1,10 @@
 """Engines as the runtime builds and calls them, on one rank or on ranks of a mesh, without a plan."""
 
+import ctypes
+import gc
 from itertools import product
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,3 +56,10 @@ def mesh(layout, first=0, device=HERE):
 def train(engine, packed, loss, asked):
     """The gradient of `loss` of what one micro-batch gives."""
     engine.train([packed], lambda made, _: loss(made), asked)
+
+
+def resident_without_free():
+    """Resident bytes of this process with its free memory given back: what is allocated next adds to them."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss

@@ -1,13 +1,13 @@
 """Resharding between the engines' own shards: of any layout of a trainer to any of a generator each rank gets its
 weights bit for bit, moves what the plan says, and holds no more than it says. `make reshard-engines` draws more."""
 
-import ctypes
 from random import Random
 
 import psutil
 import pytest
 import ranks
 import resharded
+from engines import resident_without_free
 from resharded import LARGE, MODELS, Pair
 
 from msrl_graph.ir.plan import from_json
@@ -68,8 +68,7 @@ def _resident(rank, _, text):
     swap = engines.swaps["actor"]
     generator = engines.generators[edge[1]]
     for _ in range(2):
-        ctypes.CDLL(None).malloc_trim(0)
-        found = [read().rss]
+        found = [resident_without_free()]
         mover.run(generator.allocate)
         found.append(read().rss)
         generator.release()

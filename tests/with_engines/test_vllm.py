@@ -146,7 +146,7 @@ def test_an_error_leaves_no_request_behind(both):
 def test_it_gives_its_memory_back(alone, tmp_path):
     wide = wider(tmp_path)
     engine = vllm(of=wide, rows=64, samples=8)
-    held = psutil.Process().memory_info().rss
+    held = engines.resident_without_free()
     filled(engine, wide)
     collect_responses(engine.generate([PROMPTS[0]] * 2, np.arange(8), PLAIN))
     most = psutil.Process().memory_info().rss
