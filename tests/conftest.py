@@ -4,12 +4,14 @@ programs in."""
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,7 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The scheduler goes by the ends of ids."""
+    """The scheduler goes by the ends of ids. And the thousands of tests, and what they import, stay to the end: no
+    collection need look through them."""
+    gc.collect()
+    gc.freeze()
     if session.config.getoption("loadgroup", False):
         for item in session.items:
             for mark in item.iter_markers("xdist_group"):
@@ -94,7 +99,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def _cleared(place: Place) -> None:
     for pid in place.processes():
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(pid, signal.SIGKILL)
     shutil.rmtree(place.temporary, ignore_errors=True)
 
 

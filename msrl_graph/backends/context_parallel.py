@@ -1,6 +1,6 @@
-"""Context parallelism: the nodes of a micro-batch's tree, sharded over ranks.
+"""Context parallelism: the distinct prefixes of a micro-batch, sharded over ranks.
 
-The tree is defined in prefix_tree.py: each distinct prefix of a row is one node. All ranks of the context-parallel
+prefix_tree.py builds a tree of them: each distinct prefix of a row is one node. All ranks of the context-parallel
 group get the same rows. A node belongs to the rank whose index is the node's depth modulo `cp` (striped attention,
 arXiv:2311.09431). So all ranks have about the same number of nodes and an equally long part of each row, regardless of
 where prompts end and which prefixes the rows share. Contiguous ranges of depths would not balance the ranks. With ring

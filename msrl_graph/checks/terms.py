@@ -1,7 +1,8 @@
 """Checks of loss terms: their inputs, and whether they can be combined.
 
 Invariant: the signature of a loss term states the inputs that the term needs (ir/signatures.py). The inputs that an
-update provides follow from the kind of its worker and from the columns that the update scores.
+update provides follow from the kind of its worker and from the columns for whose tokens the update computes
+log-probabilities or values.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class Flow:
 
         For each node and each column that the node reads, exactly one edge carries the column to the node. If a direct
         edge leads from the writer of the column to the node, this edge carries the column. If not, paths lead from the
-        writer to the node, and the column is carried by the last edge of such a path. If several edges into the node
-        end such paths, the first of these edges in the graph's order carries the column.
+        writer to the node, and the column is carried by the last edge of such a path. If these paths have different
+        last edges, the one that comes first in the graph's order carries the column.
         """
         graph = self.graph
         columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}

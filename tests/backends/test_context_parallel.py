@@ -210,6 +210,7 @@ def test_a_trainer_computes_and_steps_as_on_one_rank(four, layout):
     check(four, layout, model())
 
 
+@pytest.mark.slow
 def test_so_it_does_where_layers_are_computed_again(four):
     check(four, Layout(cp=2), model(), recompute="full")
     check(four, Layout(cp=2, dp=2, zero=3), model(), recompute="full")
@@ -240,6 +241,7 @@ def test_so_does_latent_attention(four, layout, latents):
     check(four, layout, latents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_so_it_does_in_bf16(four, kind):
     check(four, Layout(cp=2, cp_kind=kind), model("bf16"), (0.2, 0.05, 0.1))

@@ -20,6 +20,7 @@ OPTIMIZERS = {
         (Layout(cp=2, zero=1), "sgd", F32),
     ],
 }
+WORLDS = [1, pytest.param(2, marks=pytest.mark.slow)]
 ACTIVATIONS = {
     1: [(Layout(), F32, "none"), (Layout(), BF16, "none"), (Layout(), F32, "full")],
     2: [
@@ -33,12 +34,12 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("world", OPTIMIZERS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_offloaded_optimizers_take_the_same_steps(world, tmp_path):
     ranks.run(world, same_steps, "fsdp", str(tmp_path), OPTIMIZERS[world])
 
 
-@pytest.mark.parametrize("world", ACTIVATIONS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_offloaded_activations_give_the_same_gradients(world, tmp_path):
     ranks.run(world, same_gradients, "fsdp", str(tmp_path), ACTIVATIONS[world])
 

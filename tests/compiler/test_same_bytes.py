@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # What a process with another seed of hashes does: every program of the project, each plan in every form, and
 # the diagnostics of an eighth of the corpus.
 PROCESS = """
@@ -38,6 +40,7 @@ json.dump(told, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_another_order_of_hashes_changes_no_byte() -> None:
     path = os.pathsep.join((os.path.dirname(__file__), *sys.path))  # noqa: PTH120
     processes = [

@@ -216,6 +216,7 @@ def test_nothing_is_better_than_the_best(seed: int, tmp_path: Path) -> None:
     against_every(seed, tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_is_better_than_the_best_of_many(tmp_path: Path) -> None:
     optimal = 0
     for seed in range(4, 30):
@@ -364,7 +365,7 @@ def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
     ("program", "partings"),
     [
         ("async", ["actor.generate, actor.update", "actor.generate, reference.infer, actor.update"]),
-        ("ppo", ["actor.generate, actor.update", "critic.update, actor.update"]),
+        pytest.param("ppo", ["actor.generate, actor.update", "critic.update, actor.update"], marks=pytest.mark.slow),
     ],
 )
 def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: str, partings: list[str]) -> None:

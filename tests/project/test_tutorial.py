@@ -120,6 +120,7 @@ def test_a_text_agrees_in_its_parts() -> None:
     assert agrees(rewritten("…\ncold\n", real + "cord\n"), real + "cord\n")
 
 
+@pytest.mark.slow
 def test_the_page_is_true(folder: Path, update: bool) -> None:
     text = PAGE.read_text(encoding="utf-8")
     shown = []

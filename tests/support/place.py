@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import warm_preload
 
 ROOT = Path(__file__).parents[2]
+SUPPORT = str(Path(__file__).parent)
 EXAMPLE = ROOT / "examples" / "arithmetic"
 PROGRAM = (EXAMPLE / "grpo.rlg").read_text()
 SMALL = ["--set", "prompts=8", "--set", "group=4"]
@@ -23,6 +25,7 @@ class Place:
     """A folder with the example in it, and a temporary folder of its own, to see what is left behind."""
 
     patience = 200.0  # seconds for a run
+    warm = True  # whether preload servers are forked from a process that has imported their modules
 
     def __init__(self, folder):
         self.folder = folder
@@ -53,7 +56,7 @@ class Place:
         command = [
             sys.executable,
             "-c",
-            "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())",
+            f"import sys; {self._warmed(environment)}from msrl_graph.cli import run_main; sys.exit(run_main())",
             *arguments,
         ]
         variables = {**os.environ, "TMPDIR": str(self.temporary), **environment}
@@ -63,6 +66,15 @@ class Place:
         # Whoever started the tests in the background may have had SIGINT ignored, which children inherit.
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(command, cwd=self.folder, env=variables, preexec_fn=heed, **pipes)
+
+    def _warmed(self, environment):
+        """Statements before those of `msrl-run`; none where variables could change what is imported."""
+        if environment or not self.warm:
+            return ""
+        support = Path(__file__).parent
+        return (
+            f"sys.path.insert(0, {str(support)!r}); import warm_preload; warm_preload.use({warm_preload.address()!r}); "
+        )
 
     def run(self, *arguments, **environment):
         process = self.start(*arguments, **environment)

@@ -1,6 +1,7 @@
 """Runs functions on N real processes joined by torch.distributed over gloo. The processes stay: a case begins where the
 last one ended."""
 
+import gc
 import os
 import tempfile
 import time
@@ -129,6 +130,7 @@ class Team:
 
 def _stay(rank, world, folder, function, arguments, pipe):
     def serve(rank, _):
+        gc.freeze()  # a collection need not look through all that was imported
         act = function(rank, *arguments)
         pipe.send((None, ""))
         while True:

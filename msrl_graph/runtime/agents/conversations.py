@@ -238,8 +238,8 @@ class Conversations:
         """Return the response that ends with the answer `last`.
 
         The response has at most `most` conversations. The conversation that ends with `last` is the final conversation.
-        The conversations before it are the latest other conversations that fit into the response, in the order of their
-        last answers.
+        Other conversations stand before it, in the order of their last answers: the latest ones, as long as they fit
+        into the response.
         """
         ends = [last]
         room = self.bound - (len(last.all_tokens) - last.base)

@@ -333,7 +333,7 @@ class Segments:
         part.rename(folder / f".{name}")
 
     def list_notes(self, key: str) -> list[str]:
-        """Return the sorted names of the notes of a task."""
+        """Return the sorted names of the notes (`write_note`) of the task `key`."""
         file_names = (path.name for path in self._folder(key).iterdir())
         return sorted(name[1:] for name in file_names if name.startswith(".") and not name.endswith(".part"))
 

@@ -304,7 +304,7 @@ class Driver:
         return moved, messages
 
     def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """Wait for calls' results; pools meanwhile run ahead of iteration `training`.
+        """Wait for calls, and start iterations after `training` meanwhile (-1: none).
 
         Raises if a call fails, a process cannot be replaced, or no row (`disk`: no byte) moves for `deadline` seconds.
         """

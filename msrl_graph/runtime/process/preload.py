@@ -88,21 +88,11 @@ class PreloadServer:
         self.load(modules)
 
     def _begin(self, control: socket.socket, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        import subprocess
-
         path = str(self.folder / "preload")
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(path)
             listening.listen(1024)  # launchers wait here until the modules are imported
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(listening.fileno()), str(self.folder)],
-                stdin=control.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **variables},
-                pass_fds=[listening.fileno()],
-                start_new_session=True,
-            )
+            process = start_server(listening, control, self.folder, {**os.environ, **variables})
         self.address = PreloadAddress(path, process.pid)
         return process
 
@@ -125,6 +115,26 @@ class PreloadServer:
         os.close(self._held)
         self._held = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_server(
+    listening: socket.socket, control: socket.socket, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the process of a preload server, in a session of its own.
+
+    The arguments are those of `serve`, and the environment variables of the process.
+    """
+    import subprocess
+
+    return subprocess.Popen(
+        [sys.executable, __file__, str(listening.fileno()), str(folder)],
+        stdin=control.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=[listening.fileno()],
+        start_new_session=True,
+    )
 
 
 def launch(arguments: list[str]) -> None:

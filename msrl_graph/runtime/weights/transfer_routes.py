@@ -86,8 +86,8 @@ class Receive(NamedTuple):
 
     - `place`: the range of the box in the buffer.
     - `shape`: the shape of the box.
-    - `part`: the indices, in the box, of the part that this rank wants.
-    - `inside`: the indices of this part in the rank's generation shard.
+    - `part`: the indices of the wanted elements in the box. A rank may need only a piece of the box.
+    - `inside`: the indices of these elements in the rank's generation shard.
     """
 
     name: str

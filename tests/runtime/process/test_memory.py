@@ -59,6 +59,7 @@ def test_what_backward_needs_is_held_until_it_is_used(weight):
     assert memory.live_bytes()["device"] - before == 4 * 200 * 200 + 4  # the gradient, and the loss
 
 
+@pytest.mark.slow
 def test_what_only_a_thread_of_gloos_still_holds_is_not_counted():
     ranks.run(2, _gathered_and_gone)
 

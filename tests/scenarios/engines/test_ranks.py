@@ -260,6 +260,7 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
     ranks.run(3, swap_engine)
 
 
+@pytest.mark.slow
 def test_threads_of_a_rank_soon_leave_the_core_while_they_wait(tmp_path):
     # OpenMP says itself what it goes by, as torch loads it; outside an actor of Ray's no rank is made, nor Ray started.
     rank = "RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', ())"
