@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import chat
+import psutil
 import pytest
 
 from msrl_graph.cli import run_main
@@ -53,6 +54,18 @@ def test_a_process_that_renders_ends_with_the_one_that_asks(tmp_path: Path) -> N
     assert program.poll() is None
     line.close()
     assert program.wait(60) == 0
+
+
+def test_the_process_that_renders_imports_no_torch_and_says_nothing_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(chat.model(tmp_path / "model"))
+    capfd.readouterr()
+    process = rendering._Process()
+    assert process.ask(("template", folder, None))[0] == "fine"
+    _, program = process._connect()
+    assert not [m for m in psutil.Process(program.pid).memory_maps() if "torch" in m.path]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_dry_run_of_a_model_whose_template_loops_says_so_and_ends(

@@ -256,7 +256,7 @@ EVERY = range(8)  # rows, of which any may be told of first
             "if answer == '4': time.sleep(600)\n"
             "    ask(base_url, api_key, prompt='one', path='completions', max_tokens=2)\n    return 1.0, ''",
             (2, 3),
-            "TimeoutError: it took longer than its `timeout` of 10 s",
+            "TimeoutError: it took longer than its `timeout` of 4 s",
         ),
         ("import os; os._exit(3)", range(8), "ProcessExit: it ends its process with status 3, at {path}:18"),
         ("import os; os.kill(os.getpid(), 9)", (), "the process of its agents ended with signal SIGKILL"),
@@ -265,7 +265,7 @@ EVERY = range(8)  # rows, of which any may be told of first
 def test_what_goes_wrong_is_told_with_its_row(body, rows, message, alone, tmp_path, model):
     path = tmp_path / "talks.py"
     text = f"\ndef solve(question, answer: str, base_url, api_key, model):\n    {body}\n"
-    stage = Stage(program(tmp_path, model, text, more=f"timeout = {10 if 'sleep' in body else 200} s,"))
+    stage = Stage(program(tmp_path, model, text, more=f"timeout = {4 if 'sleep' in body else 200} s,"))
     begin = time.monotonic()
     with pytest.raises(RunError) as told:
         drawn(stage)
