@@ -14,8 +14,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import smoke
 from faulty import FATES, fate
 from pyarrow import parquet
@@ -143,14 +145,29 @@ def compare_outcomes(
 
 
 def count_processes() -> int:
-    """Return the number of remaining processes of the run or its sandboxes."""
-    import psutil
+    """Return the number of processes that the run or its sandboxes left behind.
 
+    Runs of others may be on. Their processes have parents, and those that were left have an heir.
+    """
     words = ("functions.nest", "bwrap")
-    return sum(
-        any(word in " ".join(process.info["cmdline"] or ()) for word in words)
-        for process in psutil.process_iter(["cmdline"])
-    )
+    heir = find_heir()
+    found = 0
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.Error):
+            while any(word in " ".join(process.cmdline()) for word in words):
+                if process.ppid() == heir:
+                    found += 1
+                process = process.parent() or psutil.Process(1)
+    return found
+
+
+def find_heir() -> int:
+    """Return the id of the process that becomes the parent of processes whose parent has ended."""
+    done = subprocess.run(["sh", "-c", "sleep 60 > /dev/null & echo $!"], stdout=subprocess.PIPE, check=True)
+    orphan = psutil.Process(int(done.stdout))
+    heir = orphan.ppid()
+    orphan.kill()
+    return heir
 
 
 if __name__ == "__main__":

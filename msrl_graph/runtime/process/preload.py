@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     import subprocess
@@ -214,7 +214,10 @@ def serve(listening: socket.socket, folder: str) -> list[str]:
     while True:
         ready, _, _ = select.select([control, listening], [], [])
         if control in ready:
-            *modules, names = (names + control.recv(1 << 16).decode()).split("\n")
+            received = control.recv(1 << 16)
+            if not received:  # closed before this process asked for a signal
+                _end(folder)
+            *modules, names = (names + received.decode()).split("\n")
             _load(modules, folder)
             gc.freeze()
             continue  # launchers that are waiting may need the next modules too
@@ -244,20 +247,26 @@ def _end_with_parent(control: socket.socket, folder: str) -> None:
     The process ends even during an import. Before it ends, the process removes `folder`.
     """
     import fcntl
-    import shutil
     import signal
 
     def look(*_: object) -> None:
         with suppress(BlockingIOError):
             if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                shutil.rmtree(folder, ignore_errors=True)
-                os._exit(0)
+                _end(folder)
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker stays a zombie
     signal.signal(signal.SIGIO, look)
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
     look()
+
+
+def _end(folder: str) -> NoReturn:
+    """End this process, and remove `folder`."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _load(modules: list[str], folder: str) -> None:

@@ -226,6 +226,22 @@ def test_a_server_whose_parent_is_killed_ends_at_once_even_during_an_import(fold
     assert not server.is_running() and not list((folder / "temporary").iterdir())
 
 
+def test_a_server_whose_parent_was_killed_before_it_began_ends_at_once(tmp_path):
+    """Modules that it is to import are still to be read then."""
+    (folder := tmp_path / "folder").mkdir()
+    ours, control = socket.socketpair()
+    with ours:
+        ours.sendall(b"colorsys\n")
+    with control, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "preload"))
+        process = preload.start_server(listening, control, folder, os.environ)
+    try:
+        assert process.wait(20) == 0 and not folder.exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_no_server_starts_where_its_socket_has_no_room(folder, monkeypatch):
     deep = folder / ("d" * 100)
     deep.mkdir()
