@@ -23,7 +23,6 @@ from pathlib import Path
 
 from msrl_graph.runtime.process import preload
 
-ENGINES = ("msrl_graph.backends.hf", "msrl_graph.backends.fsdp", "transformers.models.qwen2.modeling_qwen2")
 ROOM = 120_000  # bytes for a server's variables: Linux takes 131,071 in one
 
 
@@ -131,11 +130,14 @@ def _show(variables):
 
 
 if __name__ == "__main__":
+    from msrl_graph.backends import ENGINES
     from msrl_graph.runtime.driver.preloading import COMMON
     from msrl_graph.runtime.process.start_variables import OFFLINE, waits
 
     os.environ.update(OFFLINE | waits())
-    for module in (*COMMON, *ENGINES):
-        import_module(module)
+    engines = {engine.build.partition(":")[0] for engine in ENGINES.values()} - {""}
+    for module in (*COMMON, *sorted(engines), "transformers.models.qwen2.modeling_qwen2"):
+        with suppress(ImportError):  # of an engine that is not installed
+            import_module(module)
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     runpy.run_path(sys.argv[0], run_name="__main__")
