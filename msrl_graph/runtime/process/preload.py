@@ -20,10 +20,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import subprocess
@@ -208,16 +208,14 @@ def serve(listening: socket.socket, folder: str) -> list[str]:
     import signal
 
     control = socket.socket(fileno=os.dup(0))
-    _end_with_parent(control, folder)
+    look = _end_with_parent(control, folder)
     gc.disable()  # imports make little garbage, and a collection in a worker would copy the memory that it shares
     names = ""
     while True:
         ready, _, _ = select.select([control, listening], [], [])
         if control in ready:
-            received = control.recv(1 << 16)
-            if not received:  # closed before this process asked for a signal
-                _end(folder)
-            *modules, names = (names + received.decode()).split("\n")
+            *modules, names = (names + control.recv(1 << 16).decode()).split("\n")
+            look()  # no signal told of a socket that was closed before this process asked for one
             _load(modules, folder)
             gc.freeze()
             continue  # launchers that are waiting may need the next modules too
@@ -241,32 +239,28 @@ def serve(listening: socket.socket, folder: str) -> list[str]:
                 os.close(file)
 
 
-def _end_with_parent(control: socket.socket, folder: str) -> None:
+def _end_with_parent(control: socket.socket, folder: str) -> Callable[[], None]:
     """End this process when the other end of the socket `control` closes.
 
-    The process ends even during an import. Before it ends, the process removes `folder`.
+    The process ends even during an import. Before it ends, the process removes `folder`. Returns a function that ends
+    the process if the other end is closed and everything that it sent was read.
     """
     import fcntl
+    import shutil
     import signal
 
     def look(*_: object) -> None:
         with suppress(BlockingIOError):
             if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                _end(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(0)
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker stays a zombie
     signal.signal(signal.SIGIO, look)
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
     look()
-
-
-def _end(folder: str) -> NoReturn:
-    """End this process, and remove `folder`."""
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+    return look
 
 
 def _load(modules: list[str], folder: str) -> None:

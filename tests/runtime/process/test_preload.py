@@ -226,15 +226,17 @@ def test_a_server_whose_parent_is_killed_ends_at_once_even_during_an_import(fold
     assert not server.is_running() and not list((folder / "temporary").iterdir())
 
 
-def test_a_server_whose_parent_was_killed_before_it_began_ends_at_once(tmp_path):
+@pytest.mark.parametrize("module", ["slow", "colorsys"])
+def test_a_server_whose_parent_was_killed_before_it_began_ends_at_once(tmp_path, module):
     """Modules that it is to import are still to be read then."""
     (folder := tmp_path / "folder").mkdir()
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)")
     ours, control = socket.socketpair()
     with ours:
-        ours.sendall(b"colorsys\n")
+        ours.sendall(f"{module}\n".encode())
     with control, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "preload"))
-        process = preload.start_server(listening, control, folder, os.environ)
+        process = preload.start_server(listening, control, folder, {**os.environ, "PYTHONPATH": str(tmp_path)})
     try:
         assert process.wait(20) == 0 and not folder.exists()
     finally:
