@@ -147,12 +147,13 @@ def compare_outcomes(
 def count_processes() -> int:
     """Return the number of processes that the run or its sandboxes left behind.
 
-    Runs of others may be on. Their processes have parents, and those that were left have an heir.
+    Other runs may be active at the same time. The processes of an active run have a parent that belongs to the run. A
+    process that was left behind has another parent, see `find_heir`.
     """
     words = ("functions.nest", "bwrap")
     heir = find_heir()
     found = 0
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.process_iter():
         with suppress(psutil.Error):
             while any(word in " ".join(process.cmdline()) for word in words):
                 if process.ppid() == heir:

@@ -25,7 +25,6 @@ class Place:
     """A folder with the example in it, and a temporary folder of its own, to see what is left behind."""
 
     patience = 200.0  # seconds for a run
-    warm = True  # whether preload servers are forked from a process that has imported their modules
 
     def __init__(self, folder):
         self.folder = folder
@@ -68,13 +67,13 @@ class Place:
         return subprocess.Popen(command, cwd=self.folder, env=variables, preexec_fn=heed, **pipes)
 
     def _warmed(self, environment):
-        """Statements before those of `msrl-run`; none where variables could change what is imported."""
-        if environment or not self.warm:
+        """Statements that let a warm process fork the run's preload server.
+
+        There are none for a run with environment variables of its own, which could change what is imported.
+        """
+        if environment:
             return ""
-        support = Path(__file__).parent
-        return (
-            f"sys.path.insert(0, {str(support)!r}); import warm_preload; warm_preload.use({warm_preload.address()!r}); "
-        )
+        return f"sys.path.insert(0, {SUPPORT!r}); import warm_preload; warm_preload.use({warm_preload.address()!r}); "
 
     def run(self, *arguments, **environment):
         process = self.start(*arguments, **environment)

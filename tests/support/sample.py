@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-CASES = 2  # cases of a parametrized test in a sample: the first and the last
 SHARE = 10  # a sample runs 1/SHARE of the random examples, but at least LEAST
 LEAST = 5
 

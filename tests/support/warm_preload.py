@@ -1,8 +1,9 @@
-"""Preload servers that are forked from a process which has imported their modules. A run of a test then spares six
-seconds of CPU time.
+"""A *warm process* has imported the modules of preload servers, and forks a preload server for each run of a test.
 
-Invariant: a forked server has the session, the variables (also those that others read below /proc), the folder and
-the open files of one that a run starts itself, and runs the same program.
+Each run saves the six seconds of CPU time that these imports take.
+
+Invariant: a forked server runs the same program as a server that a run starts itself. It has a session of its own. Its
+environment variables (also in /proc), its folder and its open files are the same.
 """
 
 import atexit
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from msrl_graph.runtime.process import preload
 
-ROOM = 120_000  # bytes for a server's variables: Linux takes 131,071 in one
+ROOM = 120_000  # bytes for a server's variables; Linux allows 131,071 bytes for one variable
 
 
 class Forked:
@@ -120,7 +121,7 @@ def _become(wanted, listening, control, connection):
 
 
 def _show(variables):
-    """What /proc says of this process's variables: Linux reads them where the process got them, in its own memory."""
+    """Write variables to the memory from which Linux reads /proc/PID/environ of this process."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     start, end = (int(field) for field in fields[47:49])
     text = b"".join(f"{name}={value}\0".encode() for name, value in variables.items())

@@ -183,7 +183,7 @@ def main() -> None:
     line = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the run
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process at any point
-    # A template needs no torch. Without it, transformers is imported in half the time, and warns about it.
+    # A template does not need torch. Without torch, transformers is imported in half the time, but prints a warning.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     with suppress(EOFError, OSError):

@@ -215,7 +215,7 @@ def serve(listening: socket.socket, folder: str) -> list[str]:
         ready, _, _ = select.select([control, listening], [], [])
         if control in ready:
             *modules, names = (names + control.recv(1 << 16).decode()).split("\n")
-            look()  # no signal told of a socket that was closed before this process asked for one
+            look()  # there was no signal if the socket was closed before this process asked for signals
             _load(modules, folder)
             gc.freeze()
             continue  # launchers that are waiting may need the next modules too
