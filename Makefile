@@ -10,6 +10,8 @@ VENV_JOBS := .venv-jobs
 VENV_TORCH210 := .venv-torch210
 VENV_SITE := .venv-site
 BIN := $(VENV)/bin
+# Where bytecode is not kept, each process of each run compiles the package again.
+export PYTHONDONTWRITEBYTECODE :=
 SEED ?= 0
 LOAD ?= 0
 LENGTHS ?= lognormal

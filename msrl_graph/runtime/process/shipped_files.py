@@ -154,7 +154,7 @@ def import_file(path: str) -> ModuleType:
     name = _find_free_name(".".join(names), path)
     if "." in name:
         import_module(name.rpartition(".")[0])
-    loader = _Loader(name, str(place)) if place != Path(path) else SourceFileLoader(name, path)
+    loader = _ShippedLoader(name, str(place)) if place != Path(path) else _SourceLoader(name, path)
     spec = spec_from_file_location(name, place, loader=loader)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = loaded = module_from_spec(spec)
@@ -207,10 +207,21 @@ def _finder(folder: str) -> FileFinder:
     """
     if not Path(folder).is_relative_to(_copies):
         raise ImportError
-    return FileFinder(folder, (_Loader, [".py"]))
+    return FileFinder(folder, (_ShippedLoader, [".py"]))
 
 
-class _Loader(SourceFileLoader):
+class _SourceLoader(SourceFileLoader):
+    """A loader that always compiles the source.
+
+    Python's bytecode files cannot distinguish two versions of a file that have the same size and were written in the
+    same second.
+    """
+
+    def path_stats(self, path: str) -> Mapping[str, int]:
+        raise OSError  # its bytecode is not cached
+
+
+class _ShippedLoader(_SourceLoader):
     """A loader of shipped modules, which sets `__file__` to the original path."""
 
     def __init__(self, name: str, path: str) -> None:
@@ -219,9 +230,6 @@ class _Loader(SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         return self.copy.read_bytes()
-
-    def path_stats(self, path: str) -> Mapping[str, int]:
-        raise OSError  # its bytecode is not cached
 
     def exec_module(self, module: ModuleType) -> None:
         # A traceback must show the lines that run, though a different file may be at the path on this host.

@@ -212,6 +212,17 @@ def test_two_files_of_one_name_are_two_modules_and_one_file_is_one(tmp_path):
     assert shipped_files.import_file(str(tmp_path / "a" / "judge_of_two.py")) is a
 
 
+def test_an_edit_that_bytecode_files_cannot_tell_is_seen(tmp_path, monkeypatch):
+    """Of the same size and in the same second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "judge_of_a_moment.py"
+    for value in (1, 2):
+        file.write_text(f"VALUE = {value}\n")
+        os.utime(file, (1e9, 1e9))
+        assert value == shipped_files.import_file(str(file)).VALUE
+    assert not (tmp_path / "__pycache__").exists()
+
+
 def test_a_path_relative_to_a_package_is_found_there(tmp_path, monkeypatch):
     package = tmp_path / "judges_of_three"
     package.mkdir()
