@@ -1,6 +1,6 @@
 """How much of the tests runs: everything, or a sample of it (`pytest --sample`, `make test`).
 
-Invariant: a sample runs every test function, with fewer of its cases and fewer random examples. It depends on nothing
+Invariant: a sample runs every test function, with one of its cases and fewer random examples. It depends on nothing
 but the tests, so that a failure comes back in the next sample.
 """
 
@@ -39,12 +39,10 @@ def examples(most: int, **others: Any) -> settings:
 
 
 def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of a sample (the first and the last case of each function), and the others."""
-    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    """Return the tests of a sample (the last case of each function), and the others."""
+    cases: dict[tuple[str, str], pytest.Item] = {}
     for item in items:
         name = getattr(item, "originalname", item.name)
-        cases.setdefault((str(item.path), f"{item.cls or ''}.{name}"), []).append(item)  # type: ignore[attr-defined]
-    chosen = set[pytest.Item]()
-    for group in cases.values():
-        chosen |= {group[0], group[-1]}
+        cases[str(item.path), f"{item.cls or ''}.{name}"] = item  # type: ignore[attr-defined]
+    chosen = {*cases.values()}
     return [item for item in items if item in chosen], [item for item in items if item not in chosen]

@@ -378,7 +378,6 @@ def test_rows_of_evaluations_are_recorded_as_their_means_say(reference):
         assert "advantage" not in table  # no node that computes it runs
 
 
-@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):

@@ -34,7 +34,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
 def test_strangers_get_nothing_at_the_sockets_of_a_run_on_one_machine(place):
