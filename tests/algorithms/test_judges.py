@@ -497,6 +497,7 @@ def test_what_takes_its_time_shares_the_budget(monkeypatch):
     assert asked == [(4, 1.5), (1, 4.5)]
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_much_memory_is_cut_off():
     one = judges.Judge(memory=200 * 2**20)
     verdict = one.ask(judges.JudgeRequest("]" * 2**24, "3", False), 30, 30)

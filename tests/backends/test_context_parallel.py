@@ -216,6 +216,7 @@ def test_so_it_does_where_layers_are_computed_again(four):
     check(four, Layout(cp=2, dp=2, zero=3), model(), recompute="full")
 
 
+@pytest.mark.slow
 def test_so_does_a_model_that_scores(four):
     check(four, Layout(cp=2), model(scores=True))
     check(four, Layout(cp=2, dp=2, zero=3, cp_kind="ulysses"), model(scores=True))
@@ -226,6 +227,7 @@ def latents(tmp_path_factory):
     return models.load(latent(tmp_path_factory.mktemp("latent")), Path("/"), None, NOWHERE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -284,6 +284,7 @@ def test_names_are_text_in_a_page() -> None:
     }
 
 
+@pytest.mark.slow
 def test_ten_thousand_devices_take_no_longer_page_than_sixteen() -> None:
     text = (PROGRAMS / "grpo_page.rlg").read_text(encoding="utf-8")
     assert "nodes            = 2" in text and "{ tp = 8, dp = 2 }" in text

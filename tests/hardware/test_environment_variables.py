@@ -85,6 +85,7 @@ def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
     assert find_overridden([mine, theirs], {"A": "7", "B": "2"}) == [(mine, "7")]
 
 
+@pytest.mark.slow
 def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):
     """They are there before anything of torch is loaded; outside an actor of Ray's no rank is made, nor Ray started."""
     wanted = (Setting("FIRST", "1", "so", "a page"), Setting("SECOND", "2", "so", "a page"))

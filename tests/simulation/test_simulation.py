@@ -414,6 +414,7 @@ def stale(staleness: int, share: float) -> Plan:
     return compile(STALE, sets={"staleness": str(staleness), "share": str(share)})
 
 
+@pytest.mark.slow
 def test_staleness_and_partial_rollout_shorten_a_long_tail() -> None:
     runs = {
         (k, n): simulate(stale(k, n), iterations=8, lengths="lognormal(1200, 1)")

@@ -180,6 +180,7 @@ def reshard(stage, number=0):
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("share", "probed"), [(-1.0, [0, 1, 101]), (1e9, [*range(110)])])
 def test_probes_are_as_many_as_time_allows_and_one_of_so_many_at_least(share, probed, monkeypatch):

@@ -137,6 +137,7 @@ def test_ranks_write_what_one_does(layout, alone, tmp_path, model):
             assert np.array_equal(written[name].values, whole[name].take(places(rows)).values), name
 
 
+@pytest.mark.slow
 def test_by_an_agent_the_calculator_draws_what_it_does_by_function(alone):
     """The same tokens, masks and rewards, through an agent framework, two turns with a tool."""
     rows = [json.loads(line) for line in (CALCULATOR / "train.jsonl").read_text().splitlines()[:32]]
@@ -194,6 +195,7 @@ def solve(question, answer: str, base_url, api_key, model):
 """
 
 
+@pytest.mark.slow
 def test_all_conversations_of_a_row_are_trained_on_each_by_itself(alone, tmp_path, model):
     """The trainer finds the log-probability of each token as it was drawn, so that none sees another conversation; an
     answer that two branches have in common counts once; what does not fit is left out, the earliest first."""

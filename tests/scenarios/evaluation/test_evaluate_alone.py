@@ -44,6 +44,7 @@ def test_a_program_without_evaluations_is_refused_and_the_help_is_a_way_out(caps
     assert "evaluates held_out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 def test_an_evaluation_is_not_written_into_its_run(tmp_path, capsys, overwrite):
     path = save(tmp_path / "ran", compile(EXAMPLE / "grpo.rlg"), 4)
