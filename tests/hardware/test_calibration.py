@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +179,22 @@ def test_the_doctor_says_what_there_is(
         with pytest.raises(SystemExit) as ended:
             doctor.main(wrong)
         assert ended.value.code == 2
+
+
+def test_a_call_that_takes_longer_than_its_budget_is_made_twice() -> None:
+    """A product of matrices takes seconds on cores that have no instructions for its type."""
+    from msrl_graph.runtime.calibrate import probes
+
+    calls: list[float] = []
+
+    def action() -> None:
+        calls.append(time.perf_counter())
+        time.sleep(0.05)
+
+    assert 0.05 <= probes.seconds(action, budget=0.04) < 5 and len(calls) == 2
+    calls.clear()
+    probes.seconds(action, budget=0.6)
+    assert len(calls) > 2
 
 
 @pytest.mark.slow

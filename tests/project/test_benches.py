@@ -63,7 +63,7 @@ NONE_OF = (
 )
 QUICK = ("compile", "controller", "dry", "functions", "planner", "simulate", "staleness")
 # Of these another bench's smoke goes nearly the same way: make test-long.
-LONG = ("asynchrony", "chaos", "engines", "invariance")
+LONG = ("asynchrony", "chaos", "corrected", "engines", "invariance", "points")
 NAMESPACES = ("dock", "hosts", "lost_hosts")
 PARTS = {  # files that are no benches, by who takes them
     "disturbed": "chaos",

@@ -45,7 +45,7 @@ from ..dock.segments import room_name
 from ..functions.function_node import FunctionNode
 from ..metrics.recorder import Recorder
 from ..process import compute_setup
-from ..process.cluster_join import job_config
+from ..process.cluster_join import job_config, without_idle_servers
 from ..process.processes import RAY, Temporary, worker_niceness
 from ..process.start_variables import MARK, own_ray, waits
 from ..process.task import Task
@@ -316,16 +316,17 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1
     os.environ |= worker_niceness(0) | waits()
-    ray.init(
-        address="local",
-        num_cpus=cores,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        job_config=job_config(),
-        _temp_dir=str(Path(folder) / RAY),
-    )
+    with without_idle_servers(logs=False):
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            job_config=job_config(),
+            _temp_dir=str(Path(folder) / RAY),
+        )
     # Waiting processes take no processor time, so all are started first.
     tried = {world: start_probers(world) for world in worlds(most)}
     rates: dict[int, list[BusyRates]] = {world: [] for world in tried}
