@@ -10,7 +10,7 @@ VENV_JOBS := .venv-jobs
 VENV_TORCH210 := .venv-torch210
 VENV_SITE := .venv-site
 BIN := $(VENV)/bin
-# Where bytecode is not kept, each process of each run compiles the package again.
+# Without bytecode files, each process of a run compiles the package again.
 export PYTHONDONTWRITEBYTECODE :=
 SEED ?= 0
 LOAD ?= 0

@@ -87,7 +87,7 @@ def _gathered_and_gone(rank, folder):
     assert {*found} <= {4 * 2500, 4 * 4500} and found.count(4 * 2500) > 25
     sleep = memory.time.sleep
     with pytest.MonkeyPatch.context() as patch:
-        # As if gloo released the tensor as late as this.
+        # The tensor is released during the wait, as by a late thread of gloo.
         patch.setattr(memory.time, "sleep", lambda seconds: (held.clear(), sleep(seconds)))
         assert peaks(lambda: held.append(gathered())).count(4 * 2500) > 25
 

@@ -135,6 +135,7 @@ def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(pla
         made.close()
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
 @pytest.mark.long

@@ -197,7 +197,6 @@ def test_the_run_of_the_page_on_python_shows_its_tables(tmp_path: Path) -> None:
     assert "response_text: string\nreward: float" in shown
 
 
-@pytest.mark.core
 @pytest.mark.slow
 def test_a_run_tells_of_its_iterations_and_leaves_tables(tmp_path: Path) -> None:
     code = """
