@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 
 from msrl_graph.runtime.process import preload
 
+LIBC = ctypes.CDLL(None)
 ROOM = 120_000  # bytes for a server's variables; Linux allows 131,071 bytes for one variable
 
 
@@ -69,17 +70,44 @@ def address():
 
 def use(path):
     """Has this process's preload servers forked by the warm process at the socket `path`."""
+    preload.start_server = partial(fork_server, path)
 
-    def start(listening, control, folder, environment):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(path)
-            socket.send_fds(connection, [b" "], [listening.fileno(), control.fileno()])
-            wanted = {"folder": str(folder), "at": str(Path.cwd()), "environment": {**environment}, "nice": os.nice(0)}
-            connection.sendall(json.dumps(wanted).encode())
-            connection.shutdown(socket.SHUT_WR)
-            return Forked(int(connection.recv(64)))
 
-    preload.start_server = start
+def fork_server(path, listening, control, folder, environment, host=0):
+    """Has the warm process at the socket `path` fork a preload server, which `preload.start_server` would start.
+
+    `host` is the id of a process of a test host (hosts.py) that the server must run on; 0 stands for this machine.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        socket.send_fds(connection, [b" "], [listening.fileno(), control.fileno()])
+        wanted = {"folder": str(folder), "at": str(Path.cwd()), "environment": {**environment}, "nice": os.nice(0)}
+        connection.sendall(json.dumps(wanted | {"host": host}).encode())
+        connection.shutdown(socket.SHUT_WR)
+        return Forked(int(connection.recv(64)))
+
+
+class HostServer:
+    """A preload server on a test host. It ends with `close`, with this process, or with its host.
+
+    `folder` is a folder that the host sees at the same path.
+    """
+
+    def __init__(self, folder):
+        self._folder = tempfile.mkdtemp(prefix="p", dir=folder)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self.socket = f"{self._folder}/preload"
+        self._listening.bind(self.socket)
+        self._listening.listen(1024)  # launchers wait here until the server is started
+
+    def start(self, host, environment):
+        """Starts the server with these environment variables, on the host to which the process `host` belongs."""
+        self._control, control = socket.socketpair()
+        with self._listening, control:
+            fork_server(address(), self._listening, control, self._folder, environment, host)
+
+    def close(self):
+        self._control.close()
 
 
 def _serve(listening):
@@ -91,14 +119,29 @@ def _serve(listening):
             os._exit(0)
         connection, _ = listening.accept()
         files = socket.recv_fds(connection, 1, 2)[1]
-        text = b"".join(iter(lambda of=connection: of.recv(1 << 16), b""))
+        wanted = json.loads(b"".join(iter(lambda of=connection: of.recv(1 << 16), b"")))
         if (pid := os.fork()) == 0:
             listening.close()
-            return _become(json.loads(text), *files, connection)
-        connection.sendall(str(pid).encode())
+            if wanted["host"]:
+                _enter(wanted["host"], connection)
+            return _become(wanted, *files, connection)
+        if not wanted["host"]:
+            connection.sendall(str(pid).encode())
         for file in files:
             os.close(file)
         connection.close()
+
+
+def _enter(host, connection):
+    """Continue in a fork on a test host, and tell the fork's id."""
+    spaces = [os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in ("net", "mnt", "pid")]
+    for space in spaces:
+        if LIBC.setns(space, 0):
+            os._exit(1)
+        os.close(space)
+    if pid := os.fork():  # a process stays where it is: only its children are among a host's processes
+        connection.sendall(str(pid).encode())
+        os._exit(0)
 
 
 def _become(wanted, listening, control, connection):

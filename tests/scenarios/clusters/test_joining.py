@@ -142,7 +142,7 @@ def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(pla
 def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_has_them(place, command):
     """One is driven from a host that has no devices, the other from a host that is not the head."""
     place.write(*ONE_RANK, evaluated=False)
-    made = Hosts(3, cpus=(1, 1, 0))
+    made = Hosts(3, cpus=(1, 1, 0), preloaded=True)
     long = place.folder / "long"
     short = place.folder / "short"
     try:
@@ -210,7 +210,7 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
     place.write(
         *TWO, *open_, ("run { save = 1, iterations", "run { save = 1, restarts = 1, iterations"), evaluated=False
     )
-    made = Hosts(2)
+    made = Hosts(2, preloaded=True)
     try:
         process = command(made, 0, "--iterations", "6", "--out", str(out), **made.environment)
         comes = {

@@ -28,7 +28,7 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
     named.mkdir()
     # Each host has its own copy of a model at a URL.
     place.write(*TWO, ('"./model"', f'"file://{EXAMPLE}/model"'), evaluated=False)
-    made = Hosts(2, hidden=[own])
+    made = Hosts(2, hidden=[own], preloaded=True)
 
     def run(count, *arguments, **environment):
         main = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
