@@ -54,7 +54,8 @@ def main() -> None:
     )
     stale = sum(outcome.stale for outcome in outcomes)
     oldest = max((outcome.oldest for outcome in outcomes), default=0)
-    print(json.dumps({"bench": "dry", "programs": len(outcomes), "stale_iterations": stale, "oldest": oldest}))
+    figures = {"programs": len(outcomes), "resumed": sum(outcome.resumed for outcome in outcomes)}
+    print(json.dumps({"bench": "dry", **figures, "stale_iterations": stale, "oldest": oldest}))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import NextValues, Report
 from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
 from msrl_graph.runtime.rank.training import Training
+from msrl_graph.runtime.weights import checkpoint
 
 CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (dock.DockHost, functions.FunctionHost)}
 
@@ -387,6 +388,29 @@ class DryRank(Rank):
     def save(self, worker: str, folder: str) -> None:
         pass
 
+    def resume(self, folder: str, manifest: checkpoint.Manifest) -> None:
+        for node in self.plan.graph.verb("update"):
+            self.updated[node.name] = [*filter(UpdateAttributes.of(node).due, range(manifest.iteration))]
+
+
+class Store:
+    """Keeps checkpoints, which hold the run state alone. `saved`: by iteration, the manifests."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self.saved: dict[int, checkpoint.Manifest] = {}
+
+    def path(self, iteration: int) -> Path:
+        return Path(self.folder.name, str(iteration))
+
+    def save(self, _: Path, iteration: int, recorder: Any, decides: Any, state: RunState, wait: Any) -> None:
+        self.path(iteration).mkdir()
+        files = tuple(state.save(self.path(iteration), {}))
+        self.saved[iteration] = checkpoint.Manifest(1, iteration, 0, {}, {}, files, state.position)
+
+    def collect(self, folder: Path) -> None:
+        pass
+
 
 class Mute:
     """Stands in for who only tells: the display, the metrics."""
@@ -449,6 +473,7 @@ class Dry:
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
         self.members, self.way = list_members(plan, list(self.readers.values()), b"")
+        self.store = Store()
         self.drawn: dict[int, Any] = {}  # by key of random numbers, the stream and the place in it
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
 
@@ -495,9 +520,9 @@ class Dry:
             found[column] = ColumnRows(mine, cells(self.plan.graph, column, mine))
         return found
 
-    def run(self, rows: int) -> RunState:
-        """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a
-        process."""
+    def run(self, rows: int, resume: tuple[Path, checkpoint.Manifest] | None = None) -> RunState:
+        """All iterations and evaluations, over data of so many rows, or those after a checkpoint; what they leave.
+        Stuck, or what goes wrong in a process."""
         world = self.world
         with (
             self.folder,
@@ -511,14 +536,14 @@ class Dry:
             ),
         ):
             try:
-                driver = self._driver(rows)
+                driver = self._driver(rows, str(resume[0]) if resume else "")
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
-                self.world.run(lambda: driver._train(data, Path(), None), self._words)
+                self.world.run(lambda: driver._train(data, Path(), resume and resume[1]), self._words)
                 return driver.run_state
             finally:
                 self.world.close()
 
-    def _driver(self, rows: int) -> Driver:
+    def _driver(self, rows: int, resume: str) -> Driver:
         plan = self.plan
         world = self.world
         docks = []
@@ -537,9 +562,17 @@ class Dry:
             count_lanes(plan),
         )
         attempt = SimpleNamespace(
-            plan=plan, resume="", url="", lines=0, options=WatchOptions(), ports=Ports(), out="", folder="", edited=()
+            plan=plan,
+            resume=resume,
+            url="",
+            lines=int(bool(resume)),
+            options=WatchOptions(),
+            ports=Ports(),
+            out="",
+            folder="",
+            edited=(),
         )
-        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, checkpoints=Mute(), nodes=[])
+        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, checkpoints=self.store, nodes=[])
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world
         driver.recorder = Mute()  # type: ignore[assignment]

@@ -40,11 +40,12 @@ def expected(found: dry.Dry, task: Task, node: str) -> Counter[object] | None:
 
 class Outcome(NamedTuple):
     """How a program ended; of its iterations with staleness, how many there were, and how many versions old a row of
-    them was at most."""
+    them was at most; whether it was resumed from a checkpoint."""
 
     how: str
     stale: int = 0
     oldest: int = 0
+    resumed: bool = False
 
 
 def carried_on(plan: Plan, found: dry.Dry, node: str) -> None:
@@ -84,14 +85,39 @@ def in_order(plan: Plan, found: dry.Dry) -> None:
                 left[key] += 1
 
 
-def as_old_as_may_be(plan: Plan, found: dry.Dry) -> None:
+def resumed(plan: Plan, found: dry.Dry, growing: str) -> None:
+    """A run that ended after a checkpoint, whenever it did, and goes on from it in another order: together they are as
+    one run that was whole. Which prompts a partial rollout has to begin depends on the order, else all draw the same
+    rows. `growing` is the generation of a partial rollout."""
+    begin = found.world.random.choice([i for i in found.store.saved if i < plan.deploy.run.iterations])
+    other = dry.Dry(plan, found.seed, found.kindness)
+    other.world.random.seed(found.seed + 1)
+    other.run(DATA, (found.store.path(begin), found.store.saved[begin]))
+    if not growing:
+        assert other.chosen == {i: rounds for i, rounds in found.chosen.items() if i >= begin}
+    for mine, its in ((found.seen, other.seen), (found.counted, other.counted)):
+        for key in [k for k in mine if k[1] >= begin]:
+            del mine[key]
+        mine |= its
+    for mine, its in ((found.chosen, other.chosen), (found.taken, other.taken), (found.begun, other.begun)):
+        for i in [i for i in mine if i >= begin]:
+            del mine[i]
+        mine |= its
+    in_order(plan, found)
+    if growing:
+        carried_on(plan, found, growing)
+    if plan.deploy.run.deterministic:
+        as_old_as_may_be(plan, other, begin)
+
+
+def as_old_as_may_be(plan: Plan, found: dry.Dry, begin: int = 0) -> None:
     """With `deterministic` the weights that an iteration generates with follow from the program."""
     sends = Sends(plan)
     waits = awaited_pools(plan, sends.leads)
     growing = any(node.cuts for node in plan.graph.nodes)
     for edge, versions in found.versions.items():
         pool = plan.placement(edge[1]).pool
-        for i in range(plan.deploy.run.iterations):
+        for i in range(begin, plan.deploy.run.iterations):
             if (version := versions.taken.get(f"train/{i}")) is not None:
                 # Who generates ahead of its own update knows what it has cut when the iteration has ended.
                 at_once = growing and pool in pipelined_openings(plan)
@@ -155,10 +181,14 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
         as_old_as_may_be(plan, found)
     if growing:
         carried_on(plan, found, growing)
+    goes_on = min(found.store.saved, default=iterations) < iterations
+    if goes_on:
+        resumed(plan, found, growing)
     several = ", rounds of several sizes" if len({*sizes}) > 1 else ""
     if not found.versions:
-        return Outcome("to its end, what was not whole in the next iteration" if growing else f"to its end{several}")
-    return Outcome(f"to its end, {found.oldest} versions behind{several}", iterations, found.oldest)
+        how = "to its end, what was not whole in the next iteration" if growing else f"to its end{several}"
+        return Outcome(how, resumed=goes_on)
+    return Outcome(f"to its end, {found.oldest} versions behind{several}", iterations, found.oldest, goes_on)
 
 
 def _numbered(key: str) -> tuple[str, int]:

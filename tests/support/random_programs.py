@@ -389,6 +389,8 @@ class Program:
         run = f"iterations = {self.draw(st.integers(1, 6 if self.stale else 4))}"
         if self.stale and self.often(50):
             run += f", save = {self.one((2, 3))}, deterministic = true"
+        elif not self.stale and self.often(50):
+            run += f", save = {self.one((1, 2))}"
         return [*found, f"  run {{ {run} }}", "}"]
 
 
