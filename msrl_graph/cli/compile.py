@@ -290,16 +290,16 @@ def _result_text(result: Compilation, options: argparse.Namespace) -> str:
         assert result.plan is not None
         return ray_script(result.plan)
     from ..emit import text
+    from ..emit.diff import extension_text
 
     width, colour = _screen_size(options)
     if stage == "graph":
         assert result.graph is not None
         graph = text.graph_text(result.graph, width, colour)
-        return (
-            graph
-            if options.emit
-            else f"{graph}No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand.\n"
-        )
+        if not options.emit:
+            return f"{graph}No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand.\n"
+        base = result.base()
+        return f"{graph}\n{extension_text(base, result.graph, width, colour)}" if base else graph
     assert result.placed is not None
     if stage == "placed":
         return text.placed_text(result.placed, width, colour)

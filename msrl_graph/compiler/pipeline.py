@@ -117,7 +117,8 @@ class BrokenPass(RuntimeError):
 class Compilation:
     """The results of the stages up to the requested stage.
 
-    The results of later stages are None. `placed` and `plan` are also None if the program has no deploy.
+    The results of later stages are None. `placed` and `plan` are also None if the program has no deploy. `base` returns
+    the graph of the algorithm that the compiled algorithm extends; None if it extends no other algorithm.
     """
 
     source: ProgramSource
@@ -126,6 +127,7 @@ class Compilation:
     placed: Plan | None = None
     plan: Plan | None = None
     warnings: tuple[Diagnostic, ...] = ()
+    base: Callable[[], Graph | None] = lambda: None
 
 
 Hook = Callable[[str, float, Plan], None]
@@ -259,7 +261,7 @@ def translate(
     if errors := [diagnostic for diagnostic in warnings if diagnostic.severity == "error"]:
         raise Fault(*errors)
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
-        return Compilation(source, tree, graph, warnings=warnings)
+        return Compilation(source, tree, graph, warnings=warnings, base=lowered.base)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
     known = copy_model_heads(plan)
     diagnostics = [*tokenizers.check(known), *folders.check(known), *datafiles.check(plan)]

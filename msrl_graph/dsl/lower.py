@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from ..ir.graph import Graph
 from ..ir.plan import Deployment
 from . import ast
 from .algorithm import Lowering, lower_algorithm
-from .calls import Library
+from .calls import Folder, Library
 from .cluster import lower_cluster
 from .deploy import LoadModel, bare_deploy, lower_deploy
 from .derive import derive
@@ -53,14 +54,17 @@ class LoweringContext:
 class LoweredProgram:
     """A lowered program.
 
-    `library` has the functions that msrl_graph provides, and the user functions that the program calls. `dropped` are
-    the names that the algorithm drops.
+    - `library`: the functions that msrl_graph provides, and the user functions that the program calls.
+    - `base`: returns the graph of the algorithm that the program's algorithm extends, with the same values of
+      overridden params. Returns None if the algorithm extends no other algorithm.
+    - `dropped`: the names that the algorithm drops.
     """
 
     graph: Graph
     cluster: ClusterSpec | None
     deploy: Deployment | None
     library: Library
+    base: Callable[[], Graph | None]
     warnings: tuple[Diagnostic, ...] = ()
     dropped: Mapping[str, Dropped] = field(default_factory=dict)
 
@@ -142,10 +146,7 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
             "empty-file", "the file has no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one"
         )
     lowering: Lowering | None = None
-
-    def folder(span: Span) -> Path:
-        return context.folder if span.file == file.path else Path(span.file).parent
-
+    folder = partial(_folder_of, file, context)
     for item in [
         candidate for candidate in file.items if isinstance(candidate, ast.AlgorithmDecl) and candidate is not chosen
     ]:
@@ -189,7 +190,34 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     if errors or graph is None:
         raise LoweringFault(*_sort_errors(errors, file.path), graph=graph, library=library, dropped=dropped)
     warnings = tuple(diagnostic for diagnostic in problems.diagnostics if diagnostic.severity != "error")
-    return LoweredProgram(graph, cluster, deployed, library, warnings, dropped)
+    assert chosen is not None
+    base = partial(_lower_base, chosen, algorithms, overrides, context.library, folder)
+    return LoweredProgram(graph, cluster, deployed, library, base, warnings, dropped)
+
+
+def _lower_base(
+    algorithm: ast.AlgorithmDecl,
+    algorithms: Mapping[str, ast.AlgorithmDecl],
+    overrides: Sequence[Override],
+    library: Library,
+    folder: Folder,
+) -> Graph | None:
+    """Return the graph of the algorithm that `algorithm` extends.
+
+    Overridden params have the same values in both. Returns None if the algorithm extends no other algorithm.
+    """
+    problems = Problems()
+    base = derive(algorithms[algorithm.extends.text], algorithms, problems) if algorithm.extends else None
+    if base is None:
+        return None
+    params = {statement.name.text for statement in base.body if isinstance(statement, ast.ParamDecl)}
+    shared = [override for override in overrides if override.name.text in params]
+    return lower_algorithm(base, shared, library, folder, problems).graph
+
+
+def _folder_of(file: ast.File, context: LoweringContext, span: Span) -> Path:
+    """Return the folder of the file in which a span is."""
+    return context.folder if span.file == file.path else Path(span.file).parent
 
 
 def _move_to_set(diagnostic: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:

@@ -1,4 +1,4 @@
-"""The differences between two plans.
+"""The differences between two plans, or between two algorithms.
 
 Invariant: a plan has no difference from itself. If the two plans are swapped, each numeric difference changes its sign.
 Values that are equal in both plans are not listed.
@@ -6,13 +6,14 @@ Values that are equal in both plans are not listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from ..ir.graph import Graph
 from ..ir.plan import FORMAT_VERSION, Plan
-from .facts import Fact, facts
+from .facts import Fact, Section, facts, graph_facts
 from .humanize import duration, plural, size
 from .text_page import WIDTH, Page
 
@@ -47,12 +48,10 @@ def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
 
     If only one of the plans has an item, there is a single change for all properties of the item.
     """
-    return tuple(_changes(old, new))
+    return tuple(_changes(facts(old), facts(new)))
 
 
-def _changes(old: Plan, new: Plan) -> Iterator[Change]:
-    before = facts(old)
-    after = facts(new)
+def _changes(before: Mapping[str, Section], after: Mapping[str, Section]) -> Iterator[Change]:
     for part, section in after.items():
         for item in _merge_keys(section, before[part]):
             was = before[part].get(item)
@@ -125,21 +124,42 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
     for part in dict.fromkeys(change.part for change in shown):
         part_changes = [change for change in shown if change.part == part]
         page.heading(part, plural(len(part_changes), "change"))
-        rows = []
-        item = None
-        for change in part_changes:
-            cells = (
-                _format_value(change.old, change.unit),
-                _format_value(change.new, change.unit),
-                _format_difference(change),
-            )
-            rows.append((change.item if change.item != item else "", change.what, *cells))
-            item = change.item
-        page.table(("item", "property", "old", "new", "change"), rows, (4,), ())
+        page.table(("item", "property", "old", "new", "change"), _rows(part_changes), (4,), ())
     rest = len(changes) - len(shown)
     more = f", and {rest} that follow from these (`--format json` lists all)" if rest else ""
     page.closing(f"{plural(len(shown), 'change')} from {old}{more}.{_summarize_iteration(changes)}")
     return page.text()
+
+
+def extension_text(base: Graph, graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
+    """Format the changes that an algorithm makes to its `base`.
+
+    The base is the algorithm that it extends.
+    """
+    page = Page(width, colour)
+    changes = [
+        replace(change, item=f"param {change.item}") if change.part == "Params" else change
+        for change in _changes(graph_facts(base), graph_facts(graph))
+    ]
+    page.heading(f"Changes from {base.name}", plural(len(changes), "change"))
+    if changes:
+        page.table(("item", "property", base.name, graph.name, "change"), _rows(changes), (4,), ())
+    return page.text()
+
+
+def _rows(changes: Iterable[Change]) -> Sequence[Sequence[str]]:
+    """Return the rows of a table of changes. Only the first row of an item has the item's name."""
+    rows = []
+    item = None
+    for change in changes:
+        cells = (
+            _format_value(change.old, change.unit),
+            _format_value(change.new, change.unit),
+            _format_difference(change),
+        )
+        rows.append((change.item if change.item != item else "", change.what, *cells))
+        item = change.item
+    return rows
 
 
 def _summarize_iteration(changes: tuple[Change, ...]) -> str:

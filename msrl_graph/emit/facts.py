@@ -1,4 +1,4 @@
-"""A plan as a set of facts that can be compared with the facts of another plan.
+"""A plan or an algorithm as a set of facts that can be compared.
 
 Invariant: everything that determines a run or a figure of the plan is a fact, under a name that users know. Three kinds
 of data are not facts, because they add no information: positions in source files, explanations (reasons, formulas, the
@@ -42,10 +42,7 @@ def facts(plan: Plan) -> dict[str, Section]:
     program = {"": {"algorithm": Fact(graph.name), "deploy": Fact(deploy.name), "cluster": Fact(cluster.name)}}
     return {
         "Program": program,
-        "Params": {name: {"": Fact(value)} for name, value in graph.params.items()},
-        "Columns and workers": _declaration_facts(graph),
-        "States": {node.name: _node_facts(node) for node in graph.nodes},
-        "Edges": _edge_facts(graph),
+        **graph_facts(graph),
         "Models, data and run": _deploy_facts(plan),
         "Cluster": _cluster_facts(plan),
         "Placements": _placement_facts(plan),
@@ -57,6 +54,16 @@ def facts(plan: Plan) -> dict[str, Section]:
         "Seconds": _time_facts(plan),
         "Environment": _environment_facts(plan),
         "Notes": {f"{note.about}: {note.text}": {"": Fact(note.text)} for note in plan.notes},
+    }
+
+
+def graph_facts(graph: Graph) -> dict[str, Section]:
+    """Return the facts of an algorithm, by section."""
+    return {
+        "Params": {name: {"": Fact(value)} for name, value in graph.params.items()},
+        "Columns and workers": _declaration_facts(graph),
+        "States": {node.name: _node_facts(node) for node in graph.nodes},
+        "Edges": _edge_facts(graph),
     }
 
 

@@ -67,6 +67,25 @@ def test_pools_come_and_states_go(golden: Golden) -> None:
     )
 
 
+def test_what_an_algorithm_changes_in_the_one_that_it_extends(capsys: Capture, tmp_path: Path, golden: Golden) -> None:
+    def changes(body: str) -> str:
+        path = tmp_path / "plain.rlg"
+        path.write_text(f"import grpo\nalgorithm plain extends grpo {{{body}}}\n", encoding="utf-8")
+        assert compile_main([str(path), "--emit", "graph", "--set", "group=4"]) == 0
+        return capsys.readouterr().out.partition("reshard.\n\n")[2]
+
+    node = "actor.update(prompt, response, old_logp, advantage) { epochs = 2, loss = clip(0.2, 0.28) }"
+    golden(
+        "plain.graph.diff.txt", changes(f"drop reference\ndrop ref_logp\ndrop kl_coef\nnode {node}\nparam prompts = 8")
+    )
+    assert changes("") == "Changes from grpo  0 changes\n"
+
+
+def test_an_algorithm_of_its_own_has_no_changes(capsys: Capture) -> None:
+    assert compile_main([str(PROGRAMS / "grpo_page.rlg"), "--emit", "graph"]) == 0
+    assert "Changes from" not in capsys.readouterr().out
+
+
 def test_no_differences_are_told() -> None:
     plan = changed("grpo_page")
     text = diff_text(difference(from_json(plan.to_json()), plan), "old.json")
