@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -393,20 +393,25 @@ class DryRank(Rank):
             self.updated[node.name] = [*filter(UpdateAttributes.of(node).due, range(manifest.iteration))]
 
 
+class Saved(NamedTuple):
+    """A checkpoint, which holds the run state alone: its manifest, and its files by name."""
+
+    manifest: checkpoint.Manifest
+    files: dict[str, bytes]
+
+
 class Store:
-    """Keeps checkpoints, which hold the run state alone. `saved`: by iteration, the manifests."""
+    """Keeps checkpoints. `saved`: by iteration."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
-        self.saved: dict[int, checkpoint.Manifest] = {}
-
-    def path(self, iteration: int) -> Path:
-        return Path(self.folder.name, str(iteration))
+        self.saved: dict[int, Saved] = {}
 
     def save(self, _: Path, iteration: int, recorder: Any, decides: Any, state: RunState, wait: Any) -> None:
-        self.path(iteration).mkdir()
-        files = tuple(state.save(self.path(iteration), {}))
-        self.saved[iteration] = checkpoint.Manifest(1, iteration, 0, {}, {}, files, state.position)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            files = tuple(state.save(Path(folder), {}))
+            content = {file.name: (Path(folder) / file.name).read_bytes() for file in files}
+        manifest = checkpoint.Manifest(1, iteration, 0, {}, {}, files, state.position)
+        self.saved[iteration] = Saved(manifest, content)
 
     def collect(self, folder: Path) -> None:
         pass
@@ -520,7 +525,7 @@ class Dry:
             found[column] = ColumnRows(mine, cells(self.plan.graph, column, mine))
         return found
 
-    def run(self, rows: int, resume: tuple[Path, checkpoint.Manifest] | None = None) -> RunState:
+    def run(self, rows: int, resume: Saved | None = None) -> RunState:
         """All iterations and evaluations, over data of so many rows, or those after a checkpoint; what they leave.
         Stuck, or what goes wrong in a process."""
         world = self.world
@@ -536,9 +541,11 @@ class Dry:
             ),
         ):
             try:
-                driver = self._driver(rows, str(resume[0]) if resume else "")
+                for name, content in (resume.files if resume else {}).items():
+                    Path(self.folder.name, name).write_bytes(content)
+                driver = self._driver(rows, self.folder.name if resume else "")
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
-                self.world.run(lambda: driver._train(data, Path(), resume and resume[1]), self._words)
+                self.world.run(lambda: driver._train(data, Path(), resume and resume.manifest), self._words)
                 return driver.run_state
             finally:
                 self.world.close()

@@ -92,7 +92,7 @@ def resumed(plan: Plan, found: dry.Dry, growing: str) -> None:
     begin = found.world.random.choice([i for i in found.store.saved if i < plan.deploy.run.iterations])
     other = dry.Dry(plan, found.seed, found.kindness)
     other.world.random.seed(found.seed + 1)
-    other.run(DATA, (found.store.path(begin), found.store.saved[begin]))
+    other.run(DATA, found.store.saved[begin])
     if not growing:
         assert other.chosen == {i: rounds for i, rounds in found.chosen.items() if i >= begin}
     for mine, its in ((found.seen, other.seen), (found.counted, other.counted)):

@@ -13,6 +13,7 @@ import random
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -250,4 +251,9 @@ class World:
             task.cancel()
         for _ in range(50):  # not until all have ended: one may want a lock of another that waits for a message
             self._turn()
+        for task in self.tasks:
+            # Else a garbage collection closes them, at any time. Python 3.11 parses code to write the traceback of what
+            # is raised then, and a parser that is interrupted by another one fails.
+            with suppress(RuntimeError):
+                task.get_coro().close()
         self.loop.close()
