@@ -204,6 +204,9 @@ bench-memory-engines: $(VENV_ENGINES)/ready #: compare predicted and measured me
 bench-reshard: $(VENV)/ready #: compare resharding with bare collectives and copies of the same bytes: about 2 minutes
 	$(BIN)/python bench/reshard.py
 
+conformance: $(VENV_ENGINES)/ready #: compare each engine with transformers for each model family: about 5 minutes
+	$(VENV_ENGINES)/bin/python bench/conformance.py
+
 reshard-engines: $(VENV_ENGINES)/ready #: reshard between real engines with random layouts on 1 to 8 ranks: about 30 minutes
 	$(VENV_ENGINES)/bin/python bench/reshard_engines.py --draws $(DRAWS) --seed $(SEED)
 

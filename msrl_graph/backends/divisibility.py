@@ -79,7 +79,7 @@ def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
     sizes = [(model.heads, "heads")]
     if not model.latent and not (spec.replicates_kv_heads and tp % model.kv_heads == 0):
         sizes.append((model.kv_heads, "key-value heads"))
-    if not model.experts or model.experts.first:
+    if model.dense_layers:
         sizes.append((model.intermediate, "intermediate size"))
     if model.experts and model.experts.shared:
         sizes.append((model.experts.shared, "shared experts' size"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
 from . import expert_placement, peaks
 from .optimizer.step_calls import step_calls
@@ -48,7 +49,7 @@ SPEC = EngineSpec(
     options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
     zero=(0, 1, 2, 3),
     divided_from=2,
-    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    features=SUPPORTED,
     spread=expert_placement.WHOLE,
     lints=_lints,
     calls=_calls,

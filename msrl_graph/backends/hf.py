@@ -157,7 +157,6 @@ def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
     The all-reduces come after the sharded embedding and after the row-parallel linear layers. `group` is the group of
     tp ranks, and `index` is this rank's index in the group.
     """
-    import torch
     from torch import distributed as dist
 
     def add_up(linear: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -172,14 +171,20 @@ def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
         if hasattr(feed, "down_proj"):  # a router's experts are whole on each rank
             feed.down_proj.register_forward_hook(add_up)
     table = module.model.embed_tokens
+    outside: list[torch.Tensor] = []  # of the ids that are being looked up
 
-    def look_up(ids: torch.Tensor) -> torch.Tensor:
-        first = index * table.weight.shape[0]
-        local = ids - first
-        outside = (local < 0) | (local >= table.weight.shape[0])
-        embeddings = torch.nn.functional.embedding(local.masked_fill(outside, 0), table.weight)
-        embeddings[outside] = 0.0
+    def to_local(_table: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+        rows = table.weight.shape[0]
+        local = args[0] - index * rows
+        outside.append((local < 0) | (local >= rows))
+        rows_here: torch.Tensor = local.masked_fill(outside[0], 0)
+        return rows_here
+
+    def sum_rows(_table: Any, _args: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        embeddings[outside.pop()] = 0.0
         dist.all_reduce(embeddings, group=group)
         return embeddings
 
-    table.forward = look_up
+    # The table keeps its own forward method, which may scale the rows that it looks up.
+    table.register_forward_pre_hook(to_local)
+    table.register_forward_hook(sum_rows)

@@ -5,15 +5,13 @@ The functions build a model without weights, and fill a rank's shards with weigh
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..files.weights import weight_files
 from ..model.architecture import HEAD, Model
-from ..model.config import fields
+from ..model.models import read_engine_fields
 from ..sharding.layout import Tensor, elements, full_box, slices
 from .spec import Shard
 
@@ -29,8 +27,7 @@ def build_empty_model(model: Model) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    stated = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    config = AutoConfig.for_model(model.family, **fields(stated))
+    config = AutoConfig.for_model(model.family, **read_engine_fields(model))
     dtype = getattr(torch, DTYPES[model.dtype])
     for name in [field for field in vars(config) if field.endswith("dropout")]:
         setattr(config, name, 0.0)  # the log-probability depends on tokens and weights only, in training too
@@ -39,8 +36,14 @@ def build_empty_model(model: Model) -> Any:
         if model.scores:
             del module.lm_head
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
-    # Rotary frequencies are computed, not loaded, so the meta device lost them.
+    # Buffers that are computed, not loaded, were lost on the meta device.
     module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
+    for part in module.modules():
+        if lost := [name for name, value in part.named_buffers(recurse=False) if value.is_meta]:
+            for name in lost:
+                value = getattr(part, name)
+                part.register_buffer(name, torch.empty(value.shape, dtype=value.dtype), persistent=False)
+            module._init_weights(part)
     for name, value in load_fixed_tensors(model).items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_buffer(leaf, value)

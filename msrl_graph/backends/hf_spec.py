@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
 from . import peaks
 from .spec import Act, EngineSpec, OperatorCalls
@@ -22,7 +23,7 @@ SPEC = EngineSpec(
     axes=("tp", "dp"),
     build="msrl_graph.backends.hf:HfEngine",
     options=("micro_batch", "dtype", "memory"),
-    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    features=SUPPORTED,
     calls=_calls,
     continuous=True,
     shares_beginnings=("host", "device"),

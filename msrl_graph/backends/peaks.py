@@ -29,19 +29,19 @@ class _Layer(Sizes):
         states that are sent to experts: as sent, as returned, and as scaled by the router. In addition, it keeps the
         indices that sort these hidden states by expert, and the router's results.
         """
-        if (experts := self.work.model.experts) is None:
+        if self.work.model.experts is None:
             return 4 * self.wide
         sorts = 5 if self.work.layout.ep > 1 else 2
         routed = 3 * self.routed + 8 * sorts * self.sent + self.router * 4 // self.item
-        return max(4 * (self.inner + self.shared) + routed, 4 * self.wide * bool(experts.first))
+        return max(4 * (self.inner + self.shared) + routed, 4 * self.wide * bool(self.work.model.dense_layers))
 
     @cached_property
     def products(self) -> int:
         """The peak bytes of a feed-forward half in a pass without gradients."""
-        if (experts := self.work.model.experts) is None:
+        if self.work.model.experts is None:
             return 3 * self.wide
         of_experts = max(3 * self.inner + self.routed, 3 * self.routed) + 2 * self.routed * (self.work.layout.ep > 1)
-        return max(of_experts + self.shared, 3 * self.wide * bool(experts.first))
+        return max(of_experts + self.shared, 3 * self.wide * bool(self.work.model.dense_layers))
 
     @cached_property
     def saved(self) -> int:
@@ -276,7 +276,7 @@ def generator(verb: str, work: Workload) -> Moments:
         sent = experts.active * hidden
         inner = experts.active * experts.intermediate * alone.item
         shared = alone.split(experts.shared) * alone.item
-        half = max(sent + 3 * inner + shared, 3 * sent + shared, half * bool(experts.first))
+        half = max(sent + 3 * inner + shared, 3 * sent + shared, half * bool(work.model.dense_layers))
     # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, and a comparison. Filters
     # need more copies.
     draw = 2 * logits + 2 * 2 * logits + logits // 4

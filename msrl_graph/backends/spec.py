@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
+from ..model.features import PLAIN
 from ..sharding.layout import Box, Layout, Side
 from .expert_placement import NONE, ExpertPlacement
 
@@ -96,13 +97,13 @@ class EngineSpec:
       returns a Trainer, or a Generator for the verb `generate`. "" if this version cannot run the engine.
 
     Support:
-    - `axes`: the axes of a layout that may be larger than 1. `families`: the model architectures.
+    - `axes`: the axes of a layout that may be larger than 1. `features`: the features of models (model/features.py).
     - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
-    - `off_host`: axes and families that a plan for host cores can use, but a run on host cores cannot.
+    - `off_host`: axes and features of models that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
-    - `needs`: the required packages. `settings`: environment variables for the engine's processes.
+    - `needs`: the required packages. `settings`: environment variables for the engine's processes. `lints`: returns
+      warnings about combinations of options that are known to fail or to be slow.
     - `chosen`: where the planner can choose this engine if a program names no engine ("host": host cores, "device").
-    - `lints`: returns warnings about combinations of options that are known to fail or to be slow.
 
     Weights:
     - `divided_from`: the lowest ZeRO stage that keeps weights sharded over dp between passes (4: no stage).
@@ -115,9 +116,8 @@ class EngineSpec:
     - `peaks`: returns, for a verb and a Workload (ir/workload.py), the bytes at each moment; weights and optimizer
       states do not count. None: general formulas are used. In these formulas, tp also shards the inputs of norms if
       `divides_sequence` is set (sequence parallelism, arXiv:2205.05198).
-    - `stored`: returns, for a Workload, the bytes that all layers keep for the backward pass.
-    - `building`: returns, for a Workload, the memory that a new generator holds in addition to its weights. This memory
-      is later released with the weights.
+    - `stored`: returns, for a Workload, the bytes that all layers keep for the backward pass. `building`: the memory
+      that a new generator holds in addition to its weights, and releases with them.
     - `groups`: the number of process groups that send device tensors, in addition to the groups of the mesh's axes.
       With `own_groups`, the engine does not use the groups of the mesh's axes.
 
@@ -144,7 +144,7 @@ class EngineSpec:
     replicates_kv_heads: bool = False
     spread: ExpertPlacement = NONE
     packs_experts: bool = False
-    families: tuple[str, ...] = ("llama", "qwen2")
+    features: frozenset[str] = PLAIN
     off_host: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch", "transformers")
     supported_attributes: tuple[str, ...] | None = None
@@ -170,7 +170,7 @@ class EngineSpec:
         return None if where in self.fused else self.calls
 
     def list_plan_only(self, where: Where) -> tuple[str, ...]:
-        """Return the axes and families that a plan can use on `where`, but a run cannot."""
+        """Return the axes and features that a plan can use on `where`, but a run cannot."""
         return self.off_host if where == "host" else ()
 
     def divides_weights(self, layout: Layout) -> bool:

@@ -13,7 +13,6 @@ from ..ir.plan import Plan
 from ..ir.sequences import bound, is_tokens, sequences
 from ..model import models
 from ..model.architecture import Model
-from ..model.config import count_positions
 from ..model.end_tokens import read_end_tokens
 from . import weights
 
@@ -58,7 +57,7 @@ def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
     unknown.
     """
     model = plan.deploy.models[name]
-    limit = count_positions(models.read_config(Path(model.path), model.name, model.span), model.family)
+    limit = models.position_limit(model)
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).model != name:
             continue

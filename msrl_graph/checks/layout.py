@@ -127,15 +127,6 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
             yield Diagnostic(
                 "layout-divide", f"the engine `{spec.name}` of `{node}` does not support `{axis}` > 1", span, help
             )
-    family = plan.model(node).family
-    if family not in spec.families:
-        message = f"the engine `{spec.name}` of `{node}` does not support models of the family `{family}`"
-        yield Diagnostic(
-            "layout-divide",
-            message,
-            span,
-            _list_capable_engines(engines, graph_node.verb, lambda engine: family in engine.families),
-        )
     pool = plan.pool(placement.pool)
     devices = pool.devices
     if layout.devices != devices:

@@ -18,6 +18,7 @@ from ..files import fix_commands
 from ..files.weights import INDEX, WHOLE, UnclearError, WeightFiles, weight_files
 from ..ir.graph import Worker
 from ..ir.plan import Plan
+from ..model import models as model_files
 from ..model.architecture import HEAD, Model
 from ..sharding.layout import full_box
 
@@ -94,7 +95,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
 
     - the frequencies of rotary embeddings, which can be computed,
     - an output head that is tied to the embedding, or that a critic does not use,
-    - the layer for multi-token prediction of the family deepseek_v3.
+    - weights that the model's family leaves out, such as a layer for multi-token prediction.
     """
     model = models[0]
     names = {
@@ -104,11 +105,9 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
         for name, _, _ in tensor.in_files(full_box(tensor.shape))
     }
     names |= {BIAS, LOGITS} if any(member.scores for member in models) else {LOGITS} if model.tied else set()
-    prediction_layer = f"model.layers.{model.layers}." if model.family == "deepseek_v3" else ANGLES
+    unread = model_files.unused_weights(model)
     unused = [
-        name
-        for name in stored
-        if name not in names and not name.endswith(ANGLES) and not name.startswith(prediction_layer)
+        name for name in stored if name not in names and not name.endswith(ANGLES) and not name.startswith(unread)
     ]
     if not unused:
         return []

@@ -22,6 +22,7 @@ from ..backends import ENGINES
 from ..checks import (
     datafiles,
     environments,
+    features,
     folders,
     followers,
     layout,
@@ -264,7 +265,12 @@ def translate(
         return Compilation(source, tree, graph, warnings=warnings, base=lowered.base)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
     known = copy_model_heads(plan)
-    diagnostics = [*tokenizers.check(known), *folders.check(known), *datafiles.check(plan)]
+    diagnostics = [
+        *features.check(plan, ENGINES),
+        *tokenizers.check(known),
+        *folders.check(known),
+        *datafiles.check(plan),
+    ]
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise Fault(*diagnostics)
     stages, more = _run_passes(plan, LAST[until], after, budget)

@@ -18,6 +18,7 @@ from ..hardware.device_kinds import Where
 from ..ir.attributes import CallAttributes, GenerateAttributes, SampleEdgeAttributes, SourceAttributes, UpdateAttributes
 from ..ir.plan import Placement, Plan, PlanNote
 from ..model.architecture import Model
+from ..model.features import FEATURES
 from ..sharding.layout import AXES
 
 NAMED = 6  # features that a note names at most
@@ -82,11 +83,10 @@ def _list_planned_only(
     Each feature is a tuple of a description, a span and a help text.
     """
     layout = placement.layout
-    family = model.family
     planned = spec.list_plan_only(where)
-    if family in planned:
-        able = [other for other in spec.families if other not in planned]
-        yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
+    for feature in model.features:
+        if feature in planned:
+            yield FEATURES[feature], placement.engine.span, "use a model without this feature"
     if "ep" not in planned and not spec.spread.can_run(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
     own = spec.spread.settle_etp(replace(layout, etp=0), model).etp  # the engine's own value if none is stated

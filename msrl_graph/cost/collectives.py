@@ -221,7 +221,7 @@ class Collectives:
         expert_sizes = self.model.experts
         if expert_sizes is None or not self.spec.spread.sends(layout):
             return Figure(0.0, "derived", "experts and their tokens are on the same ranks")
-        layers = (self.model.layers - expert_sizes.first) / layout.pp
+        layers = (self.model.layers - self.model.dense_layers) / layout.pp
         sent = tokens / layout.tp * expert_sizes.active * self.model.hidden * self._item
         parts = [Figure(0.0, "derived", "one expert-parallel rank")]
         if layout.ep > 1:

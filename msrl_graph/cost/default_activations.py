@@ -83,7 +83,7 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
         part = model.latent
         replicated += part.q_rank + part.kv_rank + part.rope
         sharded += model.heads * (2 * (part.nope + part.rope) + 2 * part.value)
-    if model.experts is None or layer < model.experts.first:
+    if layer < model.dense_layers or model.experts is None:
         sharded += 4 * model.intermediate
     else:
         routed = model.experts
@@ -104,7 +104,7 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
     """
     model = work.model
     layout = work.layout
-    first = model.experts.first if model.experts else model.layers
+    first = model.dense_layers
     stretches = layout.stage_layers(stage, model.layers)
     dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)
     layers = sum(stop - start for start, stop in stretches)

@@ -148,7 +148,10 @@ def extension_text(base: Graph, graph: Graph, width: int = WIDTH, colour: bool =
 
 
 def _rows(changes: Iterable[Change]) -> Sequence[Sequence[str]]:
-    """Return the rows of a table of changes. Only the first row of an item has the item's name."""
+    """Return the rows of a table of changes.
+
+    Only the first row of an item has the item's name.
+    """
     rows = []
     item = None
     for change in changes:

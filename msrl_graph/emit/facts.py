@@ -14,7 +14,7 @@ from typing import Any
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
 from ..ir.plan import Plan, Reshard
-from .humanize import describe_instructions
+from .humanize import describe_instructions, describe_layer
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def _edge_facts(graph: Graph) -> Section:
 def _deploy_facts(plan: Plan) -> Section:
     section: Section = {}
     for name, model in plan.deploy.models.items():
-        shape = _field_facts(model, skip=("tensors",))
+        shape = _field_facts(model, skip=("tensors", "stack"))
+        shape["layers"] = Fact("; ".join(map(describe_layer, model.stack)))
         section[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
     for name, data in plan.deploy.data.items():
         section[f"data {name}"] = _field_facts(data, skip=("name", "stated"))

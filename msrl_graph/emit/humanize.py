@@ -5,11 +5,13 @@ Invariant: this module imports no drawing code, so it loads quickly for commands
 
 from __future__ import annotations
 
+import msgspec
+
 from ..ir.async_schedule import count_opening, lead_of_pools
 from ..ir.instruction import InstructionStream
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.search_record import Rival, SearchRecord
-from ..model.architecture import ExpertSizes
+from ..model.layers import ExpertMlp, Layer
 from ..sharding.layout import Layout
 
 
@@ -65,7 +67,17 @@ def format_layout(layout: Layout) -> str:
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
-def describe_experts(experts: ExpertSizes, layout: Layout) -> str:
+def describe_layer(layer: Layer) -> str:
+    """Describe layers of one kind: their number, sizes and options."""
+    parts = []
+    for part in (layer.mixer, layer.mlp):
+        sizes = {name: value for name, value in msgspec.structs.asdict(part).items() if value}
+        words = ", ".join(name if value is True else f"{name} {value}" for name, value in sizes.items())
+        parts.append(f"{type(part).__struct_config__.tag} ({words})")
+    return f"{layer.count} x {', '.join(parts)}"
+
+
+def describe_experts(experts: ExpertMlp, layout: Layout) -> str:
     """Describe a rank's share of a layer's experts, and the mesh of the experts.
 
     The mesh has three sizes: `ep`, `etp` and `edp` (the number of copies of each expert in a pipeline stage).

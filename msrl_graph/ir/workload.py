@@ -72,12 +72,14 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 
-def kv_elements(model: Model, layout: Layout) -> int:
+def kv_elements(model: Model, layout: Layout, expanded: bool = False) -> int:
     """Return the number of KV-cache elements per token on one rank.
 
-    Only the layers on the rank are counted. With pipeline stages, the rank is in the stage with the most layers.
+    Only the layers on the rank are counted. With pipeline stages, the rank is in the stage with the most layers. If the
+    cache of latent attention is `expanded`, it has keys and values instead of latents.
     """
-    per_layer = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
+    expanded = expanded or not model.latent
+    per_layer = 2 * -(-model.kv_heads // layout.tp) * model.head_dim if expanded else model.kv_elements
     return layout.most_layers(model.layers) * per_layer
 
 

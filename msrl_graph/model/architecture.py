@@ -5,11 +5,15 @@ Invariant: the classes are plain data, without the values of weights. models.py 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 from ..diagnostics import NOWHERE, Span
 from ..sharding.layout import Tensor, TensorKind, group_by_kind
+from .features import FEATURES
+from .layers import DenseMlp, ExpertMlp, Layer, Mixer, MultiHeadLatentAttention
 
 HEAD = "score.weight"  # of a model that scores
 CORRECTION = "e_score_correction_bias"
@@ -25,80 +29,87 @@ def is_copied(tensor: Tensor) -> bool:
     return tensor.tp_dim < 0 and tensor.name != HEAD
 
 
-@dataclass(frozen=True)
-class ExpertSizes:
-    """The sizes of a layer's experts.
-
-    - `number`: the number of experts.
-    - `active`: the number of experts that a router picks for each token.
-    - `intermediate`: the intermediate size of one expert.
-    - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
-    - `first`: the first layer that has experts.
-    - `corrected`: whether a bias corrects the router's scores (arXiv:2412.19437).
-    """
-
-    number: int
-    active: int
-    intermediate: int
-    shared: int = 0
-    first: int = 0
-    corrected: bool = False
-
-
-@dataclass(frozen=True)
-class Latent:
-    """The sizes of multi-head latent attention (arXiv:2405.04434).
-
-    - `q_rank`: the size of the latent vector of queries; 0 if queries have no latent vector.
-    - `kv_rank`: the size of the latent vector of keys and values.
-    - `nope`: for each head, the size of the part of a key that has no rotary position.
-    - `rope`: for each head, the size of the part of a key that has a rotary position.
-    - `value`: for each head, the size of a value.
-    """
-
-    q_rank: int
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of a model's layers, heads and vocabulary."""
+class Model:
+    """A model's architecture.
 
+    - `path`: the folder of the model's weights; empty for a preset.
+    - `family`: the `model_type` of the model's config.json.
+    - `dtype`: f32 or bf16.
+    - `stack`: the layers, in order.
+    - `features`: what an engine must implement to compute the model (features.py).
+    - `scores`: whether the head returns one number per token instead of logits.
+    """
+
+    name: str
+    path: str
+    family: str
+    dtype: str
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     vocabulary: int
     tied: bool
-    qkv_bias: bool
-    experts: ExpertSizes | None = None
-    latent: Latent | None = None
-    scores: bool = False  # the head returns one number per token instead of logits
+    stack: tuple[Layer, ...]
+    features: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    scores: bool = False
+    span: Span = NOWHERE
 
     @property
     def outputs(self) -> int:
         """The size of the output of the model's head for one token."""
         return 1 if self.scores else self.vocabulary
 
+    @cached_property
+    def layers(self) -> int:
+        return sum(layer.count for layer in self.stack)
 
-@dataclass(frozen=True, kw_only=True)
-class Model(Shape):
-    """A model's architecture.
+    @cached_property
+    def mixer(self) -> Mixer:
+        """The mixer of all layers."""
+        return self.stack[0].mixer
 
-    `path` is the folder of the model's weights; it is empty for a preset. `family` is one of models.FAMILIES.
-    """
+    @property
+    def heads(self) -> int:
+        return self.mixer.heads
 
-    name: str
-    path: str
-    family: str
-    dtype: str  # f32 or bf16
-    tensors: tuple[Tensor, ...]
-    span: Span = NOWHERE
+    @property
+    def kv_heads(self) -> int:
+        return self.mixer.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.mixer.head_dim
+
+    @property
+    def latent(self) -> MultiHeadLatentAttention | None:
+        return self.mixer if isinstance(self.mixer, MultiHeadLatentAttention) else None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.mixer.qkv_bias
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether each head of the queries and keys is normalized (q_norm and k_norm)."""
+        return self.mixer.head_norms
+
+    @cached_property
+    def intermediate(self) -> int:
+        """The intermediate size of the layers without experts.
+
+        If all layers have experts, the result is the intermediate size that one token passes through.
+        """
+        return self.stack[0].mlp.width
+
+    @cached_property
+    def experts(self) -> ExpertMlp | None:
+        """The experts of the layers that have experts."""
+        return next((layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertMlp)), None)
+
+    @cached_property
+    def dense_layers(self) -> int:
+        """The number of layers before the first layer with experts."""
+        return sum(layer.count for layer in takewhile(lambda layer: isinstance(layer.mlp, DenseMlp), self.stack))
 
     @cached_property
     def fixed(self) -> tuple[Tensor, ...]:
@@ -113,17 +124,12 @@ class Model(Shape):
             Tensor(
                 f"model.layers.{layer}.mlp.gate.{CORRECTION}", (self.experts.number,), layer=layer, layers=self.layers
             )
-            for layer in range(self.experts.first, self.layers)
+            for layer in range(self.dense_layers, self.layers)
         )
 
     @cached_property
     def kinds(self) -> tuple[TensorKind, ...]:
         return group_by_kind(self.tensors)
-
-    @cached_property
-    def norms_heads(self) -> bool:
-        """Whether each head of the queries and keys is normalized (q_norm and k_norm)."""
-        return any(tensor.name.endswith(".q_norm.weight") for tensor in self.tensors)
 
     @cached_property
     def scoring(self) -> Model:
@@ -138,6 +144,10 @@ class Model(Shape):
             if tensor.name != "lm_head.weight"
         )
         return replace(self, tensors=(*body, head), tied=False, scores=True)
+
+    def list_lacking(self, features: Container[str]) -> list[str]:
+        """Return the features of this model that are not in `features`, in words."""
+        return [FEATURES[feature] for feature in self.features if feature not in features]
 
     @cached_property
     def parameters(self) -> int:
@@ -166,14 +176,11 @@ class Model(Shape):
 
     @property
     def kv_elements(self) -> int:
-        """The number of elements that a token adds to one layer's KV cache, for all heads.
-
-        Without latent attention, the elements are the keys and values. With latent attention, they are the latent and
-        the rotary key.
-        """
-        return self.latent.kv_rank + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
+        """The number of elements that a token adds to one layer's KV cache, for all heads."""
+        return self.mixer.cached_elements
 
     @property
     def kv_bytes(self) -> int:
         """The bytes of the KV cache for one token, over all layers and heads."""
-        return self.layers * self.kv_elements * (4 if self.dtype == "f32" else 2)
+        cached = sum(layer.count * layer.mixer.cached_elements for layer in self.stack)
+        return cached * (4 if self.dtype == "f32" else 2)

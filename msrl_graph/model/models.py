@@ -3,16 +3,14 @@
 The presets are in presets.py.
 
 Invariant: tensors are derived from an architecture, never read from weights. Their names are those in the safetensors
-files. Their order is the order in the model: embedding, layers, norm, head. Model families differ in three ways: the
-biases and norms of the attention, latent attention (arXiv:2405.04434), and experts. The experts of a layer form one
-tensor per projection. Heads for multi-token prediction are left out.
+files. Their order is the order in the model: embedding, layers, norm, head.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,13 @@ from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
 from . import presets
-from .architecture import ExpertSizes, Latent, Model, Shape
-from .config import SIZE, find_config_error
+from .architecture import Model
+from .families import FAMILIES, Family, find_family, named_family
+from .features import FEATURES
+from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
+from .layers import DenseMlp, ExpertMlp, Layer
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-}
-
-
 SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL before a run fetches all of it
 
 
@@ -150,198 +142,122 @@ def read_config(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]
 
 
 def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
-    architectures = config.get("architectures")
-    kind = config.get("model_type")
-    classes = {family: architecture for architecture, family in FAMILIES.items()}
-    named = classes.get(kind, kind) if isinstance(kind, str) else "unknown"
-    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(named)
-    # A model with a classification head has the body of the causal model (see Model.scoring).
-    architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)
-    if architecture not in FAMILIES:
-        known = ", ".join(f"`{known_name}`" for known_name in FAMILIES)
-        raise Fault(
-            Diagnostic(
-                "not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"
-            )
-        )
-
-    def make_config_fault(problem: str) -> Fault:
-        return Fault(
-            Diagnostic(
-                "unknown-model",
-                f"the config.json of `{name}` {problem}",
-                span,
-                "a config.json belongs to its weights: copy both again",
-            )
-        )
-
-    def size(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        if value is None and default is not None:
-            return default
-        if not SIZE.holds(value):
-            raise make_config_fault(f"has no usable `{key}`")
-        assert isinstance(value, int)
-        return value
-
-    family = FAMILIES[architecture]
-    if kind is not None and kind != family:
-        raise make_config_fault(
-            f"has the architecture `{architecture}`, but {kind!r} for its `model_type`, which must be {family!r}"
-        )
-    if wrong := find_config_error(config, family):
-        if wrong.feature:
-            help = f"no engine supports {wrong.feature} yet: use a model without it"
-            raise Fault(Diagnostic("not-yet", f"the config.json of `{name}` {wrong.message}", span, help))
-        raise make_config_fault(wrong.message)
-    hidden = size("hidden_size")
-    heads = size("num_attention_heads")
+    family = _find_family(name, config, span)
+    fields = read_fields(config, family.config)
+    if isinstance(fields, ConfigError):
+        if fields.feature:
+            help = f"no engine supports {fields.feature} yet: use a model without it"
+            raise Fault(Diagnostic("not-yet", f"the config.json of `{name}` {fields.message}", span, help))
+        raise _config_fault(name, fields.message, span)
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if stated not in DTYPES:
         raise Fault(
             Diagnostic("bad-value", f"weights of type `{stated}` are not supported", span, "known here: `f32`, `bf16`")
         )
-    experts = latent = None
-    if family == "qwen3_moe":
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            message = f"the config.json of `{name}` mixes layers with and without experts"
-            raise Fault(
-                Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`")
-            )
-        number = size("num_experts" if config.get("num_experts") is not None else "num_local_experts")
-        experts = ExpertSizes(number, size("num_experts_per_tok"), size("moe_intermediate_size"))
-    elif family == "deepseek_v3":
-        width = size("moe_intermediate_size")
-        shared = size("n_shared_experts") * width
-        first = config["first_k_dense_replace"]
-        assert isinstance(first, int)
-        experts = ExpertSizes(
-            size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True
-        )
-        heads_of = [size(field) for field in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-        latent = Latent(size("q_lora_rank", 0), *heads_of)
-    bias = family == "qwen2" or bool(config.get("attention_bias", False))
-    shape = Shape(
-        hidden=hidden,
-        layers=size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=size("num_key_value_heads", heads),
-        head_dim=latent.nope + latent.rope if latent else size("head_dim", hidden // heads),
-        intermediate=size("intermediate_size"),
-        vocabulary=size("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias,
-        experts=experts,
-        latent=latent,
+    stack = tuple(family.layers(fields))
+    tied = bool(fields.tie_word_embeddings)
+    return Model(
+        name=name,
+        path=path,
+        family=family.name,
+        dtype=DTYPES[stated],
+        hidden=fields.hidden_size,
+        vocabulary=fields.vocab_size,
+        tied=tied,
+        stack=stack,
+        features=tuple(_list_features(family, fields, stack)),
+        tensors=tuple(_iterate_tensors(fields.hidden_size, fields.vocab_size, tied, stack)),
+        span=span,
     )
-    o_bias = family != "qwen2" and bias
-    tensors = tuple(
-        _iterate_tensors(
-            shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3")
-        )
-    )
-    return Model(name=name, path=path, family=family, dtype=DTYPES[stated], tensors=tensors, span=span, **vars(shape))
 
 
-def _iterate_tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """Yield the tensors of a model in the model's order.
+def read_engine_fields(model: Model) -> dict[str, Any]:
+    """Return the fields of a model's config.json that an engine needs.
 
-    Dim 1 of a projection is its input. So tensor parallelism shards dim 0 of q, k, v, gate and up, and dim 1 of o and
-    down.
+    The model has a folder.
     """
-    layers = shape.layers
-    hidden = shape.hidden
-    experts = shape.experts
-    yield Tensor(
-        "model.embed_tokens.weight",
-        (shape.vocabulary, hidden),
-        0,
-        padded=True,
-        tied=shape.tied,
-        layer=-1,
-        layers=layers,
-    )
-    for layer in range(layers):
-        make = partial(_layer_tensor, layer, layers)
-        yield from (
-            _iterate_latent(shape, shape.latent, make)
-            if shape.latent
-            else _iterate_attention(shape, make, o_bias, qk_norm)
-        )
-        if experts and layer >= experts.first:
-            yield make("mlp.gate.weight", (experts.number, hidden))
-            for name, size, tp_dim in _list_projections(hidden, experts.intermediate):
-                yield make(f"mlp.experts.*.{name}_proj.weight", (experts.number, *size), tp_dim + 1, experts=True)
-            for name, size, tp_dim in _list_projections(hidden, experts.shared) if experts.shared else ():
-                yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
-        else:
-            for name, size, tp_dim in _list_projections(hidden, shape.intermediate):
-                yield from _iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, mlp_bias)
+    return engine_fields(_read_fields(model))
+
+
+def position_limit(model: Model) -> int:
+    """Return the largest number of positions that a sequence can have.
+
+    The model has a folder.
+    """
+    return count_positions(_read_fields(model), named_family(model.family).positions)
+
+
+def unused_weights(model: Model) -> tuple[str, ...]:
+    """Return beginnings of the names of weights that no engine reads.
+
+    The model has a folder.
+    """
+    return named_family(model.family).unused(model.layers)
+
+
+def _read_fields(model: Model) -> ModelConfig:
+    config = read_config(Path(model.path), model.name, model.span)
+    fields = read_fields(config, named_family(model.family).config)
+    if isinstance(fields, ConfigError):  # the file has changed since the program was compiled
+        raise _config_fault(model.name, fields.message, model.span)
+    return fields
+
+
+def _find_family(name: str, config: Mapping[str, object], span: Span) -> Family:
+    """Return the family of a config.json. Raises Fault if the family is unknown."""
+    architectures = config.get("architectures")
+    kind = config.get("model_type")
+    if isinstance(architectures, list) and architectures:
+        # A model with a classification head has the body of the causal model (see Model.scoring).
+        architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", str(architectures[0]))
+        family = find_family(architecture)
+    else:
+        family = next((known for known in FAMILIES if known.name == kind), None)
+        architecture = kind if isinstance(kind, str) else "unknown"
+    if family is None:
+        known = ", ".join(f"`{known.architecture}`" for known in FAMILIES)
+        message = f"models of architecture `{architecture}` are not supported yet"
+        raise Fault(Diagnostic("not-yet", message, span, f"supported: {known}"))
+    if kind is not None and kind != family.name:
+        named = f"has the architecture `{architecture}`, but {kind!r} for its `model_type`"
+        raise _config_fault(name, f"{named}, which must be {family.name!r}", span)
+    return family
+
+
+def _config_fault(name: str, problem: str, span: Span) -> Fault:
+    help = "a config.json belongs to its weights: copy both again"
+    return Fault(Diagnostic("unknown-model", f"the config.json of `{name}` {problem}", span, help))
+
+
+def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) -> Iterator[str]:
+    """Yield the features of a model, each once, in the order of FEATURES."""
+    features = {*family.features}
+    features |= {feature for layer in stack for part in (layer.mixer, layer.mlp) for feature in part.features()}
+    mlps = [type(layer.mlp) for layer in stack]
+    if len({layer.mixer for layer in stack}) > 1 or mlps not in ([DenseMlp], [ExpertMlp], [DenseMlp, ExpertMlp]):
+        features.add("mixed_layers")
+    if config.tie_word_embeddings:
+        features.add("tied_head")
+    if (kind := config.rope["rope_type"]) != "default":
+        features.add(f"rope_{kind}")
+    return (feature for feature in FEATURES if feature in features)
+
+
+def _iterate_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[Layer]) -> Iterator[Tensor]:
+    """Yield the tensors of a model in the model's order."""
+    layers = sum(layer.count for layer in stack)
+    embedding = (vocabulary, hidden)
+    yield Tensor("model.embed_tokens.weight", embedding, 0, padded=True, tied=tied, layer=-1, layers=layers)
+    for number, layer in enumerate(each for each in stack for _ in range(each.count)):
+        make = partial(_layer_tensor, number, layers)
+        yield from layer.mixer.tensors(make, hidden)
+        yield from layer.mlp.tensors(make, hidden)
         yield make("input_layernorm.weight", (hidden,))
         yield make("post_attention_layernorm.weight", (hidden,))
     yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)
-    if not shape.tied:
-        yield Tensor("lm_head.weight", (shape.vocabulary, hidden), 0, padded=True, layer=layers, layers=layers)
+    if not tied:
+        yield Tensor("lm_head.weight", embedding, 0, padded=True, layer=layers, layers=layers)
 
 
 def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp_dim: int = -1, **more: Any) -> Tensor:
     return Tensor(f"model.layers.{layer}.{name}", shape, tp_dim, layer=layer, layers=layers, **more)
-
-
-def _iterate_linear(
-    make: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
-) -> Iterator[Tensor]:
-    yield make(f"{name}.weight", size, tp_dim, **more)
-    if bias:
-        # The bias of a row-parallel projection is added once, after the sum, so every rank has it.
-        yield make(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
-
-
-def _list_projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """Return the (name, shape, sharded dim) of each projection of a gated MLP."""
-    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
-
-
-def _iterate_attention(shape: Shape, make: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """Yield the tensors of attention with grouped key-value heads.
-
-    A head is never split between ranks. If there are more ranks than key-value heads, several ranks have a copy of the
-    same head.
-    """
-    unit = shape.head_dim
-    q = shape.heads * shape.head_dim
-    kv = shape.kv_heads * shape.head_dim
-    yield from _iterate_linear(make, "self_attn.q_proj", (q, shape.hidden), 0, shape.qkv_bias, unit=unit)
-    for name in ("k", "v"):
-        yield from _iterate_linear(
-            make, f"self_attn.{name}_proj", (kv, shape.hidden), 0, shape.qkv_bias, unit=unit, shared=True
-        )
-    yield from _iterate_linear(make, "self_attn.o_proj", (shape.hidden, q), 1, o_bias, unit=unit)
-    if qk_norm:
-        yield make("self_attn.q_norm.weight", (unit,))
-        yield make("self_attn.k_norm.weight", (unit,))
-
-
-def _iterate_latent(shape: Shape, latent: Latent, make: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors of multi-head latent attention.
-
-    Projections down to the latents are copied on all ranks. Projections up from the latents are sharded by heads.
-    """
-    hidden = shape.hidden
-    heads = shape.heads
-    unit = latent.nope + latent.rope
-    if latent.q_rank:
-        yield from _iterate_linear(make, "self_attn.q_a_proj", (latent.q_rank, hidden), -1, shape.qkv_bias)
-        yield make("self_attn.q_a_layernorm.weight", (latent.q_rank,))
-        yield make("self_attn.q_b_proj.weight", (heads * unit, latent.q_rank), 0, unit=unit)
-    else:
-        yield make("self_attn.q_proj.weight", (heads * unit, hidden), 0, unit=unit)
-    yield from _iterate_linear(
-        make, "self_attn.kv_a_proj_with_mqa", (latent.kv_rank + latent.rope, hidden), -1, shape.qkv_bias
-    )
-    yield make("self_attn.kv_a_layernorm.weight", (latent.kv_rank,))
-    both = latent.nope + latent.value
-    yield make("self_attn.kv_b_proj.weight", (heads * both, latent.kv_rank), 0, unit=both)
-    yield from _iterate_linear(
-        make, "self_attn.o_proj", (hidden, heads * latent.value), 1, shape.qkv_bias, unit=latent.value
-    )

@@ -97,10 +97,10 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
     if stated := [name for name in asked if name in plan.deploy.engines]:
         return [known[plan.deploy.engines[stated[0]].name]]
     device = plan.cluster.device
-    family = plan.model(owner.node).family
+    model = plan.model(owner.node)
     candidates = [spec for spec in known.values() if spec.chosen and _supports_verbs(plan, owner, spec)]
     conditions: tuple[Callable[[EngineSpec], bool], ...] = (
-        lambda spec: family in spec.families,
+        lambda spec: not model.list_lacking(spec.features),
         lambda spec: not _missing_support(plan, owner, spec),
         lambda spec: device.kind.where in spec.chosen,
         lambda spec: can_build(spec.name),
@@ -143,7 +143,9 @@ def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     model = plan.model(owner.node)
     stated = plan.deploy.layouts.get(owner.node)
     layout = None if stated is None else spec.spread.settle_etp(stated, model)
-    lacking = [f"no {model.family} models"] * (model.family not in spec.families)
+    if features := model.list_lacking(spec.features):
+        return f"lacks {', '.join(features)}"
+    lacking = []
     if layout is not None:
         lacking += [f"no {axis}" for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
         trains = any(plan.graph.node(node).verb == "update" for node in owner.nodes)

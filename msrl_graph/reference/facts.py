@@ -27,6 +27,8 @@ from ..ir.kinds import FlagKind, FormKind, QuantityKind, WordsKind, join_words
 from ..ir.options import STATEMENTS, ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
 from ..model import models, presets
+from ..model.families import FAMILIES
+from ..model.features import FEATURES
 from . import syntax
 
 # These figures differ between machines, so the document states their origin instead.
@@ -295,20 +297,21 @@ def _models() -> str:
             f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
             f"{presets.find_tokenizer_name(name) or 'its own'} |"
         )
-    return "\n".join(lines)
+    architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES)
+    return "\n".join([*lines, "", f"A folder can have a model of these architectures: {architectures}."])
 
 
 def _engines() -> str:
     lines = [
-        "| engine | verbs | shards along | zero | options | families | runs here |",
+        "| engine | verbs | shards along | zero | options | features of models that it lacks | runs here |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, engine in ENGINES.items():
         zero = ", ".join(map(str, engine.zero)) if "update" in engine.verbs else ""
         here = "yes" if can_build(name) else "no: planned and simulated"
         verbs = ", ".join(engine.verbs)
-        families = ", ".join(engine.families)
-        cells = (verbs, join_words(engine.axes, ", "), zero, join_words(engine.options, ", "), families, here)
+        lacks = ", ".join(words for feature, words in FEATURES.items() if feature not in engine.features)
+        cells = (verbs, join_words(engine.axes, ", "), zero, join_words(engine.options, ", "), lacks or "-", here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     host, other = (
         join_words(tuple(engine_name for engine_name, spec in ENGINES.items() if where in spec.chosen), ", ")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from folders import ROOT
 
 from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
-from msrl_graph.model.config import fields, find_config_error
+from msrl_graph.model.families import find_family
+from msrl_graph.model.fields import ConfigError, engine_fields, read_fields
 from msrl_graph.model.models import load
 from msrl_graph.model.presets import PRESETS, find_tokenizer_name
 from msrl_graph.runtime.driver import preflight
@@ -250,13 +253,45 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
     ],
 )
 def test_what_no_engine_could_make_of_latent_attention_or_groups(field: str, value: object, told: str) -> None:
+    family = find_family("DeepseekV3ForCausalLM")
+    assert family is not None
     config = {**SMALL, **FAMILIES["DeepseekV3ForCausalLM"][1]}
-    assert find_config_error(config, "deepseek_v3") is None
-    assert find_config_error({**config, "q_lora_rank": None}, "deepseek_v3") is None
-    assert fields({**config, "q_lora_rank": None})["q_lora_rank"] is None, "null says that there is none"
+    assert not isinstance(read_fields(config, family.config), ConfigError)
+    without_latent = read_fields({**config, "q_lora_rank": None}, family.config)
+    assert not isinstance(without_latent, ConfigError)
+    assert engine_fields(without_latent)["q_lora_rank"] is None, "null says that there is none"
     changed = {k: v for k, v in config.items() if k != field} if value is ... else {**config, field: value}
-    wrong = find_config_error(changed, "deepseek_v3")
-    assert wrong is not None and told in wrong.message
+    wrong = read_fields(changed, family.config)
+    assert isinstance(wrong, ConfigError) and told in wrong.message
+
+
+@pytest.mark.parametrize(
+    ("preset", "more", "feature"),
+    [
+        (
+            "qwen2.5-7b",
+            {"layer_types": ["sliding_attention"] * 28, "sliding_window": 8},
+            "sliding windows of attention",
+        ),
+        (
+            "qwen2.5-7b",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "sliding windows of attention",
+        ),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [1]}, "layers of several kinds in turn"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "layers of several kinds in turn"),
+    ],
+)
+def test_a_feature_that_no_engine_has_is_named(preset: str, more: dict[str, Any], feature: str, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text(json.dumps({**PRESETS[preset], **more}))
+    text = (EXAMPLE / "grpo.rlg").read_text().replace('"./model"', '"./here"')
+    for data in ("train.jsonl", "test.jsonl"):
+        shutil.copy(EXAMPLE / data, tmp_path)
+    with pytest.raises(Fault) as caught:
+        compile(tmp_path / "p.rlg", text=text)
+    (told,) = [d for d in caught.value.diagnostics if d.code == "not-yet"]
+    assert feature in told.message and f"no engine supports {feature}" in told.help
 
 
 def test_a_folder_is_relative_to_the_program() -> None:
@@ -279,19 +314,7 @@ def test_dtype_overrides() -> None:
         ("./nowhere", None, "unknown-model", "config.json"),
         ("./here", None, "unknown-model", "config.json"),
         ("./here", {"architectures": ["MixtralForCausalLM"]}, "not-yet", "`Qwen2ForCausalLM`"),
-        ("./here", {**PRESETS["qwen3-30b-a3b"], "mlp_only_layers": [1]}, "not-yet", "mlp_only_layers"),
-        (
-            "./here",
-            {**PRESETS["qwen2.5-7b"], "layer_types": ["sliding_attention"] * 28},
-            "not-yet",
-            "sliding_attention",
-        ),
-        (
-            "./here",
-            {**PRESETS["qwen2.5-7b"], "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "not-yet",
-            "no engine supports sliding windows of attention yet",
-        ),
+        ("./here", {**PRESETS["qwen2.5-7b"], "layer_types": ["mamba"] * 28}, "not-yet", "layers of `mamba`"),
         ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "longrope"}}, "not-yet", "`longrope`"),
         ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "mine"}}, "unknown-model", ""),
         ("./here", {**PRESETS["deepseek-r1-671b"], "scoring_func": "softmax"}, "not-yet", "`scoring_func = softmax`"),

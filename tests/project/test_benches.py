@@ -22,6 +22,7 @@ FIGURES = {
     "asynchrony": {"responses_per_second", "proof_share"},
     "chaos": {"faults", "runs", "finished", "rows_lost", "rows_twice", "differing", "hangs", "leftovers"},
     "compile": {"start", "growth", "networkx", "devices", "bars", "pass"},
+    "conformance": {"cells", "logits", "logp", "gradient", "step"},
     "controller": {"rows", "rows_per_second"},
     "corrected": {"held_out_reward"},
     "dock": {"payload_mb", "ours"},
@@ -63,7 +64,7 @@ NONE_OF = (
 )
 QUICK = ("compile", "controller", "dry", "functions", "planner", "simulate", "staleness")
 # Of these another bench's smoke goes nearly the same way: make test-long.
-LONG = ("asynchrony", "chaos", "corrected", "engines", "invariance", "points")
+LONG = ("asynchrony", "chaos", "conformance", "corrected", "engines", "invariance", "points")
 NAMESPACES = ("dock", "hosts", "lost_hosts")
 PARTS = {  # files that are no benches, by who takes them
     "disturbed": "chaos",

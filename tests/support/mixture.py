@@ -34,9 +34,26 @@ def llama(folder, **changes):
     return _saved(folder, LlamaConfig, LlamaForCausalLM, num_hidden_layers=2, **changes)
 
 
+def gemma(folder, **changes):
+    """A Gemma of two layers."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return _saved(folder, GemmaConfig, GemmaForCausalLM, num_hidden_layers=2, **changes)
+
+
+def qwen2(folder, **changes):
+    """A Qwen2 of two layers."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    # Heads of 32 elements, which make 64: vLLM knows no other heads of Qwen2, and no smaller ones on a CPU.
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return _saved(folder, Qwen2Config, Qwen2ForCausalLM, **({"num_hidden_layers": 2} | heads | changes))
+
+
 def _saved(folder, config, model, **stated):
     torch.manual_seed(0)
-    return _written(model(config(dtype="float32", initializer_range=0.2, **SIZES, **HEADS, **TOKENS, **stated)), folder)
+    stated = SIZES | HEADS | TOKENS | stated
+    return _written(model(config(dtype="float32", initializer_range=0.2, **stated)), folder)
 
 
 def latent(folder, **more):

@@ -27,7 +27,7 @@ from msrl_graph.cost import holdings
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
-from msrl_graph.model.models import FAMILIES
+from msrl_graph.model.families import find_family
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.rank.engines import Engines
 from msrl_graph.sharding.layout import slices
@@ -126,7 +126,8 @@ def written(folder, *names):
         kind, tied, vocabulary, dtype, more = MODELS[name]
         path = folder / _folder(name)
         path.mkdir()
-        config = SIZES | more | {"architectures": [f"{kind}ForCausalLM"], "model_type": FAMILIES[f"{kind}ForCausalLM"]}
+        family = find_family(f"{kind}ForCausalLM")
+        config = SIZES | more | {"architectures": [family.architecture], "model_type": family.name}
         config |= {"tie_word_embeddings": tied, "vocab_size": vocabulary, "dtype": dtype, "eos_token_id": 1}
         (path / "config.json").write_text(json.dumps(config))
         found = models.load(str(path), folder)

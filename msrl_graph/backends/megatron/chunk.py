@@ -128,7 +128,7 @@ def build_stage(
             super().__init__(config=config)
             experts = model.experts
             specs = {has_experts: self._layer(has_experts) for has_experts in (False, True)[: 2 if experts else 1]}
-            layer_specs = [specs[experts is not None and number >= experts.first] for number in layers]
+            layer_specs = [specs[number >= model.dense_layers] for number in layers]
             block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=ChunkNorm)
             self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
             for part in self.decoder.modules():
@@ -136,7 +136,7 @@ def build_stage(
                     part.register_forward_hook(_drop_router_weights)
             self.rotary = hf_model.model.rotary_emb.to(place)
             for layer, number in zip(self.decoder.layers, layers, strict=True):
-                if experts is not None and experts.corrected and number >= experts.first:
+                if experts is not None and experts.corrected and number >= model.dense_layers:
                     router = layer.mlp.router
                     router.expert_bias.copy_(hf_model.model.layers[number].mlp.gate.e_score_correction_bias)
                     # Megatron would count tokens here, to update the bias; runs do not update the bias.
@@ -250,7 +250,7 @@ def make_shards(
                     for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if parameter is not None):
                         tensors[name] = parameter.detach()[begin : begin + sizes[name][0]]
                         begin += sizes[name][0]
-            for theirs, ours in EXPERTS.items() if model.experts and number >= model.experts.first else ():
+            for theirs, ours in EXPERTS.items() if number >= model.dense_layers else ():
                 names = [f"model.layers.{number}.mlp.experts.*.{own}.weight" for own in ours]
                 stacked = _stack_experts(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
                 parts = torch.split(stacked, [sizes[name][1] for name in names], 1)

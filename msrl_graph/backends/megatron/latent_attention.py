@@ -1,4 +1,4 @@
-"""Changes to Megatron-Core's modules for the DeepSeek-V3 family.
+"""Changes to Megatron-Core's modules for latent attention.
 
 The changed modules implement latent attention (arXiv:2405.04434) over the nodes of a prefix tree (prefix_tree.py), and
 routers with corrected scores (arXiv:2412.19437).
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...model.architecture import ExpertSizes, Latent, Model
+from ...model.architecture import Model
+from ...model.layers import ExpertMlp, MultiHeadLatentAttention
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ NAMES = {
 }
 
 
-def make_size_options(latent: Latent) -> dict[str, Any]:
+def make_size_options(latent: MultiHeadLatentAttention) -> dict[str, Any]:
     """Convert the sizes of latent attention to options of Megatron's config.
 
     Rotary angles are not options of the config, because attention gets them with the micro-batch (`Nodes` in chunk.py).
@@ -44,7 +45,7 @@ def make_size_options(latent: Latent) -> dict[str, Any]:
     }
 
 
-def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
+def make_router_options(experts: ExpertMlp, hf_config: Any) -> dict[str, Any]:
     """Return options that make Megatron's router compute as transformers' router does.
 
     The options are for Megatron's config. The router of transformers applies a sigmoid to the router's logits. Raises
@@ -72,7 +73,13 @@ def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
 
 
 def specify(
-    attention: Any, model: Model, latent: Latent, hf_attention: Any, norm: Any, groups: Any, place: Any
+    attention: Any,
+    model: Model,
+    latent: MultiHeadLatentAttention,
+    hf_attention: Any,
+    norm: Any,
+    groups: Any,
+    place: Any,
 ) -> None:
     """Change Megatron's spec `attention` to compute the same as `hf_attention`.
 

@@ -98,8 +98,7 @@ class _Stage(Sizes):
         """The number of the stage's dense layers, and of its layers with experts."""
         model = self.work.model
         stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
-        begin = model.experts.first if model.experts else model.layers
-        dense = sum(max(0, min(stop, begin) - start) for start, stop in stretches)
+        dense = sum(max(0, min(stop, model.dense_layers) - start) for start, stop in stretches)
         return dense, sum(stop - start for start, stop in stretches) - dense
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
 from .. import expert_placement
 from ..optimizer.step_calls import step_calls
@@ -38,7 +39,7 @@ SPEC = EngineSpec(
     zero=(0, 1),
     spread=expert_placement.MEGATRON,
     vocabulary_multiple=peaks.PADDED,
-    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    features=SUPPORTED - {"output_bias", "mlp_bias", "embedding_scale", "offset_norms"},
     needs=("megatron-core",),
     groups=lambda layout: (
         (layout.pp > 1) + 2 * (layout.ep > 1) + (layout.etp > 1)

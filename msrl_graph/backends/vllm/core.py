@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from uuid import uuid4
 
 from ...ir.workload import Workload
 from ...model.architecture import Model
-from ...model.config import ROUTER, fields
+from ...model.models import read_engine_fields
 from ...sharding.layout import Box, elements
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from ..devices import Devices
 
 LATENT_EPSILON = 1e-6
+# Fields of config.json that transformers does not write, by the kind of router.
+ROUTERS = {"grouped_sigmoid": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}}
 # For vLLM's process: the scheduler runs inside it, and nothing is sent.
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -288,7 +289,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
         distributed_executor_backend="external_launcher",
         logits_processors=[_make_processor(sampler)],
         seed=0,
-        hf_overrides=ROUTER if model.fixed else {},  # transformers does not write these fields
+        hf_overrides=ROUTERS.get(model.experts.router, {}) if model.experts else {},
         enable_expert_parallel=work.layout.ep > 1,
         disable_log_stats=True,
     )
@@ -303,7 +304,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
 
 def _check_rotary(model: Model) -> None:
     """Raise ValueError unless vLLM supports the rotary positions of latent attention."""
-    stated = fields(json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8")))
+    stated = read_engine_fields(model)
     rope_type = stated["rope_parameters"]["rope_type"]
     if not stated.get("rope_interleave", True) or rope_type not in ("default", "yarn"):
         raise ValueError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...hardware.environment_variables import Setting
 from ...ir.workload import Workload, kv_elements
+from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
 from .. import expert_placement
 from ..spec import BYTES, Act, EngineSpec, Lint, Moments, OperatorCalls, Situation
@@ -54,8 +54,7 @@ def cache_elements(work: Workload) -> int:
     On host cores, the cache of latent attention has expanded keys and values instead of latents. The reason is that
     vLLM's CPU kernel for latents supports only the sizes of published models, and no shared prefixes.
     """
-    model = replace(work.model, latent=None) if work.on_host else work.model
-    return kv_elements(model, work.layout)
+    return kv_elements(work.model, work.layout, expanded=work.on_host)
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -99,7 +98,7 @@ def _peaks(verb: str, work: Workload) -> Moments:
     if experts := model.experts:
         inner = -(-experts.intermediate // layout.etp)
         spaces = experts.active * (max(inner, model.hidden) + max(2 * inner, model.hidden)) + experts.number
-        half = max(spaces + 4 * -(-experts.shared // layout.tp), half * bool(experts.first))
+        half = max(spaces + 4 * -(-experts.shared // layout.tp), half * bool(model.dense_layers))
     attention = 4 * heads if model.latent else heads + 2 * model.kv_elements
     inside = 4 * model.hidden + max(attention, half)
     logits = sequences * model.vocabulary
@@ -156,7 +155,7 @@ SPEC = EngineSpec(
     replicates_kv_heads=True,
     spread=expert_placement.VLLM,
     packs_experts=True,
-    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    features=SUPPORTED,
     off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
     needs=("vllm",),
     own_groups=True,

@@ -149,7 +149,7 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
         beyond = [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
         ones: dict[str, Any] = dict.fromkeys(beyond, 1)
         rest = replace(layout, stages=(), **ones)
-        able = spec.build and spec.chosen and node.verb in spec.verbs and model.family in spec.families
+        able = spec.build and spec.chosen and node.verb in spec.verbs and not model.list_lacking(spec.features)
         zero = node.verb != "update" or layout.zero in spec.zero
         if beyond and able and zero and not _missing_packages(plan, spec) and not any(find_misfits(model, spec, rest)):
             axes = " and ".join(f"`{axis}`" for axis in beyond)

@@ -78,8 +78,8 @@ def _suggest_engines(plan: Plan, node: Node) -> list[str]:
         for spec in ENGINES.values()
         if spec.name != engine_name and node.verb in spec.verbs and can_build(spec.name)
     ]
-    family = plan.model(node.name).family
-    able = [f"`engine {node.name} = {other}`" for other in able if family in ENGINES[other].families]
+    model = plan.model(node.name)
+    able = [f"`engine {node.name} = {other}`" for other in able if not model.list_lacking(ENGINES[other].features)]
     return [
         f"if {engine_name} does not support the model of {node.worker}, choose another engine: {' or '.join(able)}"
     ] * bool(able)

@@ -1,0 +1,32 @@
+"""What a module of a model family states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..fields import ModelConfig
+from ..layers import Layer
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    - `name`: the `model_type` of a config.json.
+    - `architecture`: transformers' class of a causal model.
+    - `config`: the fields of a config.json that an engine reads.
+    - `layers`: yields the layers of a model, for a config that `fields.read_fields` returned.
+    - `features`: the features (features.py) that all models of the family have, beside those of their layers.
+    - `positions`: the number of positions if a config has no `max_position_embeddings`; the default of the class.
+    - `unused`: beginnings of the names of weights that no engine reads, for a number of layers.
+    """
+
+    name: str
+    architecture: str
+    config: type[ModelConfig]
+    layers: Callable[[Any], Iterator[Layer]]
+    features: frozenset[str] = frozenset()
+    positions: int = 32768
+    unused: Callable[[int], tuple[str, ...]] = lambda layers: ()

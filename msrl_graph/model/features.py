@@ -1,0 +1,35 @@
+"""Features of models: what an engine must implement to compute a model.
+
+A family (families/) says which features a model has, and an engine's spec says which features the engine has. So an
+engine never names a family.
+
+Invariant: each feature of a model is in FEATURES. The keys are the names in specs and plans, the values are the words
+in messages.
+"""
+
+from __future__ import annotations
+
+FEATURES = {
+    "qkv_bias": "biases of queries, keys and values",
+    "output_bias": "a bias of the attention's output",
+    "mlp_bias": "biases in MLPs",
+    "head_norms": "norms of the heads of queries and keys",
+    "sliding_window": "sliding windows of attention",
+    "latent_attention": "latent attention",
+    "latent_bias": "biases in latent attention",
+    "softmax_router": "experts with a softmax router",
+    "grouped_sigmoid_router": "experts with a sigmoid router that chooses groups",
+    "shared_experts": "shared experts",
+    "mixed_layers": "layers of several kinds in turn",  # other than some without experts before the others
+    "embedding_scale": "an embedding whose rows are scaled",
+    "offset_norms": "norms whose weights are offsets from 1",
+    "tied_head": "a head that shares the embedding's weights",
+    "rope_linear": "rotary positions of the type `linear`",
+    "rope_dynamic": "rotary positions of the type `dynamic`",
+    "rope_yarn": "rotary positions of the type `yarn`",
+    "rope_llama3": "rotary positions of the type `llama3`",
+}
+# What dense Llama and Qwen2 models have: the default of an engine's spec.
+PLAIN = frozenset(("qkv_bias", "tied_head", "rope_linear", "rope_dynamic", "rope_yarn", "rope_llama3"))
+# What some engine of this package has.
+SUPPORTED = frozenset(FEATURES) - {"sliding_window", "mixed_layers"}

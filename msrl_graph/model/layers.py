@@ -1,0 +1,227 @@
+"""The layers of a model: each has a mixer of tokens and an MLP.
+
+Invariant: the classes are plain data. Each class yields the tensors of its part of a layer, with the names that
+transformers gives them. A family (families/) says which layers its models have.
+
+Dim 1 of a projection is its input. So tensor parallelism shards dim 0 of q, k, v, gate and up, and dim 1 of o and down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from typing import Any, Literal
+
+import msgspec
+
+from ..sharding.layout import Tensor
+
+MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp shards, options of Tensor)
+
+
+class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
+    """Attention with grouped key-value heads.
+
+    - `head_norms`: whether each head of the queries and keys is normalized (q_norm and k_norm).
+    - `window`: how many tokens a token attends to; 0 for all tokens before it.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+    window: int = 0
+
+    @property
+    def cached_elements(self) -> int:
+        """The number of elements that a token adds to the KV cache of the layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def features(self) -> Iterator[str]:
+        if self.qkv_bias:
+            yield "qkv_bias"
+        if self.output_bias:
+            yield "output_bias"
+        if self.head_norms:
+            yield "head_norms"
+        if self.window:
+            yield "sliding_window"
+
+    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        """Yield the tensors of the attention.
+
+        A head is never split between ranks. If there are more ranks than key-value heads, several ranks have a copy of
+        the same head.
+        """
+        unit = self.head_dim
+        q, kv = self.heads * unit, self.kv_heads * unit
+        yield from linear(make, "self_attn.q_proj", (q, hidden), 0, self.qkv_bias, unit=unit)
+        for name in ("k", "v"):
+            yield from linear(make, f"self_attn.{name}_proj", (kv, hidden), 0, self.qkv_bias, unit=unit, shared=True)
+        yield from linear(make, "self_attn.o_proj", (hidden, q), 1, self.output_bias, unit=unit)
+        if self.head_norms:
+            yield make("self_attn.q_norm.weight", (unit,))
+            yield make("self_attn.k_norm.weight", (unit,))
+
+
+class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attention"):
+    """Multi-head latent attention (arXiv:2405.04434).
+
+    - `q_rank`: the size of the latent vector of queries; 0 if queries have no latent vector.
+    - `kv_rank`: the size of the latent vector of keys and values.
+    - `nope`: for each head, the size of the part of a key that has no rotary position.
+    - `rope`: for each head, the size of the part of a key that has a rotary position.
+    - `value`: for each head, the size of a value.
+    - `qkv_bias`: whether the projections down to the latents, and the output, have biases.
+    """
+
+    heads: int
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    qkv_bias: bool = False
+
+    @property
+    def head_norms(self) -> bool:
+        return False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope + self.rope
+
+    @property
+    def cached_elements(self) -> int:
+        """The number of elements that a token adds to the KV cache of the layer.
+
+        These are the latent and the rotary key.
+        """
+        return self.kv_rank + self.rope
+
+    def features(self) -> Iterator[str]:
+        yield "latent_attention"
+        if self.qkv_bias:
+            yield "latent_bias"
+
+    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        """Yield the tensors of the attention.
+
+        Projections down to the latents are copied on all ranks. Projections up from the latents are sharded by heads.
+        """
+        unit = self.head_dim
+        if self.q_rank:
+            yield from linear(make, "self_attn.q_a_proj", (self.q_rank, hidden), -1, self.qkv_bias)
+            yield make("self_attn.q_a_layernorm.weight", (self.q_rank,))
+            yield make("self_attn.q_b_proj.weight", (self.heads * unit, self.q_rank), 0, unit=unit)
+        else:
+            yield make("self_attn.q_proj.weight", (self.heads * unit, hidden), 0, unit=unit)
+        down = (self.kv_rank + self.rope, hidden)
+        yield from linear(make, "self_attn.kv_a_proj_with_mqa", down, -1, self.qkv_bias)
+        yield make("self_attn.kv_a_layernorm.weight", (self.kv_rank,))
+        both = self.nope + self.value
+        yield make("self_attn.kv_b_proj.weight", (self.heads * both, self.kv_rank), 0, unit=both)
+        out = (hidden, self.heads * self.value)
+        yield from linear(make, "self_attn.o_proj", out, 1, self.qkv_bias, unit=self.value)
+
+
+class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
+    """A gated MLP."""
+
+    intermediate: int
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """The intermediate size that a token passes through."""
+        return self.intermediate
+
+    def features(self) -> Iterator[str]:
+        if self.bias:
+            yield "mlp_bias"
+
+    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        for name, size, tp_dim in _projections(hidden, self.intermediate):
+            yield from linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias)
+
+
+class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
+    """Experts, of which a router picks some for each token.
+
+    - `number`: the number of experts.
+    - `active`: the number of experts that the router picks for each token.
+    - `intermediate`: the intermediate size of one expert.
+    - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
+    - `router`: `softmax` scores all experts. `grouped_sigmoid` first chooses groups of experts, and a bias corrects its
+      scores (arXiv:2412.19437).
+    """
+
+    number: int
+    active: int
+    intermediate: int
+    shared: int = 0
+    router: Literal["softmax", "grouped_sigmoid"] = "softmax"
+
+    @property
+    def width(self) -> int:
+        """The intermediate size that a token passes through."""
+        return self.active * self.intermediate + self.shared
+
+    @property
+    def corrected(self) -> bool:
+        """Whether a bias corrects the router's scores."""
+        return self.router == "grouped_sigmoid"
+
+    def features(self) -> Iterator[str]:
+        yield f"{self.router}_router"
+        if self.shared:
+            yield "shared_experts"
+
+    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        """Yield the tensors of the router and the experts.
+
+        The experts form one tensor per projection.
+        """
+        yield make("mlp.gate.weight", (self.number, hidden))
+        for name, size, tp_dim in _projections(hidden, self.intermediate):
+            yield make(f"mlp.experts.*.{name}_proj.weight", (self.number, *size), tp_dim + 1, experts=True)
+        for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
+            yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+
+
+Mixer = GroupedQueryAttention | MultiHeadLatentAttention
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """A kind of layer, and how many such layers follow each other."""
+
+    mixer: GroupedQueryAttention | MultiHeadLatentAttention
+    mlp: DenseMlp | ExpertMlp
+    count: int = 1
+
+
+def runs(layers: Iterable[tuple[Mixer, DenseMlp | ExpertMlp]]) -> Iterator[Layer]:
+    """Yield layers, of which equal ones that follow each other are one item."""
+    for (mixer, mlp), same in groupby(layers):
+        yield Layer(mixer, mlp, len([*same]))
+
+
+def linear(
+    make: MakeTensor, name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
+) -> Iterator[Tensor]:
+    """Yield the weight of a projection, and its bias if it has one."""
+    yield make(f"{name}.weight", size, tp_dim, **more)
+    if bias:
+        # The bias of a row-parallel projection is added once, after the sum, so every rank has it.
+        yield make(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
+
+
+def _projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """Return the (name, shape, sharded dim) of each projection of a gated MLP."""
+    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
