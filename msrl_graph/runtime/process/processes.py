@@ -94,8 +94,8 @@ class Sessions(NamedTuple):
 
     - `driver`: the session of the driver.
     - `server`: the session of a preload server (preload.py). The number is also the process id of the server.
-    - `owner`: the id of a process that could still use the preload server for another run. While this process is the
-      parent of the server, the server itself is not ended.
+    - `owner`: the id of a process that could still use the preload server for another run. While this process is alive,
+      the server itself is not ended.
     """
 
     driver: int = 0
@@ -106,7 +106,7 @@ class Sessions(NamedTuple):
         session = os.getsid(process.pid)
         if session == 0 or session not in (self.driver, self.server):
             return False
-        return not (process.pid == self.server and process.ppid() == self.owner)
+        return not (process.pid == self.server and is_alive(self.owner))
 
 
 NO_SESSIONS = Sessions()
@@ -330,9 +330,11 @@ def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
                 ours = sessions.has(process) or process.environ().get(MARK) == folder
                 if not ours or process.pid == os.getpid() or not is_alive(process.pid):
                     continue
-                if time.monotonic() < begin + TIDY_SECONDS and any(
+                # A preload server whose owner is dead removes its folder, and ends.
+                tidies = process.pid == sessions.server or any(
                     word in part for part in process.cmdline() for word in TIDY_PROCESSES
-                ):
+                )
+                if tidies and time.monotonic() < begin + TIDY_SECONDS:
                     tidying = True
                     continue
                 process.kill()

@@ -243,7 +243,7 @@ while True:
 
 
 @pytest.mark.parametrize("owned", [True, False])
-def test_a_preload_servers_forks_end_with_the_folder_and_it_does_without_its_parent(owned):
+def test_a_preload_servers_forks_end_with_the_folder_and_it_does_without_its_owner(owned):
     code = """
 import os, time
 if not os.fork():
@@ -255,9 +255,34 @@ time.sleep(300)
     kept = Temporary()
     kept.end_session_too(0, server.pid)
     if not owned:  # as if another process had started it, which is dead
-        kept._sessions = kept._sessions._replace(owner=1)
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        kept._sessions = kept._sessions._replace(owner=dead.pid)
         kept._send_sessions()
     kept.close()
     assert not is_alive(fork) and is_alive(server.pid) == owned
     server.kill()
     server.communicate()
+
+
+def test_a_preload_server_without_its_owner_has_time_to_remove_its_folder(here):
+    code = """
+import os, sys, time
+print(os.getpid(), flush=True)
+sys.stdin.read()
+time.sleep(1)
+os.rmdir(sys.argv[1])
+"""
+    (folder := here / "server").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen([sys.executable, "-c", code, folder], text=True, start_new_session=True, **pipes)
+    server.stdout.readline()
+    kept = Temporary()
+    kept.end_session_too(0, server.pid)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    kept._sessions = kept._sessions._replace(owner=dead.pid)
+    kept._send_sessions()
+    server.stdin.close()
+    kept.close()
+    assert not folder.exists() and server.wait(10) == 0
