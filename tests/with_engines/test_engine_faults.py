@@ -87,33 +87,41 @@ def test_memory_that_is_not_there_is_told_with_what_needs_less(place):
     place.assert_clean()
 
 
-UNTAKEN = {
-    "vllm": ("actor.generate", "vLLM", "hf", ": it has no model.layers.0.self_attn.o_proj.bias"),
-    "megatron": ("actor.update", "Megatron", "fsdp", ""),
-}
-
-
-@pytest.mark.parametrize("engine", UNTAKEN)
-def test_a_weight_that_an_engine_does_not_take_ends_the_run_before_its_first_step(engine, place):
-    """The bias of a sum over heads: Qwen3 has it by transformers where its attention has biases, and by neither of
-    these."""
-    node, called, other, why = UNTAKEN[engine]
+def biased(place, node, engine):
+    """The example with a Qwen3 that has the bias of a sum over heads, as by transformers where its attention has
+    biases, and with this engine of a node."""
     (place.folder / "model").unlink()
     dense(place.folder / "model", attention_bias=True)
-    text = place.write(
+    return place.write(
         ("{ dp = 2, zero = 3 }", "{ tp = 2 }"),
         ("layout actor.generate { tp = 2 }", f"layout actor.generate {{ tp = 2 }}\n  engine {node} = {engine}"),
         evaluated=False,
     )
+
+
+def test_a_weight_that_an_engine_does_not_take_ends_the_run_before_its_first_step(place):
+    """vLLM has this bias for other families."""
+    node = "actor.generate"
+    text = biased(place, node, "vllm")
     line = 1 + next(i for i, words in enumerate(text.split("\n")) if f"node {node}(" in words)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--out", "out")
     told = re.search(r"error\[run-failed\]: .*", err, re.DOTALL)
-    head = f"`{node}` (line {line} of p.rlg), engine {engine}, failed on rank [01] while it was built: "
-    head += f"ValueError: {called}"
-    weight = f" does not support the weight model.layers.0.self_attn.o_proj.bias{why}"
-    weight += "; the files of the run so far are in out"
-    fix = f"  if {engine} does not support the model of actor, choose another engine: `engine {node} = {other}`"
+    head = f"`{node}` (line {line} of p.rlg), engine vllm, failed on rank [01] while it was built: ValueError: vLLM"
+    weight = " does not support the weight model.layers.0.self_attn.o_proj.bias: it has no "
+    weight += "model.layers.0.self_attn.o_proj.bias; the files of the run so far are in out"
+    fix = f"  if vllm does not support the model of actor, choose another engine: `engine {node} = hf`"
     wanted = re.escape(f"error[run-failed]: {head}{weight}\n{fix}\n").replace(re.escape("[01]"), "[01]")
     assert code == 3 and told and re.match(wanted, told[0]), err
     assert "Traceback" not in err and not (place.folder / "out" / "metrics.jsonl").exists()
     place.assert_clean()
+
+
+def test_a_feature_that_an_engine_lacks_is_told_before_anything_starts(place):
+    text = biased(place, "actor.update", "megatron")
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--out", "out")
+    assert code == 1 and not (place.folder / "out").exists()
+    assert "the engine `megatron` of `actor.update` does not support a bias of the attention's output" in err
+    assert "help: these can: `fsdp`" in err
+    (place.folder / "p.rlg").write_text(text.replace("= megatron", "= fsdp"))
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--out", "out")
+    assert code == 0, err
