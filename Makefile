@@ -84,7 +84,7 @@ test: lint ## check style and types, and run a sample of the tests: about 10 min
 	$(BIN)/pytest --sample $(QUICK)
 	$(BIN)/pytest --sample -m core $(RUNS)
 
-test-all: lint ## check style and types, and run all tests without engines of their own: about 45 minutes on 2 cores
+test-all: lint ## check style and types, and run all tests without engines of their own: about 30 minutes on 2 cores
 	$(BIN)/pytest $(QUICK)
 	$(BIN)/pytest -m "slow and not long" $(RUNS)
 

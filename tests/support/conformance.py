@@ -9,6 +9,7 @@
   function of the gradient.
 """
 
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,7 @@ def deviations(rank, _, folder, out, cases, breaks=untouched):
         found[name, layout] = {what: max(some.get(what, 0.0) for some in everyone) for what in sorted(names)}
     if rank == 0:
         torch.save(found, out)
+    gc.collect()  # else the engines, which are in circles, go while a later test of these ranks counts memory
 
 
 def measure(family, names, folder, breaks=untouched):
