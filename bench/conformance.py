@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import smoke
@@ -18,15 +17,16 @@ import ranks
 from rich.console import Console
 from rich.table import Table
 
+from msrl_graph.backends import ENGINES, can_build, packages
+
 KINDS = ("logits", "logp", "gradient", "step")
-PACKAGES = {"fsdp": "torch", "hf": "transformers", "megatron": "megatron.core", "vllm": "vllm"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", choices=conformance.WRITTEN, default=[*conformance.WRITTEN])
     options = smoke.parse(parser, families=["qwen2"])
-    engines = [name for name, package in PACKAGES.items() if find_spec(package.partition(".")[0])]
+    engines = [name for name, spec in ENGINES.items() if can_build(name) and all(map(packages.version, spec.needs))]
     table = Table(title="largest differences from transformers", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("model", "engine", "layouts", *KINDS):
         table.add_column(heading)

@@ -57,7 +57,7 @@ def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
     unknown.
     """
     model = plan.deploy.models[name]
-    limit = models.position_limit(model)
+    limit = models.find_position_limit(model)
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).model != name:
             continue

@@ -105,7 +105,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
         for name, _, _ in tensor.in_files(full_box(tensor.shape))
     }
     names |= {BIAS, LOGITS} if any(member.scores for member in models) else {LOGITS} if model.tied else set()
-    unread = model_files.unused_weights(model)
+    unread = model_files.list_unused_weights(model)
     unused = [
         name for name in stored if name not in names and not name.endswith(ANGLES) and not name.startswith(unread)
     ]

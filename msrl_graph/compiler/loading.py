@@ -17,6 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .. import algorithms, checks
 from ..backends import ENGINES
 from ..diagnostics import NOWHERE, Diagnostic, Fault
@@ -46,8 +48,6 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
     `name` is the name of the plan in messages. If `run`, loading also checks that the compiler could have written the
     plan. Raises a Fault if the plan fails a check.
     """
-    import msgspec
-
     try:
         # The version is checked first: a plan of another format may lack the fields of this one.
         version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format_version", msgspec.Raw(b"1"))
@@ -229,8 +229,6 @@ def plain(part: Any, without: Collection[str] = UNLIKE) -> Any:
 
     The fields in `without` are left out. The default is the fields that can differ between two equal plans.
     """
-    import msgspec
-
     if isinstance(part, msgspec.Struct):
         return msgspec.to_builtins(part)
     if is_dataclass(part):

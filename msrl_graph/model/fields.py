@@ -149,17 +149,17 @@ def read_fields(config: Config, kind: type[C]) -> C | ConfigError:
             return ConfigError(f"has no `{missing[1]}`")
         match = re.search(r"`\$\.(\w+)", str(error))
         name = match[1] if match else next(iter(stated))
-        words = next(_descriptions(hints[name]))
+        words = next(_iterate_descriptions(hints[name]))
         return ConfigError(f"has {format_value(stated[name])} for `{name}`, which must be {words}")
     return next(fields.find_errors(), None) or fields
 
 
-def _descriptions(hint: Any) -> Iterator[str]:
+def _iterate_descriptions(hint: Any) -> Iterator[str]:
     for meta in getattr(hint, "__metadata__", ()):
         if isinstance(meta, Meta) and meta.description:
             yield meta.description
     for part in get_args(hint):
-        yield from _descriptions(part)
+        yield from _iterate_descriptions(part)
 
 
 def engine_fields(config: ModelConfig) -> dict[str, Any]:
@@ -178,15 +178,21 @@ def format_value(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def check_heads(config: ModelConfig, stated_size: bool = True) -> Iterator[ConfigError]:
-    """Check the heads of attention. `stated_size`: whether engines read `head_dim`."""
-    hidden, heads, kv = config.hidden_size, config.num_attention_heads, config.kv_heads
-    if not (config.head_dim and stated_size) and hidden % heads:
-        yield ConfigError(f"has {heads:,} heads, which do not divide its hidden size of {hidden:,}")
-    elif config.size_of_head % 2:
+def check_heads(config: ModelConfig) -> Iterator[ConfigError]:
+    if not config.head_dim:
+        yield from check_head_division(config)
+    if config.size_of_head % 2:
         yield ConfigError(f"has heads of {config.size_of_head:,} elements, but rotary positions need pairs")
-    elif heads % kv:
-        yield ConfigError(f"has {kv:,} key-value heads, which do not divide its {heads:,} heads")
+    if config.num_attention_heads % config.kv_heads:
+        heads = f"{config.num_attention_heads:,} heads"
+        yield ConfigError(f"has {config.kv_heads:,} key-value heads, which do not divide its {heads}")
+
+
+def check_head_division(config: ModelConfig) -> Iterator[ConfigError]:
+    """Report heads that do not divide the hidden size."""
+    if config.hidden_size % config.num_attention_heads:
+        heads = f"{config.num_attention_heads:,} heads"
+        yield ConfigError(f"has {heads}, which do not divide its hidden size of {config.hidden_size:,}")
 
 
 def check_rope(config: ModelConfig) -> Iterator[ConfigError]:

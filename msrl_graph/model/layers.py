@@ -39,7 +39,7 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         """The number of elements that a token adds to the KV cache of the layer."""
         return 2 * self.kv_heads * self.head_dim
 
-    def features(self) -> Iterator[str]:
+    def list_features(self) -> Iterator[str]:
         if self.qkv_bias:
             yield "qkv_bias"
         if self.output_bias:
@@ -49,18 +49,21 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         if self.window:
             yield "sliding_window"
 
-    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the attention.
 
         A head is never split between ranks. If there are more ranks than key-value heads, several ranks have a copy of
         the same head.
         """
         unit = self.head_dim
-        q, kv = self.heads * unit, self.kv_heads * unit
-        yield from linear(make, "self_attn.q_proj", (q, hidden), 0, self.qkv_bias, unit=unit)
+        q = self.heads * unit
+        kv = self.kv_heads * unit
+        yield from iterate_linear(make, "self_attn.q_proj", (q, hidden), 0, self.qkv_bias, unit=unit)
         for name in ("k", "v"):
-            yield from linear(make, f"self_attn.{name}_proj", (kv, hidden), 0, self.qkv_bias, unit=unit, shared=True)
-        yield from linear(make, "self_attn.o_proj", (hidden, q), 1, self.output_bias, unit=unit)
+            yield from iterate_linear(
+                make, f"self_attn.{name}_proj", (kv, hidden), 0, self.qkv_bias, unit=unit, shared=True
+            )
+        yield from iterate_linear(make, "self_attn.o_proj", (hidden, q), 1, self.output_bias, unit=unit)
         if self.head_norms:
             yield make("self_attn.q_norm.weight", (unit,))
             yield make("self_attn.k_norm.weight", (unit,))
@@ -105,30 +108,30 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
         """
         return self.kv_rank + self.rope
 
-    def features(self) -> Iterator[str]:
+    def list_features(self) -> Iterator[str]:
         yield "latent_attention"
         if self.qkv_bias:
             yield "latent_bias"
 
-    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the attention.
 
         Projections down to the latents are copied on all ranks. Projections up from the latents are sharded by heads.
         """
         unit = self.head_dim
         if self.q_rank:
-            yield from linear(make, "self_attn.q_a_proj", (self.q_rank, hidden), -1, self.qkv_bias)
+            yield from iterate_linear(make, "self_attn.q_a_proj", (self.q_rank, hidden), -1, self.qkv_bias)
             yield make("self_attn.q_a_layernorm.weight", (self.q_rank,))
             yield make("self_attn.q_b_proj.weight", (self.heads * unit, self.q_rank), 0, unit=unit)
         else:
             yield make("self_attn.q_proj.weight", (self.heads * unit, hidden), 0, unit=unit)
         down = (self.kv_rank + self.rope, hidden)
-        yield from linear(make, "self_attn.kv_a_proj_with_mqa", down, -1, self.qkv_bias)
+        yield from iterate_linear(make, "self_attn.kv_a_proj_with_mqa", down, -1, self.qkv_bias)
         yield make("self_attn.kv_a_layernorm.weight", (self.kv_rank,))
         both = self.nope + self.value
         yield make("self_attn.kv_b_proj.weight", (self.heads * both, self.kv_rank), 0, unit=both)
         out = (hidden, self.heads * self.value)
-        yield from linear(make, "self_attn.o_proj", out, 1, self.qkv_bias, unit=self.value)
+        yield from iterate_linear(make, "self_attn.o_proj", out, 1, self.qkv_bias, unit=self.value)
 
 
 class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
@@ -142,13 +145,13 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
         """The intermediate size that a token passes through."""
         return self.intermediate
 
-    def features(self) -> Iterator[str]:
+    def list_features(self) -> Iterator[str]:
         if self.bias:
             yield "mlp_bias"
 
-    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         for name, size, tp_dim in _projections(hidden, self.intermediate):
-            yield from linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias)
+            yield from iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias)
 
 
 class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
@@ -178,12 +181,12 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
         """Whether a bias corrects the router's scores."""
         return self.router == "grouped_sigmoid"
 
-    def features(self) -> Iterator[str]:
+    def list_features(self) -> Iterator[str]:
         yield f"{self.router}_router"
         if self.shared:
             yield "shared_experts"
 
-    def tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the router and the experts.
 
         The experts form one tensor per projection.
@@ -206,13 +209,13 @@ class Layer(msgspec.Struct, frozen=True):
     count: int = 1
 
 
-def runs(layers: Iterable[tuple[Mixer, DenseMlp | ExpertMlp]]) -> Iterator[Layer]:
+def group_layers(layers: Iterable[tuple[Mixer, DenseMlp | ExpertMlp]]) -> Iterator[Layer]:
     """Yield layers, of which equal ones that follow each other are one item."""
     for (mixer, mlp), same in groupby(layers):
         yield Layer(mixer, mlp, len([*same]))
 
 
-def linear(
+def iterate_linear(
     make: MakeTensor, name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
 ) -> Iterator[Tensor]:
     """Yield the weight of a projection, and its bias if it has one."""

@@ -21,7 +21,7 @@ from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
 from . import presets
 from .architecture import Model
-from .families import FAMILIES, Family, find_family, named_family
+from .families import FAMILIES, Family, find_family
 from .features import FEATURES
 from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
 from .layers import DenseMlp, ExpertMlp, Layer
@@ -174,30 +174,27 @@ def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str |
 def read_engine_fields(model: Model) -> dict[str, Any]:
     """Return the fields of a model's config.json that an engine needs.
 
-    The model has a folder.
+    The model is not a preset: it has a folder.
     """
     return engine_fields(_read_fields(model))
 
 
-def position_limit(model: Model) -> int:
+def find_position_limit(model: Model) -> int:
     """Return the largest number of positions that a sequence can have.
 
-    The model has a folder.
+    The model is not a preset: it has a folder.
     """
-    return count_positions(_read_fields(model), named_family(model.family).positions)
+    return count_positions(_read_fields(model), FAMILIES[model.family].positions)
 
 
-def unused_weights(model: Model) -> tuple[str, ...]:
-    """Return beginnings of the names of weights that no engine reads.
-
-    The model has a folder.
-    """
-    return named_family(model.family).unused(model.layers)
+def list_unused_weights(model: Model) -> tuple[str, ...]:
+    """Return the prefixes of the names of weights that no engine reads."""
+    return FAMILIES[model.family].unused(model.layers)
 
 
 def _read_fields(model: Model) -> ModelConfig:
     config = read_config(Path(model.path), model.name, model.span)
-    fields = read_fields(config, named_family(model.family).config)
+    fields = read_fields(config, FAMILIES[model.family].config)
     if isinstance(fields, ConfigError):  # the file has changed since the program was compiled
         raise _config_fault(model.name, fields.message, model.span)
     return fields
@@ -212,10 +209,10 @@ def _find_family(name: str, config: Mapping[str, object], span: Span) -> Family:
         architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", str(architectures[0]))
         family = find_family(architecture)
     else:
-        family = next((known for known in FAMILIES if known.name == kind), None)
         architecture = kind if isinstance(kind, str) else "unknown"
+        family = FAMILIES.get(architecture)
     if family is None:
-        known = ", ".join(f"`{known.architecture}`" for known in FAMILIES)
+        known = ", ".join(f"`{known.architecture}`" for known in FAMILIES.values())
         message = f"models of architecture `{architecture}` are not supported yet"
         raise Fault(Diagnostic("not-yet", message, span, f"supported: {known}"))
     if kind is not None and kind != family.name:
@@ -232,7 +229,7 @@ def _config_fault(name: str, problem: str, span: Span) -> Fault:
 def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) -> Iterator[str]:
     """Yield the features of a model, each once, in the order of FEATURES."""
     features = {*family.features}
-    features |= {feature for layer in stack for part in (layer.mixer, layer.mlp) for feature in part.features()}
+    features |= {feature for layer in stack for part in (layer.mixer, layer.mlp) for feature in part.list_features()}
     mlps = [type(layer.mlp) for layer in stack]
     if len({layer.mixer for layer in stack}) > 1 or mlps not in ([DenseMlp], [ExpertMlp], [DenseMlp, ExpertMlp]):
         features.add("mixed_layers")
@@ -250,8 +247,8 @@ def _iterate_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[L
     yield Tensor("model.embed_tokens.weight", embedding, 0, padded=True, tied=tied, layer=-1, layers=layers)
     for number, layer in enumerate(each for each in stack for _ in range(each.count)):
         make = partial(_layer_tensor, number, layers)
-        yield from layer.mixer.tensors(make, hidden)
-        yield from layer.mlp.tensors(make, hidden)
+        yield from layer.mixer.list_tensors(make, hidden)
+        yield from layer.mlp.list_tensors(make, hidden)
         yield make("input_layernorm.weight", (hidden,))
         yield make("post_attention_layernorm.weight", (hidden,))
     yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)

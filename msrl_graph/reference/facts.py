@@ -297,7 +297,7 @@ def _models() -> str:
             f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
             f"{presets.find_tokenizer_name(name) or 'its own'} |"
         )
-    architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES)
+    architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES.values())
     return "\n".join([*lines, "", f"A folder can have a model of these architectures: {architectures}."])
 
 

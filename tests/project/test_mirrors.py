@@ -67,7 +67,13 @@ COVERED = {
     "ir/test_attributes.py": ("ir/attribute_schema", "ir/kinds"),
     "ir/test_verify.py": ("ir/instruction", "ir/plan"),
     "model/test_fields.py": ("checks/folders",),
-    "model/test_models.py": ("model/architecture", "model/layers", "model/presets", "runtime/driver/preflight"),
+    "model/test_models.py": (
+        "model/architecture",
+        "model/families/deepseek_v3",
+        "model/layers",
+        "model/presets",
+        "runtime/driver/preflight",
+    ),
     "passes/test_passes.py": ("passes/memory", "passes/throughput", "passes/traffic"),
     "passes/test_schedule.py": ("ir/rowsets",),
     "planner/test_search.py": (

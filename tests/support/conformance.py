@@ -1,12 +1,12 @@
-"""Every engine against transformers: what each computes of a small model of each family, on small layouts.
+"""Comparison of every engine with transformers, for a small model of each family, on small layouts.
 
-`deviations` has the largest differences of a cell, which is a family, an engine and a layout:
+`measure` returns the largest differences of each cell. A cell is a family, an engine and a layout:
 
-- logits: of all tokens of the vocabulary, less their mean, which no probability depends on;
-- logp: of the tokens of a batch, or of the tokens that a generator has drawn;
-- gradient: its norm over all weights, relative;
-- step: of all weights after a step of AdamW, relative to the rate. Its epsilon is so large that the step is a smooth
-  function of the gradient.
+- logits: the normalized logits (log-probabilities) of all tokens of the vocabulary
+- logp: the log-probabilities of the tokens of a batch, or of the tokens that a generator draws
+- gradient: the norm of the gradient of all weights, relative
+- step: all weights after a step of AdamW, relative to the learning rate. The epsilon of AdamW is so large that the step
+  is a smooth function of the gradient.
 """
 
 import gc
@@ -31,7 +31,7 @@ from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout, slices
 
-# By family, what writes a small model with weights at random. Widths of experts: vLLM makes no smaller tiles on a CPU.
+# By family, a function that writes a small model with random weights. vLLM supports no narrower experts on a CPU.
 WRITTEN = {
     "llama": mixture.llama,
     "llama with biases": partial(mixture.llama, attention_bias=True, mlp_bias=True),
@@ -52,15 +52,17 @@ ROWS = 8
 VOCABULARY = 16
 RATE = 0.01
 EPSILON = 0.1
+# The largest allowed difference. Float32 rounds by 1e-7 of the largest number of a sum.
+BARS = {"logits": 2e-4, "logp": 2e-4, "gradient": 1e-4, "step": 1e-3}
 
 
-def settled(name, model, layout):
-    """A layout with the engine's own way to divide experts."""
+def settle_layout(name, model, layout):
+    """Return the layout with the `etp` that the engine chooses if none is stated."""
     return ENGINES[name].spread.settle_etp(replace(layout, etp=0), model)
 
 
-def has(name, model, layout):
-    """Whether an engine says that it computes a model on a layout, on host cores."""
+def supports(name, model, layout):
+    """Return whether an engine can compute a model on a layout, on host cores."""
     spec = ENGINES[name]
     axes = [axis for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
     known = all(axis in spec.axes and axis not in spec.list_plan_only("host") for axis in axes)
@@ -74,17 +76,12 @@ def batch():
     return prompts, responses
 
 
-def loss(made, share):
-    """Of a data-parallel group, whose gradients are added up."""
-    return (made.logp * share).sum()
-
-
 def shares(responses):
     return torch.linspace(-1, 1, len(responses.values))
 
 
 class Reference:
-    """What transformers and torch compute."""
+    """A model that transformers and torch compute."""
 
     def __init__(self, folder):
         from transformers import AutoModelForCausalLM
@@ -94,7 +91,7 @@ class Reference:
         self.prompts, self.responses = batch()
 
     def logits(self, prompts, responses):
-        """Of each response token, the logits that it is drawn by."""
+        """Return the logits from which each token of the responses is drawn."""
         found = []
         for prompt, response in zip(prompts, responses, strict=True):
             ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
@@ -102,7 +99,11 @@ class Reference:
         return torch.cat(found)
 
     def step(self):
-        """Log-probabilities of all tokens, the gradient's norm, and weights after a step, by our names."""
+        """Make a step of AdamW.
+
+        Returns the log-probabilities of all tokens before the step, the norm of the gradient, and the weights after the
+        step, by the names that msrl_graph uses.
+        """
         logps = self.logits(self.prompts, self.responses).log_softmax(-1)
         tokens = torch.from_numpy(self.responses.values.astype(np.int64))
         (logps.gather(1, tokens[:, None])[:, 0] * shares(self.responses)).sum().backward()
@@ -112,7 +113,10 @@ class Reference:
 
 
 def by_our_names(net):
-    """Of experts, gate and up are one parameter of a layer."""
+    """Return the weights of a transformers model, by the names that msrl_graph uses.
+
+    For experts, transformers has one parameter for the gate and up projections of a layer.
+    """
     found = {}
     for name, value in net.named_parameters():
         owner, experts, leaf = name.partition(".experts.")
@@ -123,9 +127,9 @@ def by_our_names(net):
     return found
 
 
-def trains(rank, folder, name, layout, reference, breaks):
+def measure_trainer(rank, folder, name, layout, reference, breaks):
     model = models.load(folder, Path("/"), None, NOWHERE)
-    layout = settled(name, model, layout)
+    layout = settle_layout(name, model, layout)
     engine = engines.built(
         name, model, layout, rank, engines.mesh(layout), adamw(lr=0.0, eps=EPSILON, weight_decay=0.1)
     )
@@ -141,7 +145,7 @@ def trains(rank, folder, name, layout, reference, breaks):
         found["logits"] = (whole - logps[index]).abs().max()
         tokens = torch.from_numpy(responses.values.astype(np.int64))[index]
         found["logp"] = (told.logp - logps[index].gather(1, tokens[:, None])[:, 0]).abs().max()
-    engine.train([packed], lambda made, _: loss(made, shares(responses)[index]), ForwardRequest(1.0))
+    engine.train([packed], lambda made, _: (made.logp * shares(responses)[index]).sum(), ForwardRequest(1.0))
     found["gradient"] = abs(engine.step(RATE, 1e9) / norm - 1)
     steps = [
         (shard.tensor - weights[shard.name][slices(shard.box)]).abs().max() / RATE
@@ -151,9 +155,9 @@ def trains(rank, folder, name, layout, reference, breaks):
     return found | {"step": max(steps)}
 
 
-def generates(rank, folder, name, layout, reference, breaks):
+def measure_generator(rank, folder, name, layout, reference, breaks):
     model = models.load(folder, Path("/"), None, NOWHERE)
-    layout = settled(name, model, layout)
+    layout = settle_layout(name, model, layout)
     sizes = {"rows": ROWS, "prompts": ROWS, "prompt": 26, "response": 6, "samples": 2}
     work = Workload(model, layout, model.dtype, **sizes, on_host=True)
     engine = engines.built(name, model, layout, rank, engines.mesh(layout), work=work)
@@ -173,16 +177,19 @@ def generates(rank, folder, name, layout, reference, breaks):
     return {"logp": (torch.from_numpy(np.concatenate(logps)) - wanted).abs().max()}
 
 
-def untouched(engine):
+def change_nothing(engine):
     pass
 
 
-def deviations(rank, _, folder, out, cases, breaks=untouched):
-    """Writes the largest deviations of all ranks for each of the cases (engine, name of the layout)."""
+def measure_cells(rank, _, folder, out, cases, breaks=change_nothing):
+    """Write the largest differences of all ranks to `out`, for each case.
+
+    A case is an engine and the name of a layout.
+    """
     reference = Reference(folder).step()
     found = {}
     for name, layout in cases:
-        compute = generates if "generate" in ENGINES[name].verbs else trains
+        compute = measure_generator if "generate" in ENGINES[name].verbs else measure_trainer
         own = compute(rank, folder, name, LAYOUTS[layout], reference, breaks)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {what: float(value) for what, value in own.items()})
@@ -190,26 +197,35 @@ def deviations(rank, _, folder, out, cases, breaks=untouched):
         found[name, layout] = {what: max(some.get(what, 0.0) for some in everyone) for what in sorted(names)}
     if rank == 0:
         torch.save(found, out)
-    gc.collect()  # else the engines, which are in circles, go while a later test of these ranks counts memory
+    gc.collect()  # engines are in reference cycles, and a later test of these ranks measures memory
 
 
-def measure(family, names, folder, breaks=untouched):
-    """By engine and layout, the deviations of a family's cells, on one rank and on two."""
+def measure(family, names, folder, breaks=change_nothing):
+    """Return the largest differences of a family's cells, by engine and layout.
+
+    `breaks` changes an engine before it computes.
+    """
     weights = WRITTEN[family](folder / family)
     model = models.load(weights, Path("/"), None, NOWHERE)
-    cases = [(name, layout) for name in names for layout, at in LAYOUTS.items() if has(name, model, at)]
+    cases = [(name, layout) for name in names for layout, at in LAYOUTS.items() if supports(name, model, at)]
     found = {}
     for world in (1, 2):
         some = [(name, layout) for name, layout in cases if LAYOUTS[layout].devices == world]
-        ranks.run(world, deviations, weights, str(folder / "found"), some, breaks)
+        ranks.run(world, measure_cells, weights, str(folder / "found"), some, breaks)
         found |= torch.load(folder / "found")
     return found
 
 
-def without_head_norms(engine):
+def assert_close(found):
+    for cell, values in found.items():
+        for what, value in values.items():
+            assert value < BARS[what], (cell, values)
+
+
+def remove_head_norms(engine):
     for layer in engine.module.model.layers:
         layer.self_attn.q_norm.forward = lambda x: x
 
 
-def without_embedding_scale(engine):
+def remove_embedding_scale(engine):
     engine.module.model.embed_tokens.embed_scale.fill_(1.0)

@@ -95,14 +95,11 @@ def resumed(plan: Plan, found: dry.Dry, growing: str) -> None:
     other.run(DATA, found.store.saved[begin])
     if not growing:
         assert other.chosen == {i: rounds for i, rounds in found.chosen.items() if i >= begin}
-    for mine, its in ((found.seen, other.seen), (found.counted, other.counted)):
-        for key in [k for k in mine if k[1] >= begin]:
-            del mine[key]
-        mine |= its
-    for mine, its in ((found.chosen, other.chosen), (found.taken, other.taken), (found.begun, other.begun)):
-        for i in [i for i in mine if i >= begin]:
-            del mine[i]
-        mine |= its
+    for name in ("seen", "counted", "chosen", "taken", "begun"):  # by iteration, or by name and iteration
+        first = getattr(found, name)
+        for key in [key for key in first if (key[1] if isinstance(key, tuple) else key) >= begin]:
+            del first[key]
+        first |= getattr(other, name)
     in_order(plan, found)
     if growing:
         carried_on(plan, found, growing)

@@ -104,10 +104,11 @@ class HostServer:
         """Starts the server with these environment variables, on the host to which the process `host` belongs."""
         self._control, control = socket.socketpair()
         with self._listening, control:
-            fork_server(address(), self._listening, control, self._folder, environment, host)
+            self._server = fork_server(address(), self._listening, control, self._folder, environment, host)
 
     def close(self):
         self._control.close()
+        self._server.wait()
 
 
 def _serve(listening):

@@ -3,8 +3,6 @@
 import conformance
 import pytest
 
-BARS = {"logits": 2e-4, "logp": 2e-4, "gradient": 1e-4, "step": 1e-3}
-
 
 @pytest.mark.parametrize("family", conformance.WRITTEN)
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
@@ -12,6 +10,4 @@ def test_a_family_is_computed_as_by_transformers(family, engine, tmp_path):
     if not (found := conformance.measure(family, [engine], tmp_path)):
         pytest.skip(f"{engine} lacks features of {family}")
     assert {"one rank", "tp 2", "pp 2", "dp 2"} <= {layout for _, layout in found}
-    for cell, values in found.items():
-        for what, value in values.items():
-            assert value < BARS[what], (cell, values)
+    conformance.assert_close(found)

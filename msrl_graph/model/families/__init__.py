@@ -9,16 +9,14 @@ from __future__ import annotations
 from . import deepseek_v3, gemma, llama, qwen2, qwen3, qwen3_moe
 from .family import Family
 
-__all__ = ["FAMILIES", "Family", "find_family", "named_family"]
+__all__ = ["FAMILIES", "Family", "find_family"]
 
-FAMILIES = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, deepseek_v3.FAMILY, gemma.FAMILY)
+# By name, which is the `model_type` of a config.json.
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma)
+}
 
 
 def find_family(architecture: str) -> Family | None:
     """Return the family of an architecture, or None."""
-    return next((family for family in FAMILIES if family.architecture == architecture), None)
-
-
-def named_family(name: str) -> Family:
-    """Return the family `name`, which is the `model_type` of a config.json."""
-    return next(family for family in FAMILIES if family.name == name)
+    return next((family for family in FAMILIES.values() if family.architecture == architecture), None)

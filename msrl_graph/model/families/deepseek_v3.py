@@ -59,8 +59,11 @@ class DeepseekV3Config(ModelConfig, frozen=True, kw_only=True):
                 message = f"has {format_value(value)} for `{name}`: only `{only}` is supported yet"
                 known = isinstance(value, str | int)
                 yield ConfigError(message, f"routers with `{name} = {value}`" if known else "")
-        number, groups, chosen = self.n_routed_experts, self.n_group, self.topk_group
-        layers, first = self.num_hidden_layers, self.first_k_dense_replace
+        number = self.n_routed_experts
+        groups = self.n_group
+        chosen = self.topk_group
+        layers = self.num_hidden_layers
+        first = self.first_k_dense_replace
         if first >= layers:
             yield ConfigError(f"has {first:,} layers without experts, but only {layers:,} layers")
         if number % groups or number // groups < 2:
@@ -73,7 +76,8 @@ class DeepseekV3Config(ModelConfig, frozen=True, kw_only=True):
 
 
 def _layers(config: DeepseekV3Config) -> Iterator[Layer]:
-    first, width = config.first_k_dense_replace, config.moe_intermediate_size
+    first = config.first_k_dense_replace
+    width = config.moe_intermediate_size
     mixer = MultiHeadLatentAttention(
         config.num_attention_heads,
         config.q_lora_rank or 0,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
-from ..fields import ConfigError, Flag, ModelConfig, Size
+from ..fields import Act, ConfigError, Flag, ModelConfig, Size
 from ..layers import DenseMlp, GroupedQueryAttention, Layer
 from .family import Family
 
@@ -15,14 +15,13 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
     # The defaults of transformers are those of its class, not of a model.
     num_key_value_heads: Size | None
     head_dim: Size
+    hidden_act: Act
     tie_word_embeddings: Flag = True
     use_bidirectional_attention: Flag | UnsetType = UNSET
 
     def find_errors(self) -> Iterator[ConfigError]:
         yield from super().find_errors()
-        if self.hidden_act is UNSET:
-            yield ConfigError("has no `hidden_act`")
-        elif self.use_bidirectional_attention:
+        if self.use_bidirectional_attention:
             yield ConfigError("has `use_bidirectional_attention`", "attention to later tokens")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
-from ..fields import ConfigError, Flag, ModelConfig, Size, check_heads
+from ..fields import ConfigError, Flag, ModelConfig, Size, check_head_division
 from ..layers import DenseMlp, GroupedQueryAttention, Layer
 from .family import Family
 
@@ -16,7 +16,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     pretraining_tp: Size | UnsetType = UNSET
 
     def find_errors(self) -> Iterator[ConfigError]:
-        yield from check_heads(self, stated_size=False)
+        yield from check_head_division(self)  # transformers requires it even if `head_dim` is stated
         yield from super().find_errors()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..fields import Size
-from ..layers import DenseMlp, GroupedQueryAttention, Layer, runs
+from ..layers import DenseMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
 from .windows import WindowConfig
 
@@ -17,7 +17,7 @@ class Qwen2Config(WindowConfig, frozen=True, kw_only=True):
 def _layers(config: Qwen2Config) -> Iterator[Layer]:
     mlp = DenseMlp(config.intermediate_size)
     heads = (config.num_attention_heads, config.kv_heads, config.size_of_head)
-    return runs((GroupedQueryAttention(*heads, qkv_bias=True, window=window), mlp) for window in config.windows)
+    return group_layers((GroupedQueryAttention(*heads, qkv_bias=True, window=window), mlp) for window in config.windows)
 
 
 FAMILY = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, _layers)

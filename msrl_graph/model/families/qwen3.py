@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..fields import Size
-from ..layers import DenseMlp, GroupedQueryAttention, Layer, runs
+from ..layers import DenseMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
 from .windows import WindowConfig
 
@@ -24,7 +24,7 @@ class Qwen3Config(WindowConfig, frozen=True, kw_only=True):
 
 
 def _layers(config: Qwen3Config) -> Iterator[Layer]:
-    return runs((mixer, DenseMlp(config.intermediate_size)) for mixer in config.mixers)
+    return group_layers((mixer, DenseMlp(config.intermediate_size)) for mixer in config.mixers)
 
 
 FAMILY = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, _layers)

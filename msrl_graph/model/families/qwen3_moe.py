@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 
 from ..fields import ConfigError, Count, Flag, Size
-from ..layers import DenseMlp, ExpertMlp, Layer, runs
+from ..layers import DenseMlp, ExpertMlp, Layer, group_layers
 from .family import Family
 from .qwen3 import Qwen3Config
 
@@ -38,7 +38,7 @@ def _layers(config: Qwen3MoeConfig) -> Iterator[Layer]:
         DenseMlp(config.intermediate_size) if layer in dense or (layer + 1) % step else experts
         for layer in range(config.num_hidden_layers)
     )
-    return runs(zip(config.mixers, mlps, strict=True))
+    return group_layers(zip(config.mixers, mlps, strict=True))
 
 
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, _layers)

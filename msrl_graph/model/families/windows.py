@@ -8,7 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from ..fields import ConfigError, Count, Flag, ModelConfig, Names, format_value
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 FIRST_WINDOW = 28  # transformers' default of `max_window_layers`
 
 

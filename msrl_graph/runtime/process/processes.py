@@ -331,10 +331,10 @@ def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
                 if not ours or process.pid == os.getpid() or not is_alive(process.pid):
                     continue
                 # A preload server whose owner is dead removes its folder, and ends.
-                tidies = process.pid == sessions.server or any(
-                    word in part for part in process.cmdline() for word in TIDY_PROCESSES
-                )
-                if tidies and time.monotonic() < begin + TIDY_SECONDS:
+                if time.monotonic() < begin + TIDY_SECONDS and (
+                    process.pid == sessions.server
+                    or any(word in part for part in process.cmdline() for word in TIDY_PROCESSES)
+                ):
                     tidying = True
                     continue
                 process.kill()

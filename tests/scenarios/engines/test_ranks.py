@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from conformance import by_our_names
 from mixture import latent, mixture
 from rank_models import FOLDER, model
 from safetensors.torch import load_file, save_file
@@ -87,7 +88,7 @@ def reference(weights, by="adamw"):
             found.append(scores[n - 1 : -1].gather(-1, ids[n:, None])[:, 0])
         return torch.cat(found)
 
-    begun = _by_our_names(net)
+    begun = by_our_names(net)
     norms = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -95,18 +96,7 @@ def reference(weights, by="adamw"):
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
         optimizer.step()
     with torch.no_grad():
-        return norms, logp(1.0), {name: (begun[name], value) for name, value in _by_our_names(net).items()}
-
-
-def _by_our_names(net):
-    """Of experts, gate and up are one parameter of a layer."""
-    found = {}
-    for name, value in net.named_parameters():
-        owner, experts, leaf = name.partition(".experts.")
-        parts = value.detach().clone().chunk(2, 1) if leaf == "gate_up_proj" else [value.detach().clone()]
-        names = ["gate_proj", "up_proj"] if len(parts) == 2 else [leaf]
-        found |= {f"{owner}.experts.*.{n}.weight" if experts else name: p for n, p in zip(names, parts, strict=True)}
-    return found
+        return norms, logp(1.0), {name: (begun[name], value) for name, value in by_our_names(net).items()}
 
 
 def tied(folder):
