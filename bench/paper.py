@@ -121,8 +121,8 @@ def equation_3() -> float:
     The layouts are TP2 EP2 DP2 to TP1 EP4 DP4.
     """
     model = load("qwen3-30b-a3b", Path())
-    experts = 2 * sum(tensor.elements for tensor in model.tensors if tensor.experts)
-    divided = 2 * sum(tensor.elements for tensor in model.tensors if not tensor.experts and tensor.tp_dim >= 0)
+    experts = 2 * sum(tensor.elements for tensor in model.weights if tensor.experts)
+    divided = 2 * sum(tensor.elements for tensor in model.weights if not tensor.experts and tensor.tp_dim >= 0)
     closed = redundant_bytes(gdp=4, tw=divided, utp=2, ew=experts, gep=4)
     # The figure's ranks hold E1 E2, E1 E2, E3 E4, E3 E4.
     derived = 2 * count_left_behind(model.kinds, Side(Layout(tp=2, dp=2, ep=2, inner=2)), Side(Layout(dp=4, ep=4)))

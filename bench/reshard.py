@@ -91,13 +91,13 @@ def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
     model = plan.model(edge.src)
     source, target = (holdings.side(plan, ENGINES, node) for node in (edge.src, edge.dst))
     draw = torch.Generator().manual_seed(0)
-    boxes = [(tensor.name, shard(tensor, source, rank)) for tensor in model.tensors]
+    boxes = [(tensor.name, shard(tensor, source, rank)) for tensor in model.weights]
     shards = [
         Shard(name, box, torch.randn([stop - start for start, stop in box], generator=draw)) for name, box in boxes
     ]
     wanted = [
         Shard(tensor.name, box := shard(tensor, target, rank), torch.empty([stop - start for start, stop in box]))
-        for tensor in model.tensors
+        for tensor in model.weights
     ]
     neighbours = make_blocks(edge.ways, source, RANKS, rank)
 
@@ -113,7 +113,7 @@ def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
     swap = HostSwap(shards)
     ours, naive = (
         Resharder(variant, model, rank, (source, target), neighbours, swap)
-        for variant in (edge, replace(edge, mode="naive", buckets=(tuple(tensor.name for tensor in model.tensors),)))
+        for variant in (edge, replace(edge, mode="naive", buckets=(tuple(tensor.name for tensor in model.weights),)))
     )
     measurements: dict[str, list[float]] = {}
 

@@ -100,17 +100,17 @@ class FsdpEngine:
         named = hf_modules.named_weights(module)
         self._shards = [
             Shard(tensor.name, shard(tensor, SPEC.side(layout), rank), get_local_tensor(named[tensor.name]).detach())
-            for tensor in model.tensors
+            for tensor in model.weights
         ]
         hf_modules.fill(model, self._shards)
-        self._parameters = [named[tensor.name] for tensor in model.tensors]
+        self._parameters = [named[tensor.name] for tensor in model.weights]
         self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
             self._gradients = Gradients(self._parameters)
             offloads_optimizer = offloads(placement, "optimizer")
             self._optimizer = Steps(
-                optimizer, model.tensors, self._shards, layout, devices, self.divided, offloads_optimizer
+                optimizer, model.weights, self._shards, layout, devices, self.divided, offloads_optimizer
             )
 
     def _tie(self, module: Any) -> None:
@@ -167,7 +167,7 @@ class FsdpEngine:
         assert self._optimizer is not None and self._rules is not None
         gradients = []
         # A gradient must live only as long as it is in the list `gradients`.
-        for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
+        for tensor, parameter in zip(self.model.weights, self._parameters, strict=True):
             gradient = self._gradients.take(parameter)
             gradients.append(
                 torch.zeros(get_local_tensor(parameter).shape, device=self.place)

@@ -54,7 +54,7 @@ class HfEngine:
         named = hf_modules.named_weights(self.module)
         dtype = next(iter(named.values())).dtype
         self._shards = []
-        for tensor in model.tensors:
+        for tensor in model.weights:
             box = shard(tensor, SPEC.side(layout), rank)
             local = torch.empty([stop - start for start, stop in box], dtype=dtype, device=self.place)
             release(local)

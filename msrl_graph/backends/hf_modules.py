@@ -44,20 +44,17 @@ def build_empty_model(model: Model) -> Any:
                 value = getattr(part, name)
                 part.register_buffer(name, torch.empty(value.shape, dtype=value.dtype), persistent=False)
             module._init_weights(part)
-    for name, value in load_fixed_tensors(model).items():
+    for name, value in load_buffers(model).items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_buffer(leaf, value)
     return module
 
 
-def load_fixed_tensors(model: Model) -> dict[str, Any]:
-    """Load a model's fixed tensors, which training never changes (Model.fixed).
-
-    Returns a dictionary from names to tensors.
-    """
+def load_buffers(model: Model) -> dict[str, Any]:
+    """Load a model's buffers (Model.buffers); return a dictionary from names to tensors."""
     import torch
 
-    shards = [Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape)) for tensor in model.fixed]
+    shards = [Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape)) for tensor in model.buffers]
     fill(model, shards)
     return {shard.name: shard.tensor for shard in shards}
 

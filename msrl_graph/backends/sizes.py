@@ -221,17 +221,17 @@ class Sizes:
 
         If any layer has experts, the last layer has experts.
         """
-        return self._sum_bytes(tensor for tensor in self.work.model.tensors if tensor.layer == tensor.layers - 1)
+        return self._sum_bytes(tensor for tensor in self.work.model.weights if tensor.layer == tensor.layers - 1)
 
     @cached_property
     def ends(self) -> int:
         """Bytes of the weights of the embedding, the last norm and the head together."""
-        return self._sum_bytes(tensor for tensor in self.work.model.tensors if not 0 <= tensor.layer < tensor.layers)
+        return self._sum_bytes(tensor for tensor in self.work.model.weights if not 0 <= tensor.layer < tensor.layers)
 
     @cached_property
     def table(self) -> int:
         """Bytes of the weights of the embedding; the head has the same size."""
-        return self._sum_bytes(self.work.model.tensors[:1])
+        return self._sum_bytes(self.work.model.weights[:1])
 
     @cached_property
     def matrix(self) -> int:

@@ -99,10 +99,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
     """
     model = models[0]
     names = {
-        name
-        for member in models
-        for tensor in (*member.tensors, *member.fixed)
-        for name, _, _ in tensor.in_files(full_box(tensor.shape))
+        name for member in models for tensor in member.tensors for name, _, _ in tensor.in_files(full_box(tensor.shape))
     }
     names |= {BIAS, LOGITS} if any(member.scores for member in models) else {LOGITS} if model.tied else set()
     unread = model_files.list_unused_weights(model)
@@ -119,10 +116,9 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
 
 
 def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> list[Diagnostic]:
-    tensors = (*model.tensors, *model.fixed)
     wanted = [
         (name, [stop for _, stop in box])
-        for tensor in tensors
+        for tensor in model.tensors
         for name, _, box in tensor.in_files(full_box(tensor.shape))
     ]
     missing = [name for name, _ in wanted if name not in stored and not (name == HEAD and updated)]

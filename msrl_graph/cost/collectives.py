@@ -175,7 +175,7 @@ class Collectives:
         model = self.model
         if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
-        elements = sum(tensor.elements for tensor in model.tensors if is_copied(tensor)) / layout.pp
+        elements = sum(tensor.elements for tensor in model.weights if is_copied(tensor)) / layout.pp
         return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
 
     def stages(self, tokens: float, backward: bool) -> Figure:

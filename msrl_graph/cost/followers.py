@@ -30,7 +30,7 @@ def follower_seconds(update: Costs) -> Figure:
         return Figure(0.0, "derived", "no worker follows")
     size = holdings.weights(plan, update.engines, update.node)
     moved = math.fsum((3 if follower.decay else 2) * size / follower.every for follower in workers)
-    bandwidth = update.device.rate("memory_bandwidth", moved / max(len(update.model.tensors), 1))
+    bandwidth = update.device.rate("memory_bandwidth", moved / max(len(update.model.weights), 1))
     return Figure(moved / bandwidth.value, bandwidth.source, "weights that follow / memory bandwidth")
 
 

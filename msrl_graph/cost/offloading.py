@@ -47,7 +47,7 @@ def step_moments(work: Workload, gradients: int) -> Moments:
             turned = max((count_orthogonalization_bytes(kind, side) for kind in kinds), default=0)
         else:
             # AdamW needs a root and a quotient, of a slice or piece by piece: gradients of earlier parts are freed.
-            first = part if flat else min(part, elements(box_at(work.model.tensors[0], side, (0, 0, 0))))
+            first = part if flat else min(part, elements(box_at(work.model.trained[0], side, (0, 0, 0))))
             turned = ceil(max(rule.bytes * first, rule.bytes * min(part, largest) - BYTES[work.dtype] * part))
         spread = copies * min(4 * part, 4 * CHUNK) if flat else 0
         by_rule[f"a part is stepped ({rule.name})"] = {

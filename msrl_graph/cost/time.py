@@ -246,7 +246,7 @@ class Costs:
         if self._eager is not None:
             # An eager norm makes float64 squares of the gradients: a float32 read, four float64 written or read.
             moved += 9 * holdings.gradients(self.plan, self.engines, self.node)
-        size = moved / max(len(self.model.tensors), 1)
+        size = moved / max(len(self.model.weights), 1)
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
         if holdings.offloads(self.plan, self.node, "optimizer"):

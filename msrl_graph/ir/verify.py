@@ -231,7 +231,7 @@ def reshards(plan: Plan) -> Iterator[str]:
         if (reshard.mode == "send") != (plan.placement(reshard.src).pool != plan.placement(reshard.dst).pool):
             yield f"the mode of `{reshard.name}` cannot be {reshard.mode} with its pools"
         if Counter(chain.from_iterable(reshard.buckets)) != Counter(
-            tensor.name for tensor in plan.model(reshard.src).tensors
+            tensor.name for tensor in plan.model(reshard.src).weights
         ):
             yield f"the buckets of `{reshard.name}` do not have every tensor once"
 

@@ -16,7 +16,6 @@ from .features import FEATURES
 from .layers import DenseMlp, ExpertMlp, Layer, Mixer, MultiHeadLatentAttention
 
 HEAD = "score.weight"  # of a model that scores
-CORRECTION = "e_score_correction_bias"
 
 
 def is_copied(tensor: Tensor) -> bool:
@@ -38,6 +37,8 @@ class Model:
     - `dtype`: f32 or bf16.
     - `stack`: the layers, in order.
     - `features`: what an engine must implement to compute the model (features.py).
+    - `tensors`: all tensors, in order. Most code uses one of the views: `weights`, `trained`, `moved`, `saved`,
+      `buffers`.
     - `scores`: whether the head returns one number per token instead of logits.
     """
 
@@ -112,24 +113,43 @@ class Model:
         return sum(layer.count for layer in takewhile(lambda layer: isinstance(layer.mlp, DenseMlp), self.stack))
 
     @cached_property
-    def fixed(self) -> tuple[Tensor, ...]:
-        """The tensors that training does not change: the bias of each router's scores.
+    def weights(self) -> tuple[Tensor, ...]:
+        """The tensors that an engine shards, in the model's dtype: all but the buffers."""
+        return tuple(tensor for tensor in self.tensors if tensor.role != "buffer")
 
-        Each engine reads these tensors from the model's folder. They are not sharded, and are in float32 even if the
-        weights have another dtype. Resharding never moves them.
+    @cached_property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The tensors that an update changes: they have gradients and optimizer states."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_trained)
+
+    @property
+    def moved(self) -> tuple[Tensor, ...]:
+        """The tensors that every resharding delivers. The first one also delivers the frozen weights."""
+        return self.trained
+
+    @cached_property
+    def saved(self) -> tuple[Tensor, ...]:
+        """The tensors in a checkpoint and in an exported folder.
+
+        These are the adapters, or all weights if there are no adapters. So frozen weights are saved with the trained
+        ones, and a run can resume with other frozen weights.
         """
-        if self.experts is None or not self.experts.corrected:
-            return ()
-        return tuple(
-            Tensor(
-                f"model.layers.{layer}.mlp.gate.{CORRECTION}", (self.experts.number,), layer=layer, layers=self.layers
-            )
-            for layer in range(self.dense_layers, self.layers)
-        )
+        adapters = tuple(tensor for tensor in self.tensors if tensor.role == "adapter")
+        return adapters or self.weights
+
+    @cached_property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The constants, such as the biases that correct a router's scores."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "buffer")
 
     @cached_property
     def kinds(self) -> tuple[TensorKind, ...]:
-        return group_by_kind(self.tensors)
+        """The kinds of the weights."""
+        return group_by_kind(self.weights)
+
+    @cached_property
+    def trained_kinds(self) -> tuple[TensorKind, ...]:
+        return group_by_kind(self.trained)
 
     @cached_property
     def scoring(self) -> Model:
@@ -151,12 +171,12 @@ class Model:
 
     @cached_property
     def parameters(self) -> int:
-        return sum(tensor.elements for tensor in (*self.tensors, *self.fixed))
+        return sum(tensor.elements for tensor in self.tensors)
 
     @cached_property
     def largest(self) -> int:
         """The number of elements of the model's largest tensor."""
-        return max((tensor.elements for tensor in self.tensors), default=0)
+        return max((tensor.elements for tensor in self.weights), default=0)
 
     @cached_property
     def largest_read(self) -> int:
@@ -165,7 +185,7 @@ class Model:
         The files have a separate tensor for each expert.
         """
         return max(
-            (tensor.elements // (tensor.shape[0] if tensor.experts else 1) for tensor in self.tensors), default=0
+            (tensor.elements // (tensor.shape[0] if tensor.experts else 1) for tensor in self.weights), default=0
         )
 
     @cached_property

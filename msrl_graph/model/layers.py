@@ -189,13 +189,15 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the router and the experts.
 
-        The experts form one tensor per projection.
+        The experts form one tensor per projection. The bias that corrects the router's scores is a buffer.
         """
         yield make("mlp.gate.weight", (self.number, hidden))
         for name, size, tp_dim in _projections(hidden, self.intermediate):
             yield make(f"mlp.experts.*.{name}_proj.weight", (self.number, *size), tp_dim + 1, experts=True)
         for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
             yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+        if self.corrected:
+            yield make("mlp.gate.e_score_correction_bias", (self.number,), role="buffer")
 
 
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention

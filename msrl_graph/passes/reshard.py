@@ -81,7 +81,7 @@ class InsertResharding(Pass):
         pools = [plan.placement(node).pool for node in (edge.src, edge.dst)]
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, node) for node in (edge.src, edge.dst))
-        sizes = {tensor.name: item * _count_wanted(tensor, target) for tensor in model.tensors}
+        sizes = {tensor.name: item * _count_wanted(tensor, target) for tensor in model.weights}
         buckets = _split_into_buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
         bucket = max(sum(sizes[name] for name in names) for names in buckets)
         moved = count_movement(model.kinds, source, target, cluster.devices_per_node)
@@ -153,13 +153,13 @@ class InsertResharding(Pass):
                     moves = way.how == "all-gather" and count_movement(one, source, target, per_host, way.block).total
                     amount = count_gathered(tensor, source, way.block) if moves else 0
                 moved_by_tensor[movement_key(tensor)] = index, item * amount
-        moved_of = {item_tensor.name: moved_by_tensor[movement_key(item_tensor)] for item_tensor in model.tensors}
+        moved_of = {item_tensor.name: moved_by_tensor[movement_key(item_tensor)] for item_tensor in model.weights}
         sizes = {name: size for name, (_, size) in moved_of.items()}
-        ordered = _order_by_stage(model.tensors, sizes, source, any(route.across for route in ways))
+        ordered = _order_by_stage(model.weights, sizes, source, any(route.across for route in ways))
         buckets = _split_into_buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
         uses = {
             item_tensor.name: (moved_of[item_tensor.name][0], stages(item_tensor, target.layout))
-            for item_tensor in model.tensors
+            for item_tensor in model.weights
         }
         bucket = max(
             sum(sizes[name] for name in names if not seen[uses[name][0]].isdisjoint(uses[name][1]))

@@ -292,7 +292,7 @@ def _models() -> str:
     lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
     for name in presets.PRESETS:
         model = models.load(name, Path())
-        size = sum(tensor.elements for tensor in model.tensors)
+        size = model.parameters
         lines.append(
             f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
             f"{presets.find_tokenizer_name(name) or 'its own'} |"

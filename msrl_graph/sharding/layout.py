@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..diagnostics import NOWHERE, Span
 from .device_range import DeviceRange
@@ -149,10 +149,17 @@ def _stage_by_layer(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
     return tuple(i % pp for i, number in enumerate(chunks) for _ in range(number))
 
 
+Role = Literal["base", "adapter", "buffer"]
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """A named weight of a model, with the ways to shard it.
+    """A named tensor of a model, with the ways to shard it.
 
+    - `role`: `base` for a weight of the model, `adapter` for a weight that is trained on top of frozen ones, `buffer`
+      for a constant. A buffer is not sharded, is in float32 even if the weights are not, and each engine reads it from
+      the model's folder.
+    - `frozen`: training does not change this weight.
     - `tp_dim`: the dim that tensor parallelism shards (for experts: expert tensor parallelism). If it is -1, each rank
       has a copy.
     - `unit`: the number of consecutive rows along `tp_dim` that must remain together (a head).
@@ -174,6 +181,13 @@ class Tensor:
     tied: bool = False
     layer: int = 0
     layers: int = 1
+    role: Role = "base"
+    frozen: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer step changes the tensor."""
+        return self.role != "buffer" and not self.frozen
 
     @property
     def elements(self) -> int:

@@ -162,7 +162,7 @@ def test_bf16_weights_learn_by_float32_masters():
 def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
     m = model()
     layout = Layout(tp=2, dp=1)
-    shards = [Shard(t.name, box := shard(t, Side(layout), 1), torch.empty([b - a for a, b in box])) for t in m.tensors]
+    shards = [Shard(t.name, box := shard(t, Side(layout), 1), torch.empty([b - a for a, b in box])) for t in m.weights]
     whole = load_file(EXAMPLE / "model" / "model.safetensors")
     hf_modules.fill(m, shards)
     for piece in shards:

@@ -86,8 +86,8 @@ def test_weights_are_those_that_transformers_loads(folder: Path, case: str, caps
     for change in RIGHT[case]:
         change(folder / "model")
     model = load("./model", folder)
-    found = {t.name: torch.full(t.shape, torch.nan) for t in model.tensors}
-    fill(model, [Shard(t.name, full_box(t.shape), found[t.name]) for t in model.tensors])
+    found = {t.name: torch.full(t.shape, torch.nan) for t in model.weights}
+    fill(model, [Shard(t.name, full_box(t.shape), found[t.name]) for t in model.weights])
     theirs = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(found[name], theirs[name]) for name in found) and len(found) > 20
     # What is not read is told.

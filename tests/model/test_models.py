@@ -226,7 +226,7 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
         if "rotary" not in n and "inv_freq" not in n
     }
     model = load("./", tmp_path)
-    ours = {t.name: t.shape for t in (*model.tensors, *model.fixed) if not t.experts}
+    ours = {t.name: t.shape for t in model.tensors if not t.experts}
     for layer in {t.layer for t in model.tensors if t.experts}:
         stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
         number, width, hidden = stacked["gate_proj"]

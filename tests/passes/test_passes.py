@@ -243,7 +243,7 @@ def test_the_page_releases_8_gigabytes() -> None:
 
 def test_buckets_hold_every_tensor_once_in_order() -> None:
     (r,) = PLAN.reshards
-    assert [n for b in r.buckets for n in b] == [t.name for t in PLAN.model("actor.update").tensors]
+    assert [n for b in r.buckets for n in b] == [t.name for t in PLAN.model("actor.update").weights]
     assert r.bucket_bytes <= 1 << 30
     small = page.plan(page.start(reshard=ReshardOptions(bucket=1000))).reshards[0]
     assert all(len(b) == 1 for b in small.buckets if any("weight" in n and "norm" not in n for n in b))

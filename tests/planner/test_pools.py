@@ -270,7 +270,7 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
         Side(e.layout, n == 0 and e.layout.zero >= 2 and e.layout.dp > 1, 1, e.first, e.each)
         for n, e in enumerate(ends)
     )
-    tensors = {t.name: t for t in found.model("actor.update").tensors}
+    tensors = {t.name: t for t in found.model("actor.update").weights}
     item = BYTES["f32"]
     received = Counter[int]()
     largest = 0

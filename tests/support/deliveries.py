@@ -66,7 +66,7 @@ class Delivering(Rank):
         """The weights become other ones, the same on each layout."""
         if self.trained and "actor" in self.swaps:
             self.swaps["actor"].wait()
-        for number, tensor in enumerate(self.plan.model(EDGE[0]).tensors):
+        for number, tensor in enumerate(self.plan.model(EDGE[0]).weights):
             noise = 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
             for s in self.trained:
                 if s.name == tensor.name:

@@ -51,7 +51,7 @@ def small(folder, family="llama", experts=(), **changes):
     found = models.load(str(folder), Path("/"))
     draw = torch.Generator().manual_seed(0)
     weights = {}
-    for tensor in (*found.tensors, found.scoring.tensors[-1]):
+    for tensor in (*found.weights, found.scoring.weights[-1]):
         for name, _, box in tensor.in_files(full_box(tensor.shape)):
             size = [stop - start for start, stop in box]
             weights[name] = (0.2 * torch.randn(size, generator=draw)).to(

@@ -34,7 +34,7 @@ def model(folder, dtype):
     (folder / "config.json").write_text(json.dumps(config))
     found = models.load(str(folder), folder)
     draw = torch.Generator().manual_seed(0)
-    weights = {t.name: (torch.randn(t.shape, generator=draw) * 0.1).to(dtype) for t in found.tensors}
+    weights = {t.name: (torch.randn(t.shape, generator=draw) * 0.1).to(dtype) for t in found.weights}
     save_file(weights, folder / "model.safetensors")
     return found
 

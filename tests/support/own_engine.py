@@ -44,7 +44,7 @@ def register(monkeypatch=None):
 
 
 def shards(spec, weights, placement, devices):
-    boxes = {t.name: shard(t, spec.side(placement.layout), devices.rank) for t in weights.model.tensors}
+    boxes = {t.name: shard(t, spec.side(placement.layout), devices.rank) for t in weights.model.weights}
     return [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes.items()]
 
 

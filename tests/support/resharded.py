@@ -134,7 +134,7 @@ def written(folder, *names):
         draw = torch.Generator().manual_seed(0)
         weights = {
             inside: torch.randn([stop - start for start, stop in box], generator=draw).to(getattr(torch, dtype)) * 0.1
-            for t in found.tensors
+            for t in found.weights
             for inside, _, box in t.in_files(tuple((0, n) for n in t.shape))
         }
         save_file(weights, str(path / "model.safetensors"), metadata={"format": "pt"})
@@ -265,7 +265,7 @@ def weights(plan, seed):
     model = plan.model(plan.reshards[0].src)
     draw = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
-    return {t.name: torch.randn(t.shape, generator=draw).to(dtype) for t in model.tensors}
+    return {t.name: torch.randn(t.shape, generator=draw).to(dtype) for t in model.weights}
 
 
 def fill(shards, whole):
@@ -310,7 +310,7 @@ def assert_as_planned(plan, told):
     item = BYTES[holdings.dtype(plan, edge.src)]
     for way in edge.ways:
         most = max((moved[way.of] if isinstance(moved, dict) else moved) for moved, _ in told)
-        slack = item * max(t.elements for t in model.tensors) if way.how == "all-gather" else 0
+        slack = item * max(t.elements for t in model.weights) if way.how == "all-gather" else 0
         assert abs(most - way.bytes) <= slack, (way, most)
     peak = max(peak for _, peak in told)
     assert peak <= 1.05 * edge.peak_bytes_per_device, (peak, edge.peak_bytes_per_device)

@@ -34,7 +34,7 @@ def model(folder, **changes):
     (folder / "tokenizer.json").write_text((EXAMPLE / "model" / "tokenizer.json").read_text())
     found = models.load(str(folder), Path("/"), None, NOWHERE)
     draw = torch.Generator().manual_seed(0)
-    weights = {t.name: torch.randn(t.shape, generator=draw) * 0.2 for t in (*found.tensors, found.scoring.tensors[-1])}
+    weights = {t.name: torch.randn(t.shape, generator=draw) * 0.2 for t in (*found.weights, found.scoring.weights[-1])}
     save_file(weights, str(folder / "model.safetensors"))
     return found
 

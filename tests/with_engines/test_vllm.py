@@ -160,12 +160,12 @@ def test_it_gives_its_memory_back(alone, tmp_path):
 def test_a_weight_that_it_does_not_take_is_named(alone):
     """A bias that the config says nothing of."""
     of = model()
-    one = next(t for t in of.tensors if t.name.endswith("0.mlp.up_proj.weight"))
+    one = next(t for t in of.weights if t.name.endswith("0.mlp.up_proj.weight"))
     more = replace(one, name=one.name.replace("up_proj", "side_proj"))
     with pytest.raises(ValueError, match=r"does not support the weight model\.layers\.0\.mlp\.side_proj\.weight"):
-        vllm(of=replace(of, tensors=(*of.tensors, more)))
+        vllm(of=replace(of, tensors=(*of.weights, more)))
     with pytest.raises(ValueError, match=r"a weight that the model lacks: model\.norm\.weight"):
-        vllm(of=replace(of, tensors=tuple(t for t in of.tensors if t.name != "model.norm.weight")))
+        vllm(of=replace(of, tensors=tuple(t for t in of.weights if t.name != "model.norm.weight")))
 
 
 def wider(folder):
@@ -177,7 +177,7 @@ def wider(folder):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text((EXAMPLE / "model" / "tokenizer.json").read_text())
     of = models.load(str(folder), Path("/"), "f32", NOWHERE)
-    save_file({t.name: torch.randn(t.shape) * 0.02 for t in of.tensors}, str(folder / "model.safetensors"))
+    save_file({t.name: torch.randn(t.shape) * 0.02 for t in of.weights}, str(folder / "model.safetensors"))
     return of
 
 

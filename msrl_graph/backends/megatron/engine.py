@@ -98,7 +98,7 @@ class MegatronEngine:
                     else nullcontext
                 )
                 self.chunks.append(module)
-        boxes = {tensor.name: shard(tensor, SPEC.side(layout), devices.rank) for tensor in model.tensors}
+        boxes = {tensor.name: shard(tensor, SPEC.side(layout), devices.rank) for tensor in model.weights}
         pairs = list(zip(self.chunks, chunk_layers, strict=True))
         self._shards = list(chunk.make_shards(pairs, boxes, self.first, self.last, model, self.place))
         hf_modules.fill(model, self._shards)
@@ -111,7 +111,7 @@ class MegatronEngine:
             self._gradients = Gradients(parameter for module in self.chunks for parameter in module.parameters())
             offloads_optimizer = offloads(placement, "optimizer")
             self._optimizer = Steps(
-                weights.optimizer, model.tensors, self._shards, layout, devices, False, offloads_optimizer
+                weights.optimizer, model.weights, self._shards, layout, devices, False, offloads_optimizer
             )
 
     @contextmanager
@@ -220,7 +220,7 @@ class MegatronEngine:
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
         if self.layout.tp > 1:  # a norm sees a part of the tokens
-            pairs = zip(gradients, self.model.tensors, strict=True)
+            pairs = zip(gradients, self.model.weights, strict=True)
             add_up([gradient for gradient, tensor in pairs if is_copied(tensor) and gradient.numel()], self.groups.tp)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
 
@@ -233,7 +233,7 @@ class MegatronEngine:
         import torch
         from torch import distributed as dist
 
-        tensor = self.model.tensors[i]
+        tensor = self.model.weights[i]
         piece = self._shards[i]
         parameters, where = self._pieces[i]
         gradients = [self._gradients.read(parameter) for parameter in parameters]

@@ -61,18 +61,18 @@ class VllmEngine:
             ResizedMemory(runner, placement.layout.pp) if kind.is_host else SleepingMemory(worker)
         )
         side = SPEC.side(placement.layout)
-        boxes = {tensor.name: shard(tensor, side, devices.rank) for tensor in weights.model.tensors}
+        boxes = {tensor.name: shard(tensor, side, devices.rank) for tensor in weights.model.weights}
         named = dict(runner.model.named_parameters())
         for parameter in named.values():
             parameter.requires_grad_(False)
         apply_model_settings(runner.model, kind.is_host)
         # This stage's tensors that no run changes; they sleep with the rest.
-        fixed = hf_modules.load_fixed_tensors(weights.model)
-        self._fixed = [(named.pop(name), value) for name, value in fixed.items() if name in named]
+        buffers = hf_modules.load_buffers(weights.model)
+        self._buffers = [(named.pop(name), value) for name, value in buffers.items() if name in named]
         fused = getattr(runner.model, "packed_modules_mapping", {})
         self._shards = list(make_shards(boxes, named, fused, turned=bool(kind.plugin)))
         # Padding of the vocabulary, or of a rank's experts, which nothing fills.
-        padded = [tensor.name for tensor in weights.model.tensors if tensor.padded and tensor.name in named]
+        padded = [tensor.name for tensor in weights.model.weights if tensor.padded and tensor.name in named]
         self._padding = [named[name][boxes[name][0][1] - boxes[name][0][0] :] for name in padded]
         self._padding += [parameter for parameter in dict.fromkeys(named.values()) if parameter.ndim == 3]
         self.module = runner.model
@@ -86,7 +86,7 @@ class VllmEngine:
         self._memory.weights()
         for rows in self._padding:
             rows.zero_()
-        for parameter, value in self._fixed:
+        for parameter, value in self._buffers:
             parameter.copy_(value)
         return self._shards
 

@@ -159,7 +159,7 @@ def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: 
 
 def _write_folder(source: CheckpointSource, worker: str, model: Model, folder: Path) -> None:
     path = source.path
-    names = {f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
+    names = {f"{worker}/weights/{tensor.name}" for tensor in model.saved}
     files = {file for name in names for file, _ in source.pieces.get(name, ())}
     if absent := sorted(file for file in files if not (path / file).is_file()):
         raise _refuse(

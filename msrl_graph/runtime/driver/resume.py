@@ -150,7 +150,7 @@ def model_shapes(plan: Plan) -> dict[str, Any]:
     Weights are not part of these properties.
     """
     return {
-        name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.tensors)}
+        name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.weights)}
         for name, model in plan.deploy.models.items()
     }
 

@@ -179,13 +179,13 @@ class Engines:
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # No edge reshards into this node: a frozen worker generates with the weights of its model folder.
                 hf_modules.fill(model, shards := generator.allocate())
-                check_complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
+                check_complete(node, placement, self.local, spec.side(placement.layout), model.weights, shards)
                 generator.filled()
         elif node.worker not in self.trainers:
             optimizer = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None
             trainer = spec.build_engine(replace(weights, optimizer=optimizer), placement, devices)
             self.trainers[node.worker] = trainer
-            check_complete(node, placement, self.local, spec.side(placement.layout), model.tensors, trainer.shards())
+            check_complete(node, placement, self.local, spec.side(placement.layout), model.weights, trainer.shards())
             if holdings.offloads(plan, node.name, "weights"):
                 offload = self.offloads[node.worker] = HostOffload(
                     self.device, [shard.tensor for shard in trainer.shards()]
@@ -268,7 +268,7 @@ class Engines:
             trainer = self.trainers[node.worker]
             placement = self.plan.placement(node.name)
             side = self._spec(node.name).side(placement.layout)
-            owned = {tensor.name for tensor in self.plan.model(node.name).tensors if owns(tensor, side, self.local)}
+            owned = {tensor.name for tensor in self.plan.model(node.name).saved if owns(tensor, side, self.local)}
             with self._shards_on_device(node.worker) as shards:
                 kinds = {"weights": shards, **self._extra_shards(node.worker, trainer)}
                 pieces = [
@@ -395,7 +395,7 @@ class Engines:
             return
         model = self.plan.model(next(node.name for node in self._weight_nodes() if node.worker == worker))
         pieces = [piece for shards in gathered for piece in shards]
-        weights = {tensor.name: torch.empty(tensor.shape, dtype=pieces[0][2].dtype) for tensor in model.tensors}
+        weights = {tensor.name: torch.empty(tensor.shape, dtype=pieces[0][2].dtype) for tensor in model.saved}
         for name, box, values in pieces:
             weights[name][slices(box)] = values
         hf_export.write_folder(model, weights, Path(folder))

@@ -85,8 +85,8 @@ class WeightProof:
         self.tolerance = max(TOLERANCE[kind] for kind in kinds)
         most = min(AT_ONCE[device.kind.where], max(LEAST, edge.bucket_bytes // WIDTH))
         dtype = getattr(torch, hf_modules.DTYPES[kinds[1]])
-        digest = Digest([tensor.shape for tensor in self.model.tensors], dtype, device.place, most)
-        self.delivery = Delivery(self.model.tensors, sides, ends, digest)
+        digest = Digest([tensor.shape for tensor in self.model.weights], dtype, device.place, most)
+        self.delivery = Delivery(self.model.weights, sides, ends, digest)
         self.best = min(BEST, self.model.vocabulary)
         self.word = torch.zeros(self.delivery.size + FACTS + 2 * PROMPTS * self.best, dtype=torch.int64)
         self.version = -1  # the version in the word
@@ -204,7 +204,7 @@ class WeightProof:
         Only an engine that packs experts converts these tensors, in place, once all weights have arrived.
         """
         if self._spec().packs_experts:
-            experts = {tensor.name for tensor in self.model.tensors if tensor.experts}
+            experts = {tensor.name for tensor in self.model.weights if tensor.experts}
             with self._timed():
                 self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in experts])
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the weights of a model as a Hugging Face folder.
 
-    `weights` has whole tensors, by the names in `model.tensors`. An existing `folder` is replaced. Raises OSError.
+    `weights` has whole tensors, by the names in `model.saved`. An existing `folder` is replaced. Raises OSError.
     """
     named = {
         name: weights[tensor.name][index] if index else weights[tensor.name]
-        for tensor in model.tensors
+        for tensor in model.saved
         for name, index, _ in tensor.in_files(full_box(tensor.shape))
-    } | hf_modules.load_fixed_tensors(model)
+    } | hf_modules.load_buffers(model)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -52,12 +52,12 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
 def read_weights(source: CheckpointSource, worker: str, model: Model) -> dict[str, torch.Tensor]:
     """Read the whole tensors of a worker from a checkpoint, in their saved type.
 
-    The result has the tensors of `model`, by their names in `model.tensors`.
+    The result has the tensors of `model`, by their names in `model.saved`.
 
     Raises CorruptCheckpoint.
     """
-    names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
+    names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.saved}
     return {
         tensor.name: source.read(names[tensor.name], full_box(tensor.shape), source.dtype(names[tensor.name]))
-        for tensor in model.tensors
+        for tensor in model.saved
     }

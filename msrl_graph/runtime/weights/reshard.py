@@ -99,7 +99,7 @@ class Resharder:
         self.plan = plan
         self.swap = swap
         tensors: dict[str, list[Tensor]] = {way.of: [] for way in plan.ways}
-        for tensor in model.tensors:
+        for tensor in model.weights:
             tensors[plan.route_of(tensor).of].append(tensor)
         routes = [TransferRoute(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
         self.loads: list[list[RouteLoad]] = []  # by bucket, of each way

@@ -76,7 +76,7 @@ class Sender:
         source, target = sides
         per_host = plan.cluster.devices_per_node
         # Tensors that differ in nothing but the name have the same routes.
-        alike = {tensor.name: replace(tensor, name="") for tensor in model.tensors}
+        alike = {tensor.name: replace(tensor, name="") for tensor in model.weights}
         fetches_by_tensor = {
             tensor: list_transfers(tensor, source, target, per_host) for tensor in dict.fromkeys(alike.values())
         }

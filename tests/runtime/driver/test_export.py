@@ -34,8 +34,8 @@ MODELS = {"example": None, "mixture": mixture, "latent": latent}
 
 def trained(model, dtype):
     """Weights at random, by name."""
-    torch.manual_seed(len(model.tensors))
-    return {t.name: torch.randn(t.shape).to(dtype) for t in model.tensors}
+    torch.manual_seed(len(model.weights))
+    return {t.name: torch.randn(t.shape).to(dtype) for t in model.weights}
 
 
 def save(run, plan, layout, dtype=torch.float32, iteration=3, written=None):
@@ -49,7 +49,7 @@ def save(run, plan, layout, dtype=torch.float32, iteration=3, written=None):
         model = plan.model(node.name)
         weights[node.worker] = trained(model, dtype)
         for rank in range(layout.devices):
-            owned = [t for t in model.tensors if owns(t, side, rank)]
+            owned = [t for t in model.weights if owns(t, side, rank)]
             shards = [
                 Shard(t.name, box := shard(t, side, rank), weights[node.worker][t.name][slices(box)]) for t in owned
             ]
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_any_layout_is_exported_as_a_run_saves_it(tmp_path, caps
         assert f"{worker}: {made}\n" in out
         assert content(made) == content(tmp_path / "saved" / worker)
         found = load_file(made / "model.safetensors")
-        for tensor in model.tensors:
+        for tensor in model.weights:
             for name, index, _ in tensor.in_files(tuple((0, n) for n in tensor.shape)):
                 assert torch.equal(found[name], whole[tensor.name][index] if index else whole[tensor.name])
 

@@ -183,7 +183,7 @@ def test_a_kink_where_log_probabilities_are_equal_has_no_slope_of_rounding(tmp_p
     assert 0 < (logp.detach() - torch.from_numpy(columns["old_logp"].values)).abs().max() < 1e-4
     (-(logp - logp.detach()).exp() * torch.from_numpy(columns["advantage"].values)).mean().backward()
     named = dict(model.named_parameters())
-    exact = torch.cat([named[t.name].grad.flatten().float() for t in stage.plan.model("actor.update").tensors])
+    exact = torch.cat([named[t.name].grad.flatten().float() for t in stage.plan.model("actor.update").weights])
     trainer = stage.trainers["actor"]
     found = []
     trainer.step = lambda *_: found.append(gradient(trainer)) or 1.0  # looks at the gradient, and takes no step

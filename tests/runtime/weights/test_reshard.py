@@ -35,7 +35,7 @@ def moving(rank):
         return groups[members]
 
     def move(tensors, source, target, mode, order, cut, dtype):
-        model = SimpleNamespace(tensors=tensors, kinds=group_by_kind(tensors))
+        model = SimpleNamespace(weights=tensors, kinds=group_by_kind(tensors))
         whole = {t.name: torch.arange(t.elements).reshape(t.shape).add(i).to(dtype) for i, t in enumerate(tensors)}
 
         def holding(side, fill):

@@ -66,7 +66,7 @@ def test_a_plan_counts_the_buffer_that_ranks_take(case: tuple[Layout, Layout, in
         for way in edge.ways:
             (ranks,) = (r for r in list_gather_groups(sides[0], way.across, way.block) if rank in r)
             routes.append(
-                TransferRoute(way, [t for t in model.tensors if edge.route_of(t) is way], Block(ranks), rank, sides)
+                TransferRoute(way, [t for t in model.weights if edge.route_of(t) is way], Block(ranks), rank, sides)
             )
         for names in edge.buckets:
             at = 0

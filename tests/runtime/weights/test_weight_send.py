@@ -48,7 +48,7 @@ def part(box, name):
 
 
 WHOLE = {
-    t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(model().tensors)
+    t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(model().weights)
 }
 
 
@@ -64,10 +64,10 @@ def both(rank, case):
     given = []
     wanted = []
     if 0 <= local[0] < source.layout.devices:
-        boxes = [(t.name, shard(t, source, local[0])) for t in m.tensors]
+        boxes = [(t.name, shard(t, source, local[0])) for t in m.weights]
         given = [Shard(name, box, part(box, name)) for name, box in boxes]
     if 0 <= local[1] < target.layout.devices:
-        boxes = [(t.name, shard(t, target, local[1])) for t in m.tensors]
+        boxes = [(t.name, shard(t, target, local[1])) for t in m.weights]
         wanted = [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes]
     return (plan, edge, m, rank, sides, given), wanted
 
@@ -149,8 +149,8 @@ def half(rank, folder):
     plan = planned(Layout(), Layout(), "update", 1, 0)
     (edge,) = plan.reshards
     torch.manual_seed(0)
-    whole = {t.name: torch.randn(t.shape, dtype=torch.bfloat16) for t in m.tensors}
-    boxes = {t.name: shard(t, Side(Layout()), 0) for t in m.tensors}
+    whole = {t.name: torch.randn(t.shape, dtype=torch.bfloat16) for t in m.weights}
+    boxes = {t.name: shard(t, Side(Layout()), 0) for t in m.weights}
     given = [Shard(n, boxes[n], whole[n]) for n in whole] if rank == 0 else []
     wanted = [Shard(n, boxes[n], torch.zeros(whole[n].shape)) for n in whole] if rank == 1 else []
     sender = Sender(plan, edge, replace(m, dtype="bf16"), rank, (Side(Layout()), Side(Layout(), first=1)), given)
@@ -170,7 +170,7 @@ def strided(rank, _):
     m = model()
     sides = tuple(Side(Layout(), False, 1, first) for first in (0, 1))
     shards = []
-    for t in m.tensors:
+    for t in m.weights:
         wide = torch.zeros([*t.shape[:-1], 2 * t.shape[-1]])
         shards.append(Shard(t.name, full_box(t.shape), wide[..., : t.shape[-1]]))
     sender = Sender(plan, edge, m, rank, sides, shards if rank == 0 else [])

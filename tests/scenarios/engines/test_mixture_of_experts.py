@@ -78,7 +78,7 @@ def test_a_correction_is_read_in_float32_whatever_the_weights_are(tmp_path):
     of = models.load(latent(tmp_path), tmp_path, "bf16", NOWHERE)
     engine = engines.trainer(of, rank=0)
     held = {n: v for n, v in engine.module.named_buffers() if n.endswith("e_score_correction_bias")}
-    assert held.keys() == {t.name for t in of.fixed} and len(held) == 2
+    assert held.keys() == {t.name for t in of.buffers} and len(held) == 2
     begun = load_file(tmp_path / "model.safetensors")
     assert all(v.dtype == torch.float32 and (v.numpy() == begun[n]).all() for n, v in held.items())
     prompts = ragged([np.arange(3, 9)] * 2, np.int32)
