@@ -14,7 +14,7 @@ as computed by layout.shard. The boxes are called the weights at rest. The optim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,8 @@ class FsdpEngine:
         self.kernels = kernels.load(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
         install(module, self.kernels)
-        module.requires_grad_(optimizer is not None)
+        trained = {tensor.name for tensor in model.trained} if optimizer is not None else set()
+        _mark_trained(module, trained)
         prefix_tree.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
@@ -77,6 +78,7 @@ class FsdpEngine:
             summed = self.kernels.summed if devices.on_one_host("tp") else None
             _divide_tensors(module, devices.axis("tp"), model.scores, summed)
             self._tie(module)
+            _mark_trained(module, trained)  # DTensor's parameters are new ones
         module.forward = lambda *args: _outputs(module, *args)
         self._fsdp_modules = []
         if self.divided:
@@ -103,7 +105,7 @@ class FsdpEngine:
             for tensor in model.weights
         ]
         hf_modules.fill(model, self._shards)
-        self._parameters = [named[tensor.name] for tensor in model.weights]
+        self._parameters = [named[tensor.name] for tensor in model.trained]
         self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
@@ -167,7 +169,7 @@ class FsdpEngine:
         assert self._optimizer is not None and self._rules is not None
         gradients = []
         # A gradient must live only as long as it is in the list `gradients`.
-        for tensor, parameter in zip(self.model.weights, self._parameters, strict=True):
+        for tensor, parameter in zip(self.model.trained, self._parameters, strict=True):
             gradient = self._gradients.take(parameter)
             gradients.append(
                 torch.zeros(get_local_tensor(parameter).shape, device=self.place)
@@ -187,6 +189,12 @@ class FsdpEngine:
     def restore(self, moments: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         assert self._optimizer is not None
         self._optimizer.restore(moments, steps)
+
+
+def _mark_trained(module: Any, trained: Container[str]) -> None:
+    """Let autograd compute gradients of the weights `trained` only."""
+    for name, parameter in hf_modules.named_weights(module).items():
+        parameter.requires_grad_(name in trained)
 
 
 def _compile(layers: Any) -> None:

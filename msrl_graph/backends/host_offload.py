@@ -8,7 +8,7 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from .devices import Lane, TorchDevice, allocate, release
@@ -21,11 +21,14 @@ class HostOffload:
     """Tensors of a device that can be moved to host memory and back.
 
     Several of the tensors may share a storage. From `leave` to `come` the contents are only in host buffers, which
-    `stored` returns. The host buffers stay allocated until `drop`.
+    `stored` returns. The host buffers stay allocated until `drop`. Nothing changes the tensors whose indices are in
+    `constant`: their host buffers are filled once, and are never dropped.
     """
 
-    def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor], constant: Collection[int] = ()) -> None:
         self.device = device
+        self.constant = constant
+        self._filled: dict[int, torch.Tensor] = {}  # host buffers of constant tensors
         self.tensors = list(tensors)
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
         # An engine may keep a padded storage behind an uneven shard: the full size is allocated again.
@@ -36,10 +39,15 @@ class HostOffload:
 
     def store(self) -> None:
         """Start the copy of the tensors to host buffers."""
-        self.buffers = self.buffers or [self.device.host_buffer(original) for original in self.tensors]
+        self.buffers = self.buffers or [
+            self._filled[i] if i in self._filled else self.device.host_buffer(original)
+            for i, original in enumerate(self.tensors)
+        ]
         with self.out.begin():
-            for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
-                buffer.copy_(tensor, non_blocking=True)
+            for i, (tensor, buffer) in enumerate(zip(self.tensors, self.buffers, strict=True)):
+                if i not in self._filled:
+                    buffer.copy_(tensor, non_blocking=True)
+        self._filled = {i: self.buffers[i] for i in self.constant}
 
     def leave(self) -> None:
         """Release the tensors' device memory after the copies to the host have finished.
@@ -70,9 +78,14 @@ class HostOffload:
 
     def drop(self) -> None:
         if self.device.kind.shares_host_memory:
-            for buffer in self.buffers:
-                release(buffer)
+            for i, buffer in enumerate(self.buffers):
+                if i not in self._filled:
+                    release(buffer)
         self.buffers = []
+
+    def forget_constant(self) -> None:
+        """Fill the host buffers of constant tensors again at the next `store`: the tensors have other values now."""
+        self._filled = {}
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the host buffer of `tensor`, with the contents that `store` copied last."""

@@ -80,7 +80,9 @@ def trainer(verb: str, work: Workload) -> Moments:
 
 def stored(work: Workload) -> int:
     """Return the bytes that all layers keep from the forward to the backward pass."""
-    return work.model.layers * (_Layer(work).hidden if work.recompute else _Layer(work).saved)
+    return (work.model.layers - work.model.first_trained) * (
+        _Layer(work).hidden if work.recompute else _Layer(work).saved
+    )
 
 
 def _infer(s: _Layer) -> Moments:
@@ -136,7 +138,7 @@ def _head(s: _Layer) -> int:
 
 def _update(s: _Layer) -> Moments:
     work = s.work
-    layers = s.work.model.layers
+    layers = work.model.layers - work.model.first_trained  # that a backward pass reaches
     full = work.recompute
     summed = work.batches > 1
     kept_activations = 0 if work.activations_away else layers * s.hidden if full else layers * s.saved
@@ -147,7 +149,7 @@ def _update(s: _Layer) -> Moments:
     # added.
     joins = s.item < GRADIENT and not work.divided
     # The gradient of a sharded embedding is whole, unless it is added to the head's gradient or to a sum.
-    spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.table
+    spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.embedding_gradient
     gradients = s.elements * GRADIENT + spread
     rest = gradients if summed else 0
     # Gathered weights. ZeRO 3: the ends, a layer, and the next layer in a flat buffer. ZeRO 2: all weights, and in
@@ -160,7 +162,7 @@ def _update(s: _Layer) -> Moments:
     # after the layer.
     # The head's gradient waits for the embedding's part (tied), or for the other gradients (sharded).
     pending = work.divided or work.model.tied
-    table = s.table if pending else s.table * (GRADIENT // s.item) * (not summed)
+    table = s.head_gradient * (1 if pending else GRADIENT // s.item * (not summed))
     moments = {
         "the end of forward": {
             "gathered weights": forward,
@@ -178,12 +180,12 @@ def _update(s: _Layer) -> Moments:
         },
         "the head's gradient": {
             "gathered weights": top,
-            "gradients": rest + s.table + (table if joins and not pending else 0),
+            "gradients": rest + s.head_gradient + (table if joins and not pending else 0),
             "activations": base + states + s.scored * work.model.hidden * s.item,
             "logits": s.logit * s.item // 4,
         },
     }
-    flat_layer = s.layer if work.divided else 0
+    flat_layer = s.layer_gradients if work.divided else 0
     if work.divided:
         moments["the last layer is gathered"] = {
             "gathered weights": s.ends + 3 * s.layer if zero3 else s.all_weights + 2 * s.layer,
@@ -211,19 +213,19 @@ def _update(s: _Layer) -> Moments:
     if work.divided:
         # The ends have gradients, then a flat buffer (twice, because gloo sums a copy of it), and a rank's result
         # from it. The head's gradient is freed last.
-        before = gradients if summed else gradients - s.ends // s.item * GRADIENT // work.layout.dp
-        scattered = s.table + s.ends // work.layout.dp if work.on_host else 0
+        before = gradients if summed else gradients - s.end_gradients // s.item * GRADIENT // work.layout.dp
+        scattered = s.head_gradient + s.end_gradients // work.layout.dp if work.on_host else 0
         moments["the gradients of the ends are scattered"] = {
-            "gradients": before + 2 * s.ends + scattered,
+            "gradients": before + 2 * s.end_gradients + scattered,
             "activations": s.hidden,
         }
     else:
         before = gradients
     # The gradient of a tied embedding is added to the head's.
-    ends = s.table * (1 + work.model.tied) if work.divided else s.table * work.model.tied
+    ends = s.head_gradient * (1 + work.model.tied) if work.divided else s.head_gradient * work.model.tied
     moments["the embedding's gradient"] = {
         "gathered weights": s.ends if work.divided else 0,
-        "gradients": before + flat_layer + ends + s.table * work.layout.tp,
+        "gradients": before + flat_layer + ends + s.embedding_gradient * work.layout.tp,
         "activations": s.hidden,
     }
     return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)

@@ -10,21 +10,20 @@ rank receives is known only to the router, and no program bounds that number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
 
 from ..ir import optimizer_spec
 from ..ir.workload import Workload
+from ..model.architecture import HEAD
 from ..sharding.layout import (
     Side,
-    Tensor,
     TensorKind,
+    TensorKinds,
     box_at,
     count_busiest_elements,
     elements,
-    group_by_kind,
     stage_parts,
 )
 from .spec import BYTES, Moments
@@ -208,12 +207,12 @@ class Sizes:
 
     # Weights, not sharded over dp.
 
-    def _sum_bytes(self, tensors: Iterable[Tensor]) -> int:
-        return count_busiest_elements(group_by_kind(tensors), replace(self.side, divided=False)) * self.item
+    def _bytes(self, kinds: tuple[TensorKind, ...]) -> int:
+        return count_busiest_elements(kinds, replace(self.side, divided=False)) * self.item
 
     @cached_property
     def all_weights(self) -> int:
-        return count_busiest_elements(self.work.model.kinds, replace(self.side, divided=False)) * self.item
+        return self._bytes(self.work.model.kinds)
 
     @cached_property
     def layer(self) -> int:
@@ -221,17 +220,17 @@ class Sizes:
 
         If any layer has experts, the last layer has experts.
         """
-        return self._sum_bytes(tensor for tensor in self.work.model.weights if tensor.layer == tensor.layers - 1)
+        return self._bytes(_select_last_layer(self.work.model.kinds))
 
     @cached_property
     def ends(self) -> int:
         """Bytes of the weights of the embedding, the last norm and the head together."""
-        return self._sum_bytes(tensor for tensor in self.work.model.weights if not 0 <= tensor.layer < tensor.layers)
+        return self._bytes(_select_ends(self.work.model.kinds))
 
     @cached_property
     def table(self) -> int:
         """Bytes of the weights of the embedding; the head has the same size."""
-        return self._sum_bytes(self.work.model.weights[:1])
+        return self._bytes(_select_ends(self.work.model.kinds)[:1])
 
     @cached_property
     def matrix(self) -> int:
@@ -245,6 +244,29 @@ class Sizes:
             elements_per_hidden = experts.number // work.layout.ep * -(-experts.intermediate // work.layout.etp)
             return elements_per_hidden * work.model.hidden * self.item
         return self.split(work.model.intermediate) * work.model.hidden * self.item
+
+    # Gradients, of the weights' type. Those of frozen weights do not exist.
+
+    @cached_property
+    def layer_gradients(self) -> int:
+        """Bytes of the gradients of the model's last layer."""
+        return self._bytes(_select_last_layer(self.work.model.trained_kinds))
+
+    @cached_property
+    def end_gradients(self) -> int:
+        """Bytes of the gradients of the embedding, the last norm and the head together."""
+        return self._bytes(_select_ends(self.work.model.trained_kinds))
+
+    @cached_property
+    def embedding_gradient(self) -> int:
+        return self.table * any(kind.start < 0 for kind in self.work.model.trained_kinds)
+
+    @cached_property
+    def head_gradient(self) -> int:
+        ends = [kind.tensor for kind in _select_ends(self.work.model.trained_kinds)]
+        return self.table * any(
+            tensor.tied or tensor.name == HEAD or (tensor.padded and tensor.layer >= 0) for tensor in ends
+        )
 
     # At rest, in elements.
 
@@ -261,12 +283,29 @@ class Sizes:
 
     @cached_property
     def elements(self) -> int:
-        return sum(self.parts(self.work.model.kinds))
+        """Number of elements of the weights that an update changes."""
+        return sum(self.parts(self.work.model.trained_kinds))
 
     @cached_property
     def largest(self) -> int:
-        """Number of elements of the largest shard that a rank has."""
-        return _largest(self.work.model.kinds, self.side)
+        """Number of elements of the largest of a rank's shards that an update changes."""
+        return _largest(self.work.model.trained_kinds, self.side)
+
+
+@lru_cache(maxsize=1 << 8)
+def _select_last_layer(tensor_kinds: tuple[TensorKind, ...]) -> tuple[TensorKind, ...]:
+    """Return the kinds of the weights of the model's last layer."""
+    return TensorKinds(
+        kind._replace(start=kind.stop - 1)
+        for kind in tensor_kinds
+        if kind.start >= 0 and kind.stop == kind.tensor.layers
+    )
+
+
+@lru_cache(maxsize=1 << 8)
+def _select_ends(tensor_kinds: tuple[TensorKind, ...]) -> tuple[TensorKind, ...]:
+    """Return the kinds of the embedding, the last norm and the head."""
+    return TensorKinds(kind for kind in tensor_kinds if not 0 <= kind.start < kind.tensor.layers)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -314,7 +353,7 @@ def optimizer_step(s: Sizes) -> Moments:
     copies = (layout.cp, 1) if work.divided else (layout.cp * layout.dp, layout.edp)
     moments: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
     for number, experts in zip(copies, (False, True), strict=True):
-        summed = tuple(kind for kind in work.model.kinds if kind.tensor.experts is experts)
+        summed = tuple(kind for kind in work.model.trained_kinds if kind.tensor.experts is experts)
         if summed and number > 1:
             size = min(s.parts(summed)[experts], max(_largest(summed, s.side), CHUNK))
             moments["the gradients' sum" + " of experts" * experts] = {
@@ -324,7 +363,7 @@ def optimizer_step(s: Sizes) -> Moments:
     if work.optimizer is None:
         return moments
     remaining = gradients
-    for rule, own_kinds in optimizer_spec.kinds_by_rule(work.optimizer, work.model.kinds):
+    for rule, own_kinds in optimizer_spec.kinds_by_rule(work.optimizer, work.model.trained_kinds):
         for number, count, experts in zip(copies, s.parts(own_kinds), (False, True), strict=True):
             if not count:
                 continue

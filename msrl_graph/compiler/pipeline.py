@@ -25,6 +25,7 @@ from ..checks import (
     features,
     folders,
     followers,
+    frozen_weights,
     layout,
     lints,
     liveness,
@@ -267,6 +268,7 @@ def translate(
     known = copy_model_heads(plan)
     diagnostics = [
         *features.check(plan, ENGINES),
+        *frozen_weights.check_models(plan),
         *tokenizers.check(known),
         *folders.check(known),
         *datafiles.check(plan),

@@ -61,6 +61,8 @@ def _algorithm(graph: Graph) -> ast.AlgorithmDecl:
             stated["every"] = Expr("number", worker.every)
         if worker.decay:
             stated["decay"] = Expr("number", worker.decay)
+        if worker.freeze:
+            stated["freeze"] = Expr("list", args=tuple(Expr("string", word) for word in worker.freeze))
         attrs = _attrs(stated)
         body.append(ast.WorkerDecl(_name(worker.name), _name(worker.kind), worker.frozen, attrs, NOWHERE))
     body += [_source(node) if node.verb == "source" else _node(node) for node in graph.nodes]

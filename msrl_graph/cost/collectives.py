@@ -20,7 +20,7 @@ from ..hardware.cluster import ClusterSpec, Collective, Figure, weakest
 from ..ir.optimizer_spec import MASTER
 from ..ir.plan import Placement
 from ..model.architecture import Model, is_copied
-from ..sharding.layout import Side, stage_parts
+from ..sharding.layout import Layout, Side, TensorKind, stage_parts
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
@@ -123,8 +123,7 @@ class Collectives:
     @cached_property
     def device_parameters(self) -> tuple[float, float]:
         """The (dense, expert) parameter counts of a device of the largest pipeline stage."""
-        dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
-        return float(dense), float(experts)
+        return _count_parameters(self.model.kinds, self.placement.layout)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
         """Return the seconds of the tensor-parallel communication of one forward pass.
@@ -175,7 +174,7 @@ class Collectives:
         model = self.model
         if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
-        elements = sum(tensor.elements for tensor in model.weights if is_copied(tensor)) / layout.pp
+        elements = sum(tensor.elements for tensor in model.trained if is_copied(tensor)) / layout.pp
         return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
 
     def stages(self, tokens: float, backward: bool) -> Figure:
@@ -269,7 +268,7 @@ class Collectives:
         # Received bytes per weight, from all replicas but this one: gradients twice, or gradients once and the weights,
         # which a float32 step returns in float32.
         per_weight = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
-        dense, experts = self.device_parameters
+        dense, experts = _count_parameters(self.model.trained_kinds, layout)
         parts = [Figure(0.0, "derived", "one data-parallel group")]
         if replicas > 1:
             received = per_weight * dense * (replicas - 1) / replicas
@@ -277,3 +276,9 @@ class Collectives:
         if experts and layout.edp > 1:
             parts.append(self.seconds("all_reduce", "edp", per_weight * experts * (layout.edp - 1) / layout.edp))
         return total(*parts)
+
+
+def _count_parameters(kinds: tuple[TensorKind, ...], layout: Layout) -> tuple[float, float]:
+    """Return the (dense, expert) parameter counts of a device of the largest pipeline stage."""
+    dense, experts = max(stage_parts(kinds, Side(layout)), key=sum)
+    return float(dense), float(experts)

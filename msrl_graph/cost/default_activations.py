@@ -44,7 +44,7 @@ def gradients(work: Workload, spec: EngineSpec) -> int:
     From ZeRO 2 on, gradients are sharded over dp.
     """
     return GRADIENT * count_busiest_elements(
-        work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout))
+        work.model.trained_kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout))
     )
 
 
@@ -105,7 +105,8 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
     model = work.model
     layout = work.layout
     first = model.dense_layers
-    stretches = layout.stage_layers(stage, model.layers)
+    begin = model.first_trained if verb == "update" else 0
+    stretches = [(max(start, begin), max(stop, begin)) for start, stop in layout.stage_layers(stage, model.layers)]
     dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)
     layers = sum(stop - start for start, stop in stretches)
     largest = max([sizes[0]] * (dense > 0) + [sizes[1]] * (layers > dense), default=0)

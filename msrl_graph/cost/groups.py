@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..backends.spec import EngineSpec
-from ..ir.plan import Placement, Plan, Reshard
+from ..ir.plan import Placement, Plan
+from ..ir.resharding_plan import Reshard
 from ..sharding.layout import Layout
 
 BUFFERS = "collectives' buffers"

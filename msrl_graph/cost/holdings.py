@@ -30,8 +30,7 @@ from .offloading import step_moments
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory left free: fragments, kernel workspaces, captured graphs, collectives (groups.py).
 RESERVE = 1 - EngineOptions.memory
-# A probe compares trainer and generator when weights arrive (runtime/rank/weight_proof.py): PROBES prompts of TOKENS
-# tokens, or of a block of the generator's cache plus TOKENS.
+# A probe (runtime/rank/weight_proof.py): PROBES prompts of TOKENS tokens, or of a block of the cache plus TOKENS.
 PROBES = 4
 TOKENS = 8
 KEPT = ", kept"  # ending of items that a generation keeps for the next iteration
@@ -83,9 +82,10 @@ def side(plan: Plan, engines: Engines, node: str) -> Side:
     return spec(plan, engines, node).side(placement.layout, placement.first, placement.each)
 
 
-def weights(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of a node's weights on a device while no node computes."""
-    return count_busiest_elements(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
+def weights(plan: Plan, engines: Engines, node: str, part: str = "kinds") -> int:
+    """Return the bytes of a node's weights at rest, on a device; `part`: `trained_kinds` or `frozen_kinds` of them."""
+    kinds = getattr(plan.model(node), part)
+    return count_busiest_elements(kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
 def gradients(plan: Plan, engines: Engines, node: str) -> int:
@@ -108,7 +108,7 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are sharded over dp, so are their states
     by_stage = [0.0] * layout.pp
-    for rule, kinds in optimizer_spec.kinds_by_rule(update_optimizer, plan.model(node).kinds):
+    for rule, kinds in optimizer_spec.kinds_by_rule(update_optimizer, plan.model(node).trained_kinds):
         for stage, (dense, experts) in enumerate(stage_parts(kinds, at_rest)):
             by_stage[stage] += bytes_of(rule) * (-(-dense // copies) + experts)
     return math.ceil(max(by_stage))

@@ -31,7 +31,7 @@ def step_moments(work: Workload, gradients: int) -> Moments:
     copies = layout.cp * (1 if work.divided else layout.dp)
     flat = copies > 1 and layout.zero == 1
     by_rule = {}
-    for rule, kinds in optimizer_spec.kinds_by_rule(work.optimizer, work.model.kinds):
+    for rule, kinds in optimizer_spec.kinds_by_rule(work.optimizer, work.model.trained_kinds):
         per_element = rule.state_bytes(mastered)
         largest = max((elements(box_at(kind.tensor, side, (0, 0, 0))) for kind in kinds), default=0)
         # Elements that a rank steps at once.

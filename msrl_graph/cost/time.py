@@ -22,6 +22,7 @@ from ..ir.plan import Plan
 from ..ir.sequences import sequences
 from ..ir.workload import micro_batches
 from ..model.architecture import Model
+from ..model.freezing import compute_backward_share
 from ..sharding.layout import Layout
 from . import holdings
 from .collectives import Collectives, total
@@ -203,17 +204,11 @@ class Costs:
             # In a ring, keys and values travel in their layout, by rows.
             around = count * rows.longest if self.layout.cp_kind == "ring" else tokens
             # Attention's operands are copied to a layout by rows, its result back to tokens.
-            laid = (
-                4
-                * (self.model.heads + self.model.kv_heads)
-                * self.model.head_dim
-                * count
-                * rows.longest
-                * self.model.layers
-            )
+            heads = self.model.heads + self.model.kv_heads
+            laid = 4 * heads * self.model.head_dim * count * rows.longest * self.model.layers
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(rows.response, SCORING) + laid * BYTES[self.dtype]
         work = ForwardWork(tokens, rows.response, count, pairs, moved)
-        parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
+        parts = [self._pass("infer", work)] if not update else [self._pass("update", work, self._update_passes)]
         looks_ahead = update and self._looks_ahead
         parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
         if update and not self.recomputes:
@@ -301,7 +296,11 @@ class Costs:
         number = calls.layer * layers + calls.rest + calls.sequence * sequences
         return Figure(number * launch.value, launch.source, "operators x launch")
 
-    def _pass(self, act: Act, work: ForwardWork, factor: int = 1) -> Figure:
+    @cached_property
+    def _update_passes(self) -> float:
+        return 1 + compute_backward_share(self.model)
+
+    def _pass(self, act: Act, work: ForwardWork, factor: float = 1) -> Figure:
         device = self.device
         item = BYTES[self.dtype]
         layers = self.model.layers
@@ -334,13 +333,11 @@ class Costs:
         source = weakest(*rates, *bandwidths, calls)
         how = "products, attention, memory at their rates"
         if rates[0].source != "measured":
-            bandwidth = (
-                f"({SHARES['memory_bandwidth'].value:g} x bandwidth)"
-                if "memory_bandwidth" in device.peaks
-                else "bandwidth"
-            )
+            share = SHARES["memory_bandwidth"].value
+            bandwidth = f"({share:g} x bandwidth)" if "memory_bandwidth" in device.peaks else "bandwidth"
             how = f"FLOP / ({SHARES['flops_bf16'].value:g} x FLOP/s), bytes / {bandwidth}"
-        return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
+        times = f"{factor:.3g} x ({how})" if factor > 1 else how
+        return Figure(seconds, source, f"{times}, {calls.basis}")
 
     def _backward_reads(self, tokens: float, moved: float) -> Figure:
         """Return the seconds in which a CPU writes and reads tensors for a backward pass.

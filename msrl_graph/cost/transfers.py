@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from ..hardware.cluster import Figure, weakest
 from ..ir.attributes import UpdateAttributes
-from ..ir.plan import Plan, Reshard, Traffic
+from ..ir.plan import Plan, Traffic
+from ..ir.resharding_plan import Reshard
 from . import holdings
 from .collectives import total
 

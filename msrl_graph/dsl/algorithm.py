@@ -18,6 +18,7 @@ from ..ir.kinds import COUNT
 from ..ir.options import STATEMENTS
 from ..ir.sequences import reads_tempered
 from ..ir.signatures import CallKind, Signature
+from ..ir.worker_attributes import WorkerAttributes
 from . import ast
 from .attributes import read_as, read_attributes
 from .calls import CallingNode, Folder, Library
@@ -94,8 +95,8 @@ class _Algorithm(Declarations):
         if not self._owns_name(worker.name, "worker"):
             return
         kind = worker.kind.text
-        stated = declared.WorkerAttributes.of_stated(
-            read_attributes(worker.attrs, "worker", declared.WorkerAttributes.kinds(), self.names, self.problems)
+        stated = WorkerAttributes.of_stated(
+            read_attributes(worker.attrs, "worker", WorkerAttributes.kinds(), self.names, self.problems)
         )
         with self.problems.catching():
             if kind != "function" and kind not in KINDS:
@@ -105,15 +106,14 @@ class _Algorithm(Declarations):
                 raise mistake("unknown-name", f"unknown worker kind `{kind}`", worker.kind.span, nearest(kind, known))
             if kind == "function":
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
-                if worker.frozen or stated.model or stated.follows:
-                    attribute = "frozen" if worker.frozen else "model" if stated.model else "follows"
-                    raise mistake(
-                        "bad-value", f"a function has no weights, so `{attribute}` has no effect", worker.span
-                    )
+                named = {"frozen": worker.frozen, **vars(stated)}
+                if attribute := next((name for name in ("frozen", "model", "follows", "freeze") if named[name]), ""):
+                    message = f"a function has no weights, so `{attribute}` has no effect"
+                    raise mistake("bad-value", message, worker.span)
                 return
-            follows = (stated.follows, stated.every, stated.decay)
+            more = (stated.follows, stated.every, stated.decay, stated.freeze)
             self.workers[worker.name.text] = Worker(
-                worker.name.text, kind, worker.frozen, stated.model or kind, worker.span, *follows
+                worker.name.text, kind, worker.frozen, stated.model or kind, worker.span, *more
             )
 
     def _lower_source(self) -> None:

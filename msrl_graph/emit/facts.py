@@ -13,7 +13,8 @@ from typing import Any
 
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
-from ..ir.plan import Plan, Reshard
+from ..ir.plan import Plan
+from ..ir.resharding_plan import Reshard
 from .humanize import describe_instructions, describe_layer
 
 
@@ -81,6 +82,7 @@ def _declaration_facts(graph: Graph) -> Section:
             "follows": Fact(worker.follows or None),
             "every": Fact(worker.every if worker.every != 1 else None),
             "decay": Fact(worker.decay or None),
+            "freeze": Fact(", ".join(worker.freeze) or None),
         }
     for state in graph.states:
         section[f"state {state.name}"] = {

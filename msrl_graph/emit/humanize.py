@@ -8,9 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from ..ir.async_schedule import count_opening, lead_of_pools
+from ..ir.graph import Worker
 from ..ir.instruction import InstructionStream
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.search_record import Rival, SearchRecord
+from ..model.architecture import Model
 from ..model.layers import ExpertMlp, Layer
 from ..sharding.layout import Layout
 
@@ -60,6 +62,17 @@ def staleness(mean: float, bound: int) -> str:
     Both ages are in versions: `mean` is the average age, `bound` is the greatest age.
     """
     return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
+
+
+def format_parameters(number: int) -> str:
+    return f"{number / 1e9:.4g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
+def describe_frozen(worker: Worker, model: Model) -> str:
+    """Return a text about how much of a worker's model is trained."""
+    trained, every = (sum(tensor.elements for tensor in tensors) for tensors in (model.trained, model.weights))
+    counts = f"{format_parameters(trained)} of {format_parameters(every)} parameters are trained"
+    return f"worker {worker.name}: {counts}, frozen: {', '.join(worker.freeze)}"
 
 
 def format_layout(layout: Layout) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..ir.graph import Edge, Graph, Node
-from ..ir.plan import Plan, Reshard
+from ..ir.plan import Plan
+from ..ir.resharding_plan import Reshard
 from .humanize import duration, plural, size
 from .placed_graph import build_placed_graph
 

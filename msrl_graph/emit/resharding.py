@@ -6,7 +6,8 @@ Invariant: every figure is printed with its source (measured, derived, datasheet
 from __future__ import annotations
 
 from ..ir.async_schedule import Sends
-from ..ir.plan import Plan, Reshard, ReshardRoute
+from ..ir.plan import Plan
+from ..ir.resharding_plan import Reshard, ReshardRoute
 from .humanize import duration, format_layout, plural, size
 from .text_page import Sheet
 
@@ -25,8 +26,9 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
             if sends
             else "; ".join(_describe_route(route, len(reshard.ways)) for route in reshard.ways)
         )
+        once = f", and {len(reshard.first_buckets)} of frozen weights the first time," if reshard.first_buckets else ""
         page.line(
-            f"{plural(len(reshard.buckets), 'bucket')} of up to {size(reshard.bucket_bytes)}; {how}; "
+            f"{plural(len(reshard.buckets), 'bucket')}{once} of up to {size(reshard.bucket_bytes)}; {how}; "
             f"the buffer is {largest}"
         )
         steps = [

@@ -18,7 +18,17 @@ from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
 from .dataflow import write_docks, write_traffic
 from .evaluations import write_evaluations
-from .humanize import describe_experts, describe_instructions, duration, format_layout, plural, size, staleness
+from .humanize import (
+    describe_experts,
+    describe_frozen,
+    describe_instructions,
+    duration,
+    format_layout,
+    format_parameters,
+    plural,
+    size,
+    staleness,
+)
 from .placed_graph import build_placed_graph
 from .resharding import write_reshards
 from .text_page import WIDTH, Page, Sheet
@@ -183,7 +193,10 @@ def _write_head(page: Sheet, plan: Plan) -> None:
     graph = plan.graph
     page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_describe_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
-        page.line(f"model {name}: {model.name}, {_format_parameters(model.parameters)} parameters, {model.dtype}")
+        page.line(f"model {name}: {model.name}, {format_parameters(model.parameters)} parameters, {model.dtype}")
+    for worker in graph.workers:
+        if worker.freeze:
+            page.line(describe_frozen(worker, plan.model(graph.sharing(worker.name)[0].name)))
     for name, data in plan.deploy.data.items():
         page.line(f"data {name}: {data.path}")
     kind = f"{plural(cluster.nodes, 'host')} of {plural(cluster.devices_per_node, 'device')} `{device.name}`"
@@ -379,10 +392,6 @@ def describe_saving(iteration: Figure, in_step: Figure) -> str:
     """
     share = 1 - iteration.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
-
-
-def _format_parameters(number: int) -> str:
-    return f"{number / 1e9:.4g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
 
 
 def _format_seconds(figure: Figure | None) -> str:

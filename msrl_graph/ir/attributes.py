@@ -1,4 +1,4 @@
-"""Attributes of nodes, edges and workers, and values that are computed from them.
+"""Attributes of nodes and edges, and values that are computed from them.
 
 Invariant: code reads the typed value of an attribute, such as `UpdateAttributes.of(node).mini_batch`. The expression
 that the program states (`node.stated("mini_batch")`) is only for messages about the attribute. The method `of` of
@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .attribute_schema import DeclaredAttributes, EdgeAttributes, NodeAttributes, attr
+from .attribute_schema import EdgeAttributes, NodeAttributes, attr
 from .graph import Expr, Node
 from .kinds import (
     AGENT,
@@ -34,7 +34,6 @@ from .kinds import (
     TIME,
     TOOL_CALLS,
     FlagKind,
-    NameKind,
     NumericKind,
     StringKind,
     WordsKind,
@@ -44,34 +43,6 @@ N = TypeVar("N", int, float)
 # The value of a required attribute that is missing: only in a program with a mistake, which is reported.
 ABSENT = Expr("absent")
 LOOKS = 8  # how often a partial rollout checks its responses before the longest possible one ends
-
-
-@dataclass(frozen=True)
-class WorkerAttributes(DeclaredAttributes):
-    """Attributes of `worker NAME : KIND { … }`, for kinds of workers with weights."""
-
-    model: str = attr(
-        NameKind(),
-        "",
-        "The name of the worker's model. The deploy's `model` statement of this name says which weights to load.",
-        "the kind's name",
-    )
-    follows: str = attr(
-        NameKind(),
-        "",
-        "For a `frozen` worker: the trained worker whose weights this worker takes over after an iteration. It starts "
-        "with the weights of its own model.",
-        "none: the weights never change",
-    )
-    every: int = attr(
-        COUNT, 1, "With `follows`: the number of iterations from one such change of the weights to the next."
-    )
-    decay: float = attr(
-        NumericKind(0, 1),
-        0.0,
-        "With `follows`: the new weights are decay times this worker's weights plus (1 - decay) times the weights of "
-        "the followed worker, an exponential moving average. With 0, the weights are copied.",
-    )
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class Worker:
     follows: str = ""  # the worker whose weights a frozen one takes over, every `every` iterations
     every: int = 1
     decay: float = 0.0
+    freeze: tuple[str, ...] = ()  # parts and patterns of weights that an update does not change (model/freezing.py)
 
     def due(self, number: int) -> bool:
         """Return whether a follower's weights change after iteration `number`."""

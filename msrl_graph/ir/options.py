@@ -20,7 +20,6 @@ from .attributes import (
     SampleEdgeAttributes,
     SourceAttributes,
     UpdateAttributes,
-    WorkerAttributes,
 )
 from .evaluation import Draw
 from .kinds import (
@@ -41,6 +40,7 @@ from .kinds import (
     StringKind,
     WordsKind,
 )
+from .worker_attributes import WorkerAttributes
 
 OF_DEVICE = "of the device"
 

@@ -15,13 +15,15 @@ from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
+from ..model.freezing import freeze
 from ..sharding.device_range import DeviceRange, iterate_runs
-from ..sharding.layout import Layout, Tensor
+from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes
 from .evaluation import Evaluation
 from .graph import Edge, Expr, Graph, Value
 from .instruction import InstructionStream
 from .options import DockOptions, ReshardOptions, Run
+from .resharding_plan import Reshard
 from .search_record import SearchRecord
 from .views import PlanViews
 
@@ -173,81 +175,6 @@ class DockPlan:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of a resharding, with its bytes and its seconds per device."""
-
-    name: str
-    bytes: int
-    seconds: Figure
-
-
-@dataclass(frozen=True)
-class ReshardRoute:
-    """How one kind of weights is moved to the ranks that generate with them.
-
-    - `of`: the kind of weights: experts, embeddings, or weights (all others). `how`: in place, all-gather, all-to-all
-      or send.
-    - `block`: the number of consecutive ranks that exchange weights. If it is 2, ranks 0 and 1 form one block, ranks 2
-      and 3 the next block.
-    - `across`: whether layers are moved to other pipeline stages. If so, ranks also exchange weights with the same
-      block of every other stage.
-    - `ranks`: the number of ranks that take part, in all stages. `bytes`: the bytes that the busiest device receives.
-    """
-
-    of: str
-    how: str
-    block: int
-    across: bool
-    ranks: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """The plan of a resharding edge: an allgather-swap, or a `send` to another pool.
-
-    If the other pool may run ahead, the update sends a copy of its weights. The update makes this copy when it begins
-    (`copied`). Each number of bytes per device is the number for the busiest device.
-    """
-
-    src: str
-    dst: str
-    mode: str
-    order: str
-    reason: str
-    ways: tuple[ReshardRoute, ...]
-    bucket_bytes: int
-    buckets: tuple[tuple[str, ...], ...]  # tensor names
-    steps: tuple[Step, ...]
-    swap_in: Step
-    update_bytes_per_device: int
-    generate_bytes_per_device: int
-    released_bytes_per_device: int
-    peak_bytes_per_device: int
-    redundant_bytes: int  # what naive resharding would leave on all devices (eq. 3)
-    copied: Step | None = None
-
-    @property
-    def name(self) -> str:
-        """The edge as the program writes it; ranks report the edge's bytes by this name."""
-        return f"{self.src} => {self.dst}"
-
-    @property
-    def received_bytes_per_device(self) -> int:
-        """The bytes that a device receives each time the weights are sent."""
-        return next((step.bytes for step in self.steps if step.name.endswith("by bucket")), 0)
-
-    def route_of(self, tensor: Tensor) -> ReshardRoute:
-        """Return the route of a tensor.
-
-        An embedding or an expert uses the route of the kind `weights` if the plan has no route of its own kind.
-        """
-        kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"
-        ways = {way.of: way for way in self.ways}
-        return ways[kind if kind in ways else "weights"]
-
-
-@dataclass(frozen=True)
 class Traffic:
     """The traffic of a sample edge in an iteration, for columns of maximum length."""
 
@@ -392,10 +319,9 @@ class Plan(PlanViews):
     def environment_of(self, place: int | str) -> ProcessEnvironment:
         """Return the process environment of a pool (by name) or of a device (by number)."""
         pool = self.pool_of(place) if isinstance(place, int) else self.pool(place)
-        environments = (
-            environment for environment in self.surroundings if pool is not None and environment.pool == pool.name
-        )
-        return next(environments, ProcessEnvironment(pool.name if pool is not None else "", ()))
+        name = pool.name if pool is not None else ""
+        own = (environment for environment in self.surroundings if environment.pool == name)
+        return next(own, ProcessEnvironment(name, ()))
 
     def controller(self, node: str) -> ControllerSpec:
         return self._by_node[1][node]
@@ -404,7 +330,7 @@ class Plan(PlanViews):
         """Return the model of a node's worker."""
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
-        return model.scoring if worker.kind in ("value", "reward_model") else model
+        return freeze(model.scoring if worker.kind in ("value", "reward_model") else model, worker.freeze)
 
 
 def from_json(text: str | bytes) -> Plan:

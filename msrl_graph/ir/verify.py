@@ -230,7 +230,7 @@ def reshards(plan: Plan) -> Iterator[str]:
     for reshard in plan.reshards:
         if (reshard.mode == "send") != (plan.placement(reshard.src).pool != plan.placement(reshard.dst).pool):
             yield f"the mode of `{reshard.name}` cannot be {reshard.mode} with its pools"
-        if Counter(chain.from_iterable(reshard.buckets)) != Counter(
+        if Counter(chain.from_iterable((*reshard.buckets, *reshard.first_buckets))) != Counter(
             tensor.name for tensor in plan.model(reshard.src).weights
         ):
             yield f"the buckets of `{reshard.name}` do not have every tensor once"

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from ..diagnostics import NOWHERE, Span
-from ..sharding.layout import Tensor, TensorKind, group_by_kind
+from ..sharding.layout import Tensor, TensorKind, TensorKinds, group_by_kind
 from .features import FEATURES
 from .layers import DenseMlp, ExpertMlp, Layer, Mixer, MultiHeadLatentAttention
 
@@ -122,6 +122,11 @@ class Model:
         """The tensors that an update changes: they have gradients and optimizer states."""
         return tuple(tensor for tensor in self.tensors if tensor.is_trained)
 
+    @cached_property
+    def first_trained(self) -> int:
+        """The number of the lowest layer that a backward pass reaches: no weight below it is trained."""
+        return max(0, min((tensor.layer for tensor in self.trained), default=self.layers))
+
     @property
     def moved(self) -> tuple[Tensor, ...]:
         """The tensors that every resharding delivers. The first one also delivers the frozen weights."""
@@ -149,7 +154,16 @@ class Model:
 
     @cached_property
     def trained_kinds(self) -> tuple[TensorKind, ...]:
-        return group_by_kind(self.trained)
+        return TensorKinds(kind for kind in self.kinds if kind.tensor.is_trained)
+
+    @cached_property
+    def frozen_kinds(self) -> tuple[TensorKind, ...]:
+        return TensorKinds(kind for kind in self.kinds if kind.tensor.frozen)
+
+    @cached_property
+    def with_frozen(self) -> dict[tuple[str, ...], Model]:
+        """This model with frozen weights, by what `freeze` states (freezing.py); a cache."""
+        return {}
 
     @cached_property
     def scoring(self) -> Model:

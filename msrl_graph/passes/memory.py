@@ -231,12 +231,16 @@ class CountMemory(Pass):
                 )
                 if size:
                     items[f"{placement.node} activations"] = size * max(plan.on_hosts(placement.pool))
-        # Frozen nodes infer while the weights are on their way back.
-        if phase in ("reshard", "generate", "swap", "infer"):
-            for reshard in plan.reshards:
-                name = f"swapped {plan.graph.node(reshard.src).worker} weights"
-                ranks = max(plan.on_hosts(plan.placement(reshard.src).pool))
-                items[name] = max(items.get(name, 0), reshard.released_bytes_per_device * ranks)
+        for reshard in plan.reshards if phase != "load" else ():
+            source, target = (plan.placement(node).pool for node in (reshard.src, reshard.dst))
+            name = f"swapped {plan.graph.node(reshard.src).worker} weights"
+            # Frozen nodes infer while the weights are on their way back. Frozen weights keep their host buffers.
+            swapped = reshard.released_bytes_per_device
+            if swapped and phase == "update":
+                swapped = holdings.weights(plan, self.engines, reshard.src, "frozen_kinds")
+            items[name] = max(items.get(name, 0), swapped * max(plan.on_hosts(source)))
+            kept = holdings.weights(plan, self.engines, reshard.dst, "frozen_kinds")
+            items[f"frozen {reshard.dst} weights"] = kept * max(plan.on_hosts(target))
         if phase in PHASES[2:]:
             # A generation may be several iterations ahead: no update has read their rows yet.
             items["rows"] = count_lanes(plan) * rows // len(plan.docks.warehouses)

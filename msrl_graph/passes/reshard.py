@@ -18,7 +18,9 @@ from ..hardware.cluster import ClusterSpec, Figure, weakest
 from ..ir import verify
 from ..ir.async_schedule import fetched_edges
 from ..ir.graph import Edge
-from ..ir.plan import Plan, Reshard, ReshardRoute, Step
+from ..ir.plan import Plan
+from ..ir.resharding_plan import Reshard, ReshardRoute, Step
+from ..model.architecture import Model
 from ..sharding.layout import Side, Tensor, TensorKind, elements, shard, stages, strip_name
 from ..sharding.redistribute import (
     Movement,
@@ -82,9 +84,10 @@ class InsertResharding(Pass):
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, node) for node in (edge.src, edge.dst))
         sizes = {tensor.name: item * _count_wanted(tensor, target) for tensor in model.weights}
-        buckets = _split_into_buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
-        bucket = max(sum(sizes[name] for name in names) for names in buckets)
-        moved = count_movement(model.kinds, source, target, cluster.devices_per_node)
+        buckets, first_buckets = _split_by_turn(model, sizes, plan.deploy.reshard.bucket)
+        bucket = max(sum(sizes[name] for name in names) for names in (*buckets, *first_buckets))
+        moved = count_movement(model.trained_kinds, source, target, cluster.devices_per_node)
+        copied, placed = (holdings.weights(plan, self.engines, node, "trained_kinds") for node in (edge.src, edge.dst))
         none = Figure(0.0, "derived", "the update weights stay where they are")
         is_fetched = (edge.src, edge.dst) in fetched_edges(plan)
         reason = f"generation is on {pools[1]}, so nothing needs to leave {pools[0]}"
@@ -93,7 +96,8 @@ class InsertResharding(Pass):
         steps = (
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated per message, at both ends")),
             Step("send by bucket", item * moved.received, _seconds(cluster, moved, item, (source, target))),
-            Step("place slices", generate, _copy_seconds(cluster, generate)),
+            *self._copy_frozen(plan, edge.dst),
+            Step("place slices", placed, _copy_seconds(cluster, placed)),
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         )
         return Reshard(
@@ -105,6 +109,7 @@ class InsertResharding(Pass):
             ways=(ReshardRoute("weights", "send", 1, False, 1, item * moved.received),),
             bucket_bytes=bucket,
             buckets=buckets,
+            first_buckets=first_buckets,
             steps=steps,
             swap_in=Step("swap in (H2D)", 0, none),
             update_bytes_per_device=update,
@@ -112,8 +117,14 @@ class InsertResharding(Pass):
             released_bytes_per_device=0,
             peak_bytes_per_device=max(update, generate) + bucket,
             redundant_bytes=0,
-            copied=Step("copy to send from", update, _copy_seconds(cluster, update)) if is_fetched else None,
+            copied=Step("copy to send from", copied, _copy_seconds(cluster, copied)) if is_fetched else None,
         )
+
+    def _copy_frozen(self, plan: Plan, node: str) -> list[Step]:
+        """Return the step in which a generation copies its frozen weights from host memory to the device."""
+        size = holdings.weights(plan, self.engines, node, "frozen_kinds")
+        seconds = _transfer_seconds(size, plan.cluster.device.copies, "bytes / host link")
+        return [Step("copy frozen weights (H2D)", size, seconds)] if size else []
 
     def _reshard(self, plan: Plan, edge: Edge) -> Reshard:
         """Plan an allgather-swap between two layouts of the same devices."""
@@ -156,7 +167,7 @@ class InsertResharding(Pass):
         moved_of = {item_tensor.name: moved_by_tensor[movement_key(item_tensor)] for item_tensor in model.weights}
         sizes = {name: size for name, (_, size) in moved_of.items()}
         ordered = _order_by_stage(model.weights, sizes, source, any(route.across for route in ways))
-        buckets = _split_into_buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
+        buckets, first_buckets = _split_by_turn(model, ordered, options.bucket)
         uses = {
             item_tensor.name: (moved_of[item_tensor.name][0], stages(item_tensor, target.layout))
             for item_tensor in model.weights
@@ -164,7 +175,7 @@ class InsertResharding(Pass):
         bucket = max(
             sum(sizes[name] for name in names if not seen[uses[name][0]].isdisjoint(uses[name][1]))
             for seen in find_served_stages(source, target, tuple((route.across, route.block) for route in ways))
-            for names in buckets
+            for names in (*buckets, *first_buckets)
         )
 
         swap = options.mode == "swap"
@@ -172,24 +183,27 @@ class InsertResharding(Pass):
         order, reason = _choose_order(plan, others, update, generate, bucket)
         received = item * moved.received
         link = cluster.device.copies
-        out = Step(
-            "swap out (D2H)", update if swap else 0, _transfer_seconds(update if swap else 0, link, "bytes / host link")
-        )
+        # Host memory keeps frozen weights, so they are copied to it only once.
+        copied_out = holdings.weights(plan, self.engines, edge.src, "trained_kinds") if swap else 0
+        released = update if swap else 0
+        out = Step("swap out (D2H)", copied_out, _transfer_seconds(copied_out, link, "bytes / host link"))
+        placed = holdings.weights(plan, self.engines, edge.dst, "trained_kinds")
         methods = list(dict.fromkeys(route.how for route in ways if route.bytes)) or ["all-gather"]
         steps = [
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated once, reused by every bucket")),
             Step(f"{' and '.join(methods)} by bucket", received, _seconds(cluster, moved, item, (source, target))),
-            Step("select slices", generate, _copy_seconds(cluster, generate)),
+            *self._copy_frozen(plan, edge.dst),
+            Step("select slices", placed, _copy_seconds(cluster, placed)),
             out,
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         ]
         if swap and order == "staged":
-            read_back = _transfer_seconds(update, link, "bytes / host link, read back from the host by bucket")
+            read_back = _transfer_seconds(copied_out, link, "bytes / host link, read back from the host by bucket")
             gather = steps[1].seconds
             both = Figure(
                 read_back.value + gather.value, weakest(read_back, gather), f"{read_back.basis}; {gather.basis}"
             )
-            steps = [steps[0], out, replace(steps[1], seconds=both), steps[2], steps[4]]
+            steps = [steps[0], out, replace(steps[1], seconds=both), *steps[2:-2], steps[-1]]
         return Reshard(
             src=edge.src,
             dst=edge.dst,
@@ -199,11 +213,12 @@ class InsertResharding(Pass):
             ways=ways,
             bucket_bytes=bucket,
             buckets=buckets,
+            first_buckets=first_buckets,
             steps=tuple(steps),
-            swap_in=Step("swap in (H2D)", out.bytes, _transfer_seconds(out.bytes, link, "bytes / host link")),
+            swap_in=Step("swap in (H2D)", released, _transfer_seconds(released, link, "bytes / host link")),
             update_bytes_per_device=update,
             generate_bytes_per_device=generate,
-            released_bytes_per_device=out.bytes,
+            released_bytes_per_device=released,
             peak_bytes_per_device=max(update, generate) + bucket if order == "staged" else update + generate + bucket,
             redundant_bytes=count_left_behind(model.kinds, source, target) * item if self.compare else 0,
         )
@@ -248,14 +263,15 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     cluster = plan.cluster
     model = plan.model(edge.src)
     source, target = (holdings.side(plan, engines, node) for node in (edge.src, edge.dst))
-    inward = count_lacking(model.kinds, source, target, cluster.devices_per_node)
+    inward = count_lacking(model.trained_kinds, source, target, cluster.devices_per_node)
     links = cluster.between(min(side.on_host(side.devices, cluster.devices_per_node) for side in (source, target)))
     comes = BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
     if plan.placement(edge.src).pool != plan.placement(edge.dst).pool or plan.deploy.reshard.mode != "swap":
         return {("RESHARD", edge.dst): comes}
     moves = holdings.weights(plan, engines, edge.src) / cluster.device.copies.value
-    chosen = _copy_seconds(cluster, holdings.weights(plan, engines, edge.dst)).value
-    return {("RESHARD", edge.dst): comes + chosen + moves, ("SWAP_IN", edge.src): moves}
+    out = holdings.weights(plan, engines, edge.src, "trained_kinds") / cluster.device.copies.value
+    chosen = _copy_seconds(cluster, holdings.weights(plan, engines, edge.dst, "trained_kinds")).value
+    return {("RESHARD", edge.dst): comes + chosen + out, ("SWAP_IN", edge.src): moves}
 
 
 def _choose_route(
@@ -273,6 +289,9 @@ def _choose_route(
         return ReshardRoute(name, "in place", 1, False, 1, 0), Movement()
     gather, exact = (count_movement(kinds, source, target, per_host, block_size) for block_size in (block, 0))
     how, moved = ("all-to-all", exact) if 2 * exact.received <= gather.received else ("all-gather", gather)
+    if any(kind.tensor.frozen for kind in kinds):  # the first resharding moves them, but this counts the later ones
+        trained = tuple(kind for kind in kinds if kind.tensor.is_trained)
+        moved = count_movement(trained, source, target, per_host, block if how == "all-gather" else 0)
     return ReshardRoute(name, how, block, across, ranks, item * moved.received), moved
 
 
@@ -309,6 +328,19 @@ def _order_by_stage(
         layers = list(dict.fromkeys(tensor.layer for tensor in tensors if stages(tensor, source.layout)[0] == stage))
         order += [(layers.index(tensor.layer), stage, tensor.name) for tensor in tensors if tensor.layer in set(layers)]
     return {name: sizes[name] for _, _, name in sorted(order, key=lambda entry: entry[:2])}
+
+
+def _split_by_turn(
+    model: Model, sizes: Mapping[str, int], limit: int
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """Return the buckets that each resharding moves, and those that only the first one moves.
+
+    `limit` is the stated size of a bucket in bytes; 0 if none is stated.
+    """
+    frozen = {tensor.name for tensor in model.weights if tensor.frozen}
+    most = limit or min(GIB, -(-sum(sizes.values()) // FEW))
+    turns = [{name: size for name, size in sizes.items() if (name in frozen) is first} for first in (False, True)]
+    return _split_into_buckets(turns[0], most), _split_into_buckets(turns[1], most)
 
 
 def _split_into_buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:

@@ -26,7 +26,7 @@ from msrl_graph.backends import ENGINES, hf_modules
 from msrl_graph.backends.spec import ForwardRequest, Sampling, collect_responses
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
-from msrl_graph.model import models
+from msrl_graph.model import freezing, models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout, slices
@@ -48,6 +48,7 @@ LAYOUTS = {
     "ep 2": Layout(dp=2, ep=2),
     "pp 2": Layout(pp=2),
 }
+DIVIDED = LAYOUTS | {"zero 2": Layout(dp=2, zero=2), "zero 3": Layout(dp=2, zero=3)}
 ROWS = 8
 VOCABULARY = 16
 RATE = 0.01
@@ -66,6 +67,7 @@ def supports(name, model, layout):
     spec = ENGINES[name]
     axes = [axis for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
     known = all(axis in spec.axes and axis not in spec.list_plan_only("host") for axis in axes)
+    known = known and layout.zero in spec.zero
     return known and not model.list_lacking(spec.features) and (layout.ep == 1 or model.experts is not None)
 
 
@@ -83,11 +85,15 @@ def shares(responses):
 class Reference:
     """A model that transformers and torch compute."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, frozen=()):
         from transformers import AutoModelForCausalLM
 
         self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.net.eval()
+        model = freezing.freeze(models.load(folder, Path("/"), None, NOWHERE), frozen)
+        trained = {tensor.name for tensor in model.trained}
+        for name, value in self.net.named_parameters():
+            value.requires_grad_(our_names(name)[0] in trained)
         self.prompts, self.responses = batch()
 
     def logits(self, prompts, responses):
@@ -107,33 +113,45 @@ class Reference:
         logps = self.logits(self.prompts, self.responses).log_softmax(-1)
         tokens = torch.from_numpy(self.responses.values.astype(np.int64))
         (logps.gather(1, tokens[:, None])[:, 0] * shares(self.responses)).sum().backward()
-        norm = torch.nn.utils.get_total_norm([value.grad for value in self.net.parameters()])
-        torch.optim.AdamW(self.net.parameters(), RATE, eps=EPSILON, weight_decay=0.1).step()
+        trained = [value for value in self.net.parameters() if value.requires_grad]
+        norm = torch.nn.utils.get_total_norm([value.grad for value in trained])
+        torch.optim.AdamW(trained, RATE, eps=EPSILON, weight_decay=0.1).step()
         return logps.detach(), float(norm), by_our_names(self.net)
 
 
 def by_our_names(net):
-    """Return the weights of a transformers model, by the names that msrl_graph uses.
-
-    For experts, transformers has one parameter for the gate and up projections of a layer.
-    """
+    """Return the weights of a transformers model, by the names that msrl_graph uses."""
     found = {}
     for name, value in net.named_parameters():
-        owner, experts, leaf = name.partition(".experts.")
-        value = value.detach().clone()
-        parts = value.chunk(2, 1) if leaf == "gate_up_proj" else [value]
-        names = ["gate_proj", "up_proj"] if len(parts) == 2 else [leaf]
-        found |= {f"{owner}.experts.*.{n}.weight" if experts else name: p for n, p in zip(names, parts, strict=True)}
+        names = our_names(name)
+        found |= dict(
+            zip(
+                names,
+                value.detach().clone().chunk(len(names), 1) if len(names) > 1 else [value.detach().clone()],
+                strict=True,
+            )
+        )
     return found
 
 
-def measure_trainer(rank, folder, name, layout, reference, breaks):
-    model = models.load(folder, Path("/"), None, NOWHERE)
+def our_names(name):
+    """Return the names of the weights in a parameter of transformers.
+
+    For experts, transformers has one parameter for the gate and up projections of a layer.
+    """
+    owner, experts, leaf = name.partition(".experts.")
+    leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+    return [f"{owner}.experts.*.{leaf}.weight" for leaf in leaves] if experts else [name]
+
+
+def measure_trainer(rank, folder, name, layout, reference, breaks, frozen):
+    model = freezing.freeze(models.load(folder, Path("/"), None, NOWHERE), frozen)
     layout = settle_layout(name, model, layout)
     engine = engines.built(
         name, model, layout, rank, engines.mesh(layout), adamw(lr=0.0, eps=EPSILON, weight_decay=0.1)
     )
     breaks(engine)
+    begun = {shard.name: shard.tensor.clone() for shard in engine.shards()}
     prompts, responses = batch()
     own = np.arange(ROWS).reshape(layout.dp, -1)[layout.coordinates(rank).dp]
     index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in own])
@@ -152,10 +170,12 @@ def measure_trainer(rank, folder, name, layout, reference, breaks):
         for shard in engine.shards()
         if shard.tensor.numel()
     ]
+    kept = {tensor.name for tensor in model.weights if tensor.frozen}
+    assert all(torch.equal(shard.tensor, begun[shard.name]) for shard in engine.shards() if shard.name in kept)
     return found | {"step": max(steps)}
 
 
-def measure_generator(rank, folder, name, layout, reference, breaks):
+def measure_generator(rank, folder, name, layout, reference, breaks, frozen):
     model = models.load(folder, Path("/"), None, NOWHERE)
     layout = settle_layout(name, model, layout)
     sizes = {"rows": ROWS, "prompts": ROWS, "prompt": 26, "response": 6, "samples": 2}
@@ -181,16 +201,16 @@ def change_nothing(engine):
     pass
 
 
-def measure_cells(rank, _, folder, out, cases, breaks=change_nothing):
+def measure_cells(rank, _, folder, out, cases, breaks, frozen):
     """Write the largest differences of all ranks to `out`, for each case.
 
     A case is an engine and the name of a layout.
     """
-    reference = Reference(folder).step()
+    reference = Reference(folder, frozen).step()
     found = {}
     for name, layout in cases:
         compute = measure_generator if "generate" in ENGINES[name].verbs else measure_trainer
-        own = compute(rank, folder, name, LAYOUTS[layout], reference, breaks)
+        own = compute(rank, folder, name, DIVIDED[layout], reference, breaks, frozen)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {what: float(value) for what, value in own.items()})
         names = {what for some in everyone for what in some}
@@ -200,18 +220,18 @@ def measure_cells(rank, _, folder, out, cases, breaks=change_nothing):
     gc.collect()  # engines are in reference cycles, and a later test of these ranks measures memory
 
 
-def measure(family, names, folder, breaks=change_nothing):
+def measure(family, names, folder, breaks=change_nothing, frozen=(), layouts=LAYOUTS):
     """Return the largest differences of a family's cells, by engine and layout.
 
-    `breaks` changes an engine before it computes.
+    `breaks` changes an engine before it computes. `frozen` are parts of the model that are not trained.
     """
     weights = WRITTEN[family](folder / family)
     model = models.load(weights, Path("/"), None, NOWHERE)
-    cases = [(name, layout) for name in names for layout, at in LAYOUTS.items() if supports(name, model, at)]
+    cases = [(name, layout) for name in names for layout, at in layouts.items() if supports(name, model, at)]
     found = {}
     for world in (1, 2):
-        some = [(name, layout) for name, layout in cases if LAYOUTS[layout].devices == world]
-        ranks.run(world, measure_cells, weights, str(folder / "found"), some, breaks)
+        some = [(name, layout) for name, layout in cases if layouts[layout].devices == world]
+        ranks.run(world, measure_cells, weights, str(folder / "found"), some, breaks, frozen)
         found |= torch.load(folder / "found")
     return found
 

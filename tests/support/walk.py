@@ -212,8 +212,10 @@ def predicted(plan):
     found = {("device", m.phase): (m.total, f"{m.items} {m.remark}") for m in plan.memory if m.place == "device"}
     swapped = sum(r.released_bytes_per_device for r in plan.reshards)
     away = sum(sum(holdings.offloaded_items(plan, ENGINES, pool.name).values()) for pool in plan.pools)
+    frozen = {end: holdings.weights(plan, ENGINES, f"actor.{end}", "frozen_kinds") for end in ("update", "generate")}
+    away += frozen["generate"]
     host = {("host", phase): (away + swapped, "") for phase in ("reshard", "swap")}
-    if meanwhile := away + holdings.activations_away(plan, ENGINES, "actor.update"):
+    if meanwhile := away + frozen["update"] + holdings.activations_away(plan, ENGINES, "actor.update"):
         host["host", "update"] = meanwhile, ""
     return found | host
 

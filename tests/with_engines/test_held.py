@@ -4,8 +4,9 @@ program by Megatron and vLLM holds is what its plan says."""
 import pytest
 import ranks
 from held import EXPERTS, assert_close, peaks, small
-from walk import CASES as PROGRAMS
+from walk import CASES as WALKS
 from walk import measured, predicted
+from walk_frozen import HEAVY
 
 from msrl_graph.sharding.layout import Layout
 
@@ -24,6 +25,9 @@ CASES = {
     "experts, tp 2, etp 2": (Layout(tp=2, etp=2), EXPERTS),
 }
 
+NAMES = ("qwen2, tied, deep, megatron and vllm", "experts, dp 2 x ep 2, megatron and vllm")
+PROGRAMS = (*(walk for walk in WALKS if walk.name in NAMES), *HEAVY)
+
 
 @pytest.mark.parametrize(("layout", "changes"), CASES.values(), ids=CASES)
 def test_it_holds_what_is_said(layout, changes, tmp_path):
@@ -40,10 +44,9 @@ def test_so_it_does_of_a_model_that_scores(layout, tmp_path):
     assert_close(peaks("megatron", small(tmp_path).scoring, layout))
 
 
-@pytest.mark.parametrize("name", ["qwen2, tied, deep", "experts, dp 2 x ep 2"])
-def test_so_it_does_of_a_program_in_each_of_its_phases(name, tmp_path):
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_so_it_does_of_a_program_in_each_of_its_phases(program, tmp_path):
     """Weights and optimizer states among it, and what vLLM holds as it is built."""
-    (program,) = (p for p in PROGRAMS if p.name == f"{name}, megatron and vllm")
     plan = program.write(tmp_path)
     found = measured(plan)
     ranks.end()

@@ -105,8 +105,12 @@ class MegatronEngine:
         self._rules = weights.optimizer
         self._optimizer = None
         self._pieces = _locate_pieces(self.chunks, self._shards)
+        is_trained = {tensor.name: tensor.is_trained and weights.optimizer is not None for tensor in model.weights}
         for module in self.chunks:
-            module.requires_grad_(weights.optimizer is not None)
+            module.requires_grad_(False)
+        for (parameters, _), piece in zip(self._pieces, self._shards, strict=True):
+            for parameter in parameters:  # fused parameters may be trained in part
+                parameter.requires_grad_(parameter.requires_grad or is_trained[piece.name])
         if weights.optimizer is not None:
             self._gradients = Gradients(parameter for module in self.chunks for parameter in module.parameters())
             offloads_optimizer = offloads(placement, "optimizer")
@@ -210,8 +214,10 @@ class MegatronEngine:
     ) -> float:
         assert self._optimizer is not None and self._rules is not None
         gradients = []
-        remaining = Counter(member for parameters, _ in self._pieces for member in parameters)
-        for i, (parameters, _) in enumerate(self._pieces):
+        trained = [i for i, tensor in enumerate(self.model.weights) if tensor.is_trained]
+        remaining = Counter(member for i in trained for member in self._pieces[i][0])
+        for i in trained:
+            parameters, _ = self._pieces[i]
             gradients.append(self._read_gradient(i))
             remaining.subtract(parameters)
             for parameter in parameters:
@@ -220,7 +226,7 @@ class MegatronEngine:
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
         if self.layout.tp > 1:  # a norm sees a part of the tokens
-            pairs = zip(gradients, self.model.weights, strict=True)
+            pairs = zip(gradients, self.model.trained, strict=True)
             add_up([gradient for gradient, tensor in pairs if is_copied(tensor) and gradient.numel()], self.groups.tp)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
 
@@ -389,15 +395,15 @@ def _locate_pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple
     rows are the same slice in each of these parameters. A shard that is in no chunk has no parameters.
     """
     parameters_by_storage: dict[int, list[Any]] = {}
-    for parameter in (candidate for module in chunks for candidate in module.parameters() if candidate.numel()):
-        parameters_by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for parameter in (parameter for module in chunks for parameter in module.parameters()):
+        parameters_by_storage.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
     pieces: list[tuple[list[Any], slice]] = []
     for piece in shards:
-        if not piece.tensor.numel() or piece.tensor.untyped_storage().data_ptr() not in parameters_by_storage:
+        parameters = parameters_by_storage.get(piece.tensor.untyped_storage()._cdata, [])
+        if not parameters:
             pieces.append(([], slice(0, 0)))
             continue
-        parameters = parameters_by_storage[piece.tensor.untyped_storage().data_ptr()]
-        row = parameters[0][0].numel() if parameters[0].ndim > 1 else 1
+        row = parameters[0].shape[1:].numel()  # the parameter may have no rows
         begin = piece.tensor.storage_offset() // row
         rows = piece.tensor.shape[-2 if piece.tensor.ndim > 2 else 0]
         pieces.append((parameters, slice(begin, begin + rows)))

@@ -7,7 +7,7 @@ from ...sharding.layout import Layout
 from .. import expert_placement
 from ..optimizer.step_calls import step_calls
 from ..spec import Act, EngineSpec, OperatorCalls
-from . import peaks
+from . import peaks, stage_sizes
 
 # Python's cost of a pass besides its operators, in operators that take as long: Megatron's modules and schedule, for
 # an update in both passes. By processor time of models of 2 and 6 layers on two tokens; an operator is that of
@@ -38,7 +38,7 @@ SPEC = EngineSpec(
     options=("micro_batch", "recompute", "dtype", "offload", "activations"),
     zero=(0, 1),
     spread=expert_placement.MEGATRON,
-    vocabulary_multiple=peaks.PADDED,
+    vocabulary_multiple=stage_sizes.PADDED,
     features=SUPPORTED - {"output_bias", "mlp_bias", "embedding_scale", "offset_norms"},
     needs=("megatron-core",),
     groups=lambda layout: (

@@ -230,12 +230,15 @@ class OptimizerSlice:
     def moments(self) -> dict[str, list[Shard]]:
         """Return the optimizer states of the slice's tensors.
 
-        The keys of the result are the kinds of optimizer states, such as a first or second moment.
+        The keys of the result are the kinds of optimizer states, such as a first or second moment. The result is empty
+        if the optimizer of a checkpoint had other kinds, and no step was taken since.
         """
         import torch
         from torch import distributed as dist
 
-        states = [self.state[master] for master in self.masters]
+        states = [self.state[master] for master in self.masters if master in self.state]
+        if len(states) < len(self.masters):
+            return {}
         kinds = {name: [self._read_stored(state[name]) for state in states] for name in self.keeps}
         if any(shard.tensor.dtype != torch.float32 for shard in self.shards):
             kinds["master"] = [*map(self._read_stored, self.masters)]
@@ -257,10 +260,13 @@ class OptimizerSlice:
         import torch
 
         self.state.clear()
+        # A weight that was frozen until now has no states yet: its master is the weight, and its moments are 0.
         kinds = {
-            kind: [by_name[shard.name] for shard in self.shards]
+            kind: [
+                by_name[shard.name] if shard.name in by_name else shard.tensor.float() * (kind == "master")
+                for shard in self.shards
+            ]
             for kind, by_name in moments.items()
-            if all(shard.name in by_name for shard in self.shards)
         }
         kinds = {kind: tensors for kind, tensors in kinds.items() if kind == "master" or kind in self.keeps}
         if self.flat:

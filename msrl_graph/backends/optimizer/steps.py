@@ -53,7 +53,7 @@ class ShardRows(NamedTuple):
 class Steps:
     """The optimizer of a model on one rank.
 
-    - `tensors`: the model's tensors. `shards`: this rank's shard of each tensor.
+    - `tensors`: the model's weights. `shards`: this rank's shard of each weight. Frozen weights are left out.
     - `divided`: whether the weights are sharded over dp.
     - `offload`: whether the optimizer states are in host memory between steps.
 
@@ -72,7 +72,9 @@ class Steps:
     ) -> None:
         import torch
 
-        self.tensors = tensors
+        trained = [(tensor, shard) for tensor, shard in zip(tensors, shards, strict=True) if tensor.is_trained]
+        tensors = self.tensors = [tensor for tensor, _ in trained]
+        shards = [shard for _, shard in trained]
         self.layout = layout
         self.devices = devices
         self.divided = divided

@@ -27,10 +27,12 @@ from ...cost import holdings
 from ...ir.async_schedule import fetched_edges, skipping_edges
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
-from ...ir.plan import Placement, Plan, Reshard
+from ...ir.plan import Placement, Plan
+from ...ir.resharding_plan import Reshard
 from ...sharding.layout import Box, Side, owns, slices
 from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import CheckpointSource, Manifest
+from ..weights.frozen_copies import FrozenCopies
 from ..weights.reshard import HostSwap, Resharder
 from ..weights.transfer_routes import make_blocks
 from ..weights.weight_publication import WeightPublication
@@ -60,6 +62,7 @@ class Engines:
         self.store: Any = None  # the store through which the ranks find each other
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.proofs: dict[tuple[str, str], WeightProof] = {}  # of the same edges
+        self.frozen_copies: dict[tuple[str, str], FrozenCopies] = {}  # of the same edges
         self.sparse = skipping_edges(plan)
         self.offloads: dict[str, HostOffload] = {}  # by worker: its weights are in host memory unless it computes
         self.followers: dict[str, Follower] = {}  # by worker
@@ -221,6 +224,7 @@ class Engines:
             self._spec(placement.node).side(placement.layout, placement.first, placement.each)
             for placement in (source, plan.placement(dst))
         ]
+        self.frozen_copies[src, dst] = FrozenCopies(self.device, model)
         proof = self.proofs[src, dst] = self._proof(edge, (sides[0], sides[1]))
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
@@ -233,7 +237,9 @@ class Engines:
             return
         neighbours = make_blocks(edge.ways, sides[0], self.per_host, self.rank)
         if shards:
-            swap = self.swaps.setdefault(worker, HostSwap(shards))
+            swap = self.swaps.setdefault(
+                worker, HostSwap(shards, {tensor.name for tensor in model.weights if tensor.frozen})
+            )
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
     def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:
@@ -314,6 +320,8 @@ class Engines:
             if name in self.followers:
                 self._resume_follower(source, name)
                 continue
+            if name in self.swaps:
+                self.swaps[name].offload.forget_constant()
             with torch.no_grad():
                 for shard in trainer.shards():
                     shard.tensor.copy_(source.read(f"{name}/weights/{shard.name}", shard.box, shard.tensor.dtype))

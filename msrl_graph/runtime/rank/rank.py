@@ -104,6 +104,7 @@ class InstructionRunner(Walker):
             number = self.task.fetches[edge.name].version
         proof = rank.proofs[src, dst]
         worker = rank.plan.graph.node(src).worker
+        frozen = rank.frozen_copies[src, dst]
         generator = rank.generators.get(dst)  # None on a rank of the sending pool, which fills no generator
         if isinstance(edge, WeightPublication) and not self._due(edge, generator is not None):
             return
@@ -112,6 +113,7 @@ class InstructionRunner(Walker):
         def allocate() -> list[Shard]:
             shards[:] = generator.allocate() if generator else []
             proof.check_bound(shards)
+            frozen.fetch()
             return shards
 
         with report_engine_errors(
@@ -136,6 +138,8 @@ class InstructionRunner(Walker):
                     last = self.task.fetches.get(edge.name)
                     edge.publish(number, last.fetch_count if last else 0)
             if generator:
+                with self.report.phase("reshard"):
+                    frozen.store(shards)
                 with self.report.phase("proof"):
                     proof.digest_experts(shards)
                 with self.report.phase("reshard"):

@@ -32,7 +32,8 @@ from ...backends.spec import EngineSpec, ForwardRequest, Generator, Sampling, Sh
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
-from ...ir.plan import Placement, Plan, Reshard
+from ...ir.plan import Placement, Plan
+from ...ir.resharding_plan import Reshard
 from ...ir.workload import micro_batches
 from ...sharding.layout import Side
 from ..data.columns import ragged

@@ -49,6 +49,8 @@ class Delivery:
     - `ends`: the number of the rank in each of these two layouts; -1 in a layout that does not have the rank.
     - `size`: the number of different boxes that the ranks of the generation hold, summed over all tensors.
 
+    Training does not change frozen weights. So each rank computes their digests only once.
+
     The digests of the update are a list with one number for each of these boxes. Several ranks of the update may hold
     parts of a box. Each of these ranks computes the digest of its part, and the sum of these digests is the digest of
     the box.
@@ -59,6 +61,7 @@ class Delivery:
     ) -> None:
         source, target = sides
         self.digest = digest
+        self.frozen = {tensor.name for tensor in tensors if tensor.frozen}
         self.size = 0
         self.parts: list[TensorSlice] = []  # the slices of the update that this rank sums
         self.declared: dict[str, TensorSlice] = {}  # by tensor, what this rank generates with
@@ -88,20 +91,28 @@ class Delivery:
                 self.declared[tensor.name] = self._make_slice(tensor, own, own, places[own])
         self.parts.sort(key=lambda part: part.box)  # slices of the same box are summed together
         self.own_parts = sorted(self.declared.values(), key=lambda part: part.box)
-        self._places = torch.tensor([part.place for part in self.parts], dtype=torch.int64)
+        self._frozen_sent: torch.Tensor | None = None
+        self._frozen_held: dict[str, int] = {}
 
     def _make_slice(self, tensor: Tensor, box: Box, held_box: Box, place: int) -> TensorSlice:
         inside = None if box == held_box else slices(relative_box(box, held_box))
         return TensorSlice(tensor.name, box, inside, self.digest.position_weights(box), place)
 
-    def sent_digests(self, shards: Iterable[Shard]) -> torch.Tensor:
+    def sent_digests(self, shards: Sequence[Shard]) -> torch.Tensor:
         """Return the numbers that this rank adds to the update's digests.
 
         The result has one number for each box that the generation holds. The sum of the results of all update ranks is
         the list of the update's digests. `shards` are the weights of the update on this rank.
         """
-        digests = self._digests(shards, self.parts)
-        return torch.zeros(self.size, dtype=torch.int64).index_add_(0, self._places, digests)
+        if self._frozen_sent is None:
+            self._frozen_sent = self._sum_digests(shards, [part for part in self.parts if part.name in self.frozen])
+        return self._frozen_sent + self._sum_digests(
+            shards, [part for part in self.parts if part.name not in self.frozen]
+        )
+
+    def _sum_digests(self, shards: Sequence[Shard], parts: Sequence[TensorSlice]) -> torch.Tensor:
+        places = torch.tensor([part.place for part in parts], dtype=torch.int64)
+        return torch.zeros(self.size, dtype=torch.int64).index_add_(0, places, self._digests(shards, parts))
 
     def held_digests(self, shards: Sequence[Shard]) -> dict[str, int]:
         """Return the digest of each generation tensor on this rank, by the tensor's name.
@@ -109,8 +120,10 @@ class Delivery:
         Only the tensors of `shards` are included.
         """
         names = {shard.name for shard in shards}
-        parts = [part for part in self.own_parts if part.name in names]
-        return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
+        parts = [part for part in self.own_parts if part.name in names - self._frozen_held.keys()]
+        digests = dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
+        self._frozen_held |= {name: number for name, number in digests.items() if name in self.frozen}
+        return digests | {name: number for name, number in self._frozen_held.items() if name in names}
 
     def _digests(self, shards: Iterable[Shard], parts: Sequence[TensorSlice]) -> torch.Tensor:
         tensors = {shard.name: shard.tensor for shard in shards}

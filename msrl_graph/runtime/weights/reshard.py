@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from ...backends import devices
 from ...backends.host_offload import HostOffload
 from ...backends.spec import Shard
-from ...ir.plan import Reshard
+from ...ir.resharding_plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Side, Tensor
 from .transfer_routes import Block, RouteLoad, TransferRoute
@@ -28,12 +28,13 @@ from .transfer_routes import Block, RouteLoad, TransferRoute
 class HostSwap:
     """The update weights of a rank, on the device or in host buffers.
 
-    The host buffers exist only while the weights are not on the device.
+    The host buffers exist only while the weights are not on the device. Those of `frozen` weights are kept.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], frozen: Collection[str] = ()) -> None:
         self.shards = shards
-        self.offload = HostOffload(devices.device_of(shards[0].tensor), [shard.tensor for shard in shards])
+        constant = [i for i, shard in enumerate(shards) if shard.name in frozen]
+        self.offload = HostOffload(devices.device_of(shards[0].tensor), [shard.tensor for shard in shards], constant)
         self._seconds = 0.0  # of copies to the device since the last call of `taken`
         self._thread: threading.Thread | None = None
 
@@ -103,15 +104,20 @@ class Resharder:
             tensors[plan.route_of(tensor).of].append(tensor)
         routes = [TransferRoute(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
         self.loads: list[list[RouteLoad]] = []  # by bucket, of each way
-        for bucket in plan.buckets:
+        self.begun = False  # whether frozen weights were moved
+        for bucket in (*plan.first_buckets, *plan.buckets):
             self.loads.append([])
             for route in routes:
                 self.loads[-1].append(route.load(bucket, self.loads[-1][-1].stretch.stop if self.loads[-1] else 0))
         self.buffer_elements = max(loads[-1].stretch.stop for loads in self.loads)  # elements of the temporary buffer
         item = swap.shards[0].tensor.element_size()
-        # By way, bytes that a run receives from other ranks.
-        self.received = {way.of: item * sum(loads[i].moved for loads in self.loads) for i, way in enumerate(plan.ways)}
-        self.moved = sum(self.received.values())
+        self.later_loads = self.loads[len(plan.first_buckets) :]
+        # By way, bytes that a run receives from other ranks, except the first run.
+        self.received = {
+            way.of: item * sum(loads[i].moved for loads in self.later_loads) for i, way in enumerate(plan.ways)
+        }
+        self.moved = 0  # bytes that the last run has received from other ranks
+        self.first_moved = item * sum(load.moved for loads in self.loads for load in loads)
         self.seconds: dict[str, float] = {}
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
@@ -119,9 +125,11 @@ class Resharder:
 
         The steps allocate a buffer, gather the weights, select what the generation needs, release the buffer, and swap
         the update weights out (only in mode `swap`). With the order `staged`, the swap comes first. `allocate` returns
-        the generation's shards, which this method fills. Afterwards, the attribute `seconds` has the time of each step.
+        the generation's shards, which this method fills. In later runs the shards of frozen weights have values
+        already. Afterwards, the attribute `seconds` has the time of each step.
         """
         self.seconds = {}
+        self.moved = sum(self.received.values()) if self.begun else self.first_moved
         staged = self.plan.mode == "swap" and self.plan.order == "staged"
 
         def timed(name: str, since: float) -> None:
@@ -141,7 +149,7 @@ class Resharder:
         buffer = torch.empty(self.buffer_elements, dtype=next(iter(source.values())).dtype, device=place)
         timed("buffer", start)
         with torch.no_grad():
-            for loads in self.loads:
+            for loads in self.later_loads if self.begun else self.loads:
                 start = time.perf_counter()
                 for load in loads:
                     load.fetch(source, buffer)
@@ -153,6 +161,7 @@ class Resharder:
         start = time.perf_counter()
         devices.release(buffer)
         timed("release", start)
+        self.begun = True
         if self.plan.mode == "swap" and not staged:
             start = time.perf_counter()
             self.swap.swap_out()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from ...ir.plan import ReshardRoute
+from ...ir.resharding_plan import ReshardRoute
 from ...sharding.layout import Box, Side, Tensor, elements, overlap, relative_box, shard, slices
 from ...sharding.redistribute import list_gather_groups
 

@@ -36,14 +36,17 @@ class WeightPublication(Sender):
         self.group = dist.new_group()  # only this edge sends in it
         self.store = store
         self.deadline = deadline
-        self.messages_given = [message for message in self.messages if message.giver == self.rank]
+        self.first_given, self.later_given = (
+            [message for message in plan.messages if message.giver == self.rank]
+            for plan in (self.first_plan, self.later_plan)
+        )
         self.fetched = 0  # versions that this rank has requested
         self.version = -1  # of the copy
         self.sent_count = 0  # versions that were sent
         self.failed: BaseException | None = None
         self.changed = threading.Condition()
-        if self.messages_given:
-            names = {name for message in self.messages_given for name, _ in message.boxes}
+        if self.first_given:
+            names = {name for message in self.first_given for name, _ in message.boxes}
             self.live = [shard for shard in self.shards if shard.name in names]
             self.copies = [
                 Shard(shard.name, shard.box, torch.empty_like(shard.tensor, dtype=self.dtype)) for shard in self.live
@@ -60,8 +63,11 @@ class WeightPublication(Sender):
         fetches that the driver has ordered in the run. The copy is overwritten only after all of these fetches have
         been served.
         """
-        if not self.messages_given or version == self.version:
+        if not self.first_given or version == self.version:
             return
+        if not self.later_given:  # the copy has frozen weights only, which no version changes
+            fetch_count = 0
+        changed = {name for message in self.later_given for name, _ in message.boxes}
         with self.changed:
             released = self.changed.wait_for(lambda: self.failed or self.sent_count >= fetch_count, self.deadline)
             if self.failed is not None:
@@ -70,7 +76,8 @@ class WeightPublication(Sender):
                 raise RuntimeError(f"version {self.version} of the weights was not fetched within {self.deadline:g} s")
             with torch.no_grad():
                 for copy, shard in zip(self.copies, self.live, strict=True):
-                    copy.tensor.copy_(shard.tensor)
+                    if shard.name in changed or self.version < 0:
+                        copy.tensor.copy_(shard.tensor)
             if self.word is not None and self.live_word is not None:
                 self.word.copy_(self.live_word)
             self.version = version
@@ -78,7 +85,7 @@ class WeightPublication(Sender):
 
     def fetch(self, version: int, allocate: Callable[[], list[Shard]]) -> None:
         """Receive a version of the weights into the shards that `allocate` returns."""
-        for giver, asks in self.first.items():
+        for giver, asks in self.next_plan.askers.items():
             if asks == self.rank:
                 self.store.set(self._request(giver, self.fetched), str(version))
         self.fetched += 1
@@ -111,7 +118,7 @@ class WeightPublication(Sender):
                         raise RuntimeError(
                             f"version {version} was requested, but the copy is of version {self.version}"
                         )
-                self.pass_on(self.messages_given, self.copies)
+                self.pass_on(self.later_given if self.sent_count else self.first_given, self.copies)
                 with self.changed:
                     self.sent_count += 1
                     self.changed.notify_all()

@@ -11,19 +11,20 @@ message before its next message, so no two ranks wait for each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from ...backends import hf_modules
 from ...backends.spec import Shard
-from ...ir.plan import Plan, Reshard
+from ...ir.plan import Plan
+from ...ir.resharding_plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Box, Side, relative_box, slices
-from ...sharding.redistribute import list_transfers
+from ...sharding.redistribute import BoxTransfer, list_transfers
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,41 @@ class Message:
     group: Any
     boxes: list[tuple[str, Box]]
     first: bool
+
+
+class MessagePlan(NamedTuple):
+    """The messages of one delivery of weights that concern this rank, in order.
+
+    `askers` has, for each rank that sends, the receiver of its first message.
+    """
+
+    messages: list[Message]
+    askers: dict[int, int]
+
+
+def _plan_messages(
+    buckets: Sequence[Sequence[tuple[str, BoxTransfer]]], groups: Mapping[tuple[int, ...], Any], rank: int, most: int
+) -> MessagePlan:
+    """Return the messages in which `rank` takes part.
+
+    - `buckets`: for each bucket, which boxes of which tensors are fetched from which rank.
+    - `groups`: the process group of each set of receivers.
+    - `most`: the number of ranks of the larger of the two layouts.
+    """
+    plan = MessagePlan([], {})
+    notified: set[tuple[int, ...]] = set()
+    for bucket in buckets:
+        wanted: dict[tuple[int, tuple[int, ...]], list[tuple[str, Box]]] = {}
+        for name, (giver, takers, box) in bucket:
+            wanted.setdefault((giver, takers), []).append((name, box))
+        # In a round each source rank has a different target, so that the messages of a round are sent in parallel.
+        for giver, takers in sorted(wanted, key=lambda pair: ((pair[1][0] - pair[0]) % most, pair)):
+            plan.askers.setdefault(giver, takers[0])
+            if rank in (giver, *takers):
+                boxes = wanted[giver, takers]
+                plan.messages.append(Message(giver, takers, groups[takers], boxes, takers not in notified))
+            notified.add(takers)
+    return plan
 
 
 class Sender:
@@ -83,22 +119,16 @@ class Sender:
         groups: dict[tuple[int, ...], Any] = {}
         for takers in dict.fromkeys(fetch.takers for fetched in fetches_by_tensor.values() for fetch in fetched):
             groups[takers] = dist.new_group(list(takers)) if len(takers) > 1 else None
-        self.messages: list[Message] = []
-        self.first: dict[int, int] = {}  # by sending rank, the receiver of its first message
-        notified: set[tuple[int, ...]] = set()
-        most = max(source.devices, target.devices)
-        for names in edge.buckets:
-            wanted: dict[tuple[int, tuple[int, ...]], list[tuple[str, Box]]] = {}
-            for name in names:
-                for giver, takers, box in fetches_by_tensor[alike[name]]:
-                    wanted.setdefault((giver, takers), []).append((name, box))
-            # In a round each source rank has a different target, so that the messages of a round are sent in parallel.
-            for giver, takers in sorted(wanted, key=lambda pair: ((pair[1][0] - pair[0]) % most, pair)):
-                self.first.setdefault(giver, takers[0])
-                if rank in (giver, *takers):
-                    boxes = wanted[giver, takers]
-                    self.messages.append(Message(giver, takers, groups[takers], boxes, takers not in notified))
-                notified.add(takers)
+
+        def plan_messages(buckets: Sequence[Sequence[str]]) -> MessagePlan:
+            fetches = [
+                [(name, fetch) for name in names for fetch in fetches_by_tensor[alike[name]]] for names in buckets
+            ]
+            return _plan_messages(fetches, groups, rank, max(source.devices, target.devices))
+
+        self.first_plan = plan_messages((*edge.first_buckets, *edge.buckets))
+        self.later_plan = plan_messages(edge.buckets) if edge.first_buckets else self.first_plan
+        self.begun = False  # whether frozen weights were sent
         self.dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received in the last run
@@ -107,10 +137,16 @@ class Sender:
         """Send the update's weights from this rank, or receive weights on this rank.
 
         `allocate` returns the shards that a receiving rank fills. On a rank that sends, `allocate` returns no shards.
+        In later runs the shards of frozen weights have values already.
         """
         self.seconds = {}
         self.moved = 0
-        self.pass_on(self.messages, (*self.shards, *allocate()))
+        self.pass_on(self.next_plan.messages, (*self.shards, *allocate()))
+        self.begun = True
+
+    @property
+    def next_plan(self) -> MessagePlan:
+        return self.later_plan if self.begun else self.first_plan
 
     def pass_on(self, messages: Sequence[Message], shards: Sequence[Shard]) -> None:
         """Take part in `messages`: send boxes from `shards`, or receive boxes into them."""

@@ -2,6 +2,7 @@
 are those of torch alone, in float64, and rates those of transformers."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,6 +215,34 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
     if dtype == torch.float32:
         held = {m.untyped_storage().data_ptr() for part in made[0].parts for m in part.masters}
         assert held == {s.tensor.untyped_storage().data_ptr() for s in made[0].shards}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_weight_that_was_frozen_starts_with_empty_states_and_the_others_keep_theirs(offload, dtype):
+    optimizer = OPTIMIZERS["adamw"]
+    full = Tensor("first", (4, 3)), Tensor("second", (3,)), Tensor("third", (2, 3))
+    torch.manual_seed(0)
+    weights = [torch.randn(t.shape).to(dtype) for t in full]
+
+    def make(tensors):
+        shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
+        return Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, offload)
+
+    before = make((full[0], replace(full[1], frozen=True), full[2]))
+    kept = weights[1].clone()
+    for _ in range(2):
+        before.step([torch.randn(4, 3), torch.randn(2, 3)], 0.1, 1.0, True, optimizer)
+    assert torch.equal(weights[1], kept)
+    states = {kind: {s.name: s.tensor.clone() for s in of} for kind, of in before.moments().items()}
+    assert {name for of in states.values() for name in of} == {"first", "third"}
+    after = make(full)
+    after.restore(states, 2)
+    assert after.steps_taken == 2
+    for kind, shards in after.moments().items():
+        for shard in shards:
+            empty = kept.float() if kind == "master" else torch.zeros(3)
+            assert torch.equal(shard.tensor, states[kind].get(shard.name, empty)), (kind, shard.name)
 
 
 @pytest.mark.slow

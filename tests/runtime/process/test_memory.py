@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import walk
+import walk_frozen
 from held import EXPERTS, assert_close, small
 from held import peaks as peaks_of
 from hypothesis import given as drawn
@@ -351,6 +352,12 @@ def test_the_plan_says_what_a_run_holds(case, tmp_path):
     found = walk.measured(plan)
     for key, (wanted, items) in walk.predicted(plan).items():
         assert wanted == pytest.approx(found[key][0], rel=0.05), (key, items)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", walk_frozen.LIGHT, ids=lambda case: case.name)
+def test_so_it_does_if_some_weights_are_frozen(case, tmp_path):
+    test_the_plan_says_what_a_run_holds(case, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Resharding on real ranks: from any layout to any other, dense and with experts, each rank gets its boxes bit for bit,
-and the update its own back; what moves is what the plan says."""
+and the update its own back; what moves is what the plan says, and frozen weights move once."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from sample import examples
 from torch import distributed as dist
 
+from msrl_graph.backends import devices
 from msrl_graph.backends.spec import Shard
 from msrl_graph.hardware.cluster import Figure
-from msrl_graph.ir.plan import Reshard, Step
+from msrl_graph.ir.resharding_plan import Reshard, Step
 from msrl_graph.passes.reshard import list_routes
+from msrl_graph.runtime.weights.frozen_copies import FrozenCopies
 from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
 from msrl_graph.runtime.weights.transfer_routes import Block
 from msrl_graph.sharding.layout import Layout, Side, Tensor, elements, group_by_kind, shard, slices
@@ -36,6 +38,7 @@ def moving(rank):
 
     def move(tensors, source, target, mode, order, cut, dtype):
         model = SimpleNamespace(weights=tensors, kinds=group_by_kind(tensors))
+        frozen = {t.name for t in tensors if t.frozen}
         whole = {t.name: torch.arange(t.elements).reshape(t.shape).add(i).to(dtype) for i, t in enumerate(tensors)}
 
         def holding(side, fill):
@@ -51,15 +54,21 @@ def moving(rank):
                 made = group(members)
                 if rank in members:
                     blocks[way.of] = Block(members, made)
-        names = [t.name for t in tensors]
-        buckets = tuple(tuple(names[i : i + cut]) for i in range(0, len(names), cut))
-        edge = Reshard(
-            "a", "b", mode, order, "", tuple(ways), 0, buckets, (), Step("", 0, Figure(0, "assumed")), 0, 0, 0, 0, 0
-        )
-        swap = HostSwap(given)
+        some = [[t.name for t in tensors if t.frozen is once] for once in (False, True)]
+        buckets = [tuple(tuple(names[i : i + cut]) for i in range(0, len(names), cut)) for names in some]
+        nothing = Step("", 0, Figure(0, "assumed"))
+        edge = Reshard("a", "b", mode, order, "", tuple(ways), 0, *buckets, (), nothing, 0, 0, 0, 0, 0)
+        swap = HostSwap(given, frozen)
         mover = Resharder(edge, model, rank, (source, target), blocks, swap)
-        for turn in range(2):
-            mover.run(lambda: wanted)
+        copies = FrozenCopies(devices.device_of(given[0].tensor), model)
+
+        def allocate():
+            copies.fetch()
+            return wanted
+
+        for turn in range(3):
+            mover.run(allocate)
+            copies.store(wanted)
             for piece in wanted:
                 assert torch.equal(piece.tensor, whole[piece.name][slices(piece.box)]), piece.name
                 piece.tensor.zero_()
@@ -72,6 +81,11 @@ def moving(rank):
             assert not swap.host
             for piece in given:
                 assert torch.equal(piece.tensor, whole[piece.name][slices(piece.box)]), piece.name
+                if piece.name not in frozen:
+                    piece.tensor.add_(1)
+            for name in whole.keys() - frozen:
+                whole[name].add_(1)
+        assert mover.moved == sum(mover.received.values()) <= mover.first_moved
         return mover.received
 
     return move
@@ -92,6 +106,7 @@ def named(tensors):
 def cases(draw):
     """Tensors, and what of a case does not hang on the number of ranks; layouts are drawn for each."""
     tensors = named(draw(st.lists(layouts.tensors(), min_size=1, max_size=6)))
+    tensors = tuple(replace(t, frozen=t is not tensors[0] and draw(st.booleans())) for t in tensors)
     mode, order = draw(st.sampled_from([("swap", "direct"), ("swap", "staged"), ("naive", "direct")]))
     return tensors, mode, order, draw(st.integers(1, 6)), draw(st.sampled_from([torch.float32, torch.bfloat16]))
 

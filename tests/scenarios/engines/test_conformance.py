@@ -28,3 +28,22 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
 def test_what_an_engine_leaves_out_is_seen(family, broken, tmp_path):
     for cell, values in conformance.measure(family, LIGHT, tmp_path, broken).items():
         assert values["logp"] > 10 * conformance.BARS["logp"], (cell, values)
+
+
+# What is frozen: the ends, whole layers from the bottom (a pipeline stage without gradients), all but the head.
+FROZEN = [
+    ("qwen2", ("embeddings",)),
+    ("llama", ("embeddings", "model.layers.0.*")),
+    ("qwen3", ("head", "norms")),
+    ("qwen3_moe", ("router", "attention")),
+    ("qwen3_moe", ("embeddings", "attention", "norms", "mlp")),
+    ("deepseek_v3", ("experts", "model.layers.0.self_attn.q*")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "frozen"), FROZEN)
+def test_frozen_weights_are_not_trained_and_the_others_are_as_by_transformers(family, frozen, tmp_path):
+    found = conformance.measure(family, ["fsdp"], tmp_path, frozen=frozen, layouts=conformance.DIVIDED)
+    assert {"one rank", "tp 2", "dp 2", "zero 2", "zero 3"} <= {layout for _, layout in found}
+    conformance.assert_close(found)

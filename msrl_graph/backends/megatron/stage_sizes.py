@@ -1,0 +1,206 @@
+"""Sizes of the tensors on a rank of a pipeline stage, by Megatron-Core's modules.
+
+Invariant: sizes are bytes on the busiest rank of the stage, as in backends/sizes.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from ...ir.workload import in_flight
+from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
+from ..sizes import GRADIENT, Sizes
+
+# A rank's part of the vocabulary is padded to a multiple of this (make_vocab_size_divisible_by).
+PADDED = 128
+
+
+@dataclass(frozen=True)
+class StageSizes(Sizes):
+    """Sizes of the tensors on a rank of one pipeline stage.
+
+    Inside attention and the feed-forward half of a layer, a tp rank has all tokens. In all other places, a tp rank has
+    only its own share of the tokens (`part`), because of sequence parallelism.
+    """
+
+    stage: int = 0
+
+    @cached_property
+    def side(self) -> Side:
+        return Side(self.work.layout, multiple=PADDED)
+
+    def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
+        return stage_parts(tensor_kinds, self.side)[self.stage]
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.stage == self.work.layout.pp - 1
+
+    @cached_property
+    def layers(self) -> tuple[int, int]:
+        """The number of the stage's dense layers, and of its layers with experts."""
+        return self._count_layers(0)
+
+    @cached_property
+    def trained_layers(self) -> tuple[int, int]:
+        """The same, of the layers that a backward pass reaches."""
+        return self._count_layers(self.work.model.first_trained)
+
+    def _count_layers(self, first: int) -> tuple[int, int]:
+        model = self.work.model
+        stretches = self.work.layout.stage_layers(self.stage, model.layers)
+        layers = [layer for start, stop in stretches for layer in range(max(start, first), stop)]
+        dense = sum(layer < model.dense_layers for layer in layers)
+        return dense, len(layers) - dense
+
+    @cached_property
+    def gradients(self) -> int:
+        return GRADIENT * self.elements
+
+    @cached_property
+    def part(self) -> int:
+        """Bytes of the hidden states of this rank's share of the tokens, at one layer.
+
+        With tensor parallelism, each tp rank has a share of the tokens (sequence parallelism).
+        """
+        return self.split(self.tokens) * self.work.model.hidden * self.item
+
+    @cached_property
+    def whole_part(self) -> int:
+        """Bytes of the hidden states of all tokens, gathered from all tp ranks.
+
+        The result is 0 without tp. A pass has one buffer of this size. The backward pass has a second buffer of this
+        size while the gradient of a row-parallel product is gathered.
+        """
+        return self.hidden if self.work.layout.tp > 1 else 0
+
+    @cached_property
+    def norm(self) -> int:
+        """Bytes of the tensors that a torch.nn.RMSNorm keeps for the backward pass.
+
+        The tensors are the norm's input, the normed input and the scaled result. In bf16 the norm keeps a float32 copy
+        of its input, and the normed input in float32.
+        """
+        return (3 if self.item == 4 else 5) * self.part
+
+    @cached_property
+    def qkv(self) -> int:
+        """Bytes of queries, keys and values together, which one matrix product computes."""
+        return self.tokens * (self.query + 2 * self.keys)
+
+    @cached_property
+    def heads(self) -> int:
+        """Bytes of the tensors that the norms of query heads and of key heads keep.
+
+        The tensors are the norms' inputs and the normed values. In float32 the inputs are views of the queries, keys
+        and values (`qkv`), so all of `qkv` is kept. In bf16 the inputs are float32 copies.
+        """
+        pair = self.tokens * (self.query + self.keys)
+        return (self.qkv + pair if self.item == 4 else 4 * pair) * self.work.model.norms_heads
+
+    @cached_property
+    def latents(self) -> int:
+        """Bytes of latent attention's latents, and of tensors that norms of latents keep."""
+        latent = self.work.model.latent
+        return self.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.item if latent else 0
+
+    def feed(self, routes: bool) -> int:
+        """Return the bytes of the tensors that a layer's feed-forward half keeps.
+
+        - Without `routes`, the half is dense. It keeps the concatenation of gate and up, silu(gate), up + 0 (Megatron
+          adds an offset), and silu(gate) * (up + 0).
+        - With `routes`, the half has experts. It keeps the tensors of a dense half for the tokens that the rank's
+          experts receive. It also keeps the product scaled by the router's weight, the tokens sorted by expert, the
+          index of each token, the router's weights, the router's map, and the transposes of these weights and of this
+          map.
+        """
+        experts = self.work.model.experts
+        if experts is None or not routes:
+            return 5 * self.wide
+        map_of = self.split(self.router) * 2 * (self.item + 1) // self.item
+        return 6 * self.inner + self.received + 8 * self.sent + map_of + 5 * self.shared
+
+    @cached_property
+    def received(self) -> int:
+        """Bytes of the hidden states that a rank's experts receive.
+
+        Each etp rank receives the hidden states that are sent to any of the etp ranks.
+        """
+        return self.routed * self.work.layout.etp
+
+    def saved(self, routes: bool) -> int:
+        return 2 * self.norm + self.attention + self.heads + self.latents + self.feed(routes)
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes that layers save on the device; 0 if activations are offloaded.
+
+        The bytes are for one micro-batch. Without offload, the result equals `stored`.
+        """
+        return 0 if self.work.activations_away else self.stored
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes that the stage's layers save for the backward pass of one micro-batch.
+
+        With recomputation, each layer saves only its input.
+        """
+        dense, routed = self.trained_layers
+        if self.work.recompute:
+            return (dense + routed) * self.part
+        return dense * self.saved(False) + routed * self.saved(True)
+
+    @cached_property
+    def in_flight_batches(self) -> float:
+        """The number of micro-batches whose activations the stage holds at the same time.
+
+        A micro-batch counts as a fraction if only some of the stage's chunks hold its activations.
+        """
+        return in_flight(self.work, self.stage)
+
+    @cached_property
+    def schedule_state(self) -> int:
+        """Bytes that micro-batches in flight hold in addition to saved activations.
+
+        The bytes are for the rotary angles, the gather buffer (`whole_part`), and the output of each chunk except the
+        model's last chunk. The schedule holds an output until the output's gradient arrives. The autograd graph of a
+        recomputed layer holds the angles as long as the loss exists.
+        """
+        vpp = self.work.layout.vpp
+        outputs = ceil(self.in_flight_batches * vpp) - self.last_stage
+        angles = ceil(self.in_flight_batches) + (self.work.recompute and self.work.batches > 1)
+        return angles * self.angles + outputs * self.part * (self.work.layout.pp > 1) + self.whole_part
+
+    @cached_property
+    def states(self) -> int:
+        """Bytes of the requested states, and of the tensors that the last norm keeps.
+
+        The requested states are the hidden states for which logits are computed. The result of the last norm is not
+        included.
+        """
+        return self.norm - self.part + self.requested_states
+
+    @cached_property
+    def requested_states(self) -> int:
+        return self.scored * self.work.model.hidden * self.item
+
+    @cached_property
+    def logits(self) -> int:
+        """Bytes of the float32 logits on this rank, for all tokens that have outputs.
+
+        The rank has the logits of its part of the vocabulary. A scoring model has one float32 value per token instead.
+        """
+        rows = 1 if self.work.model.scores else self.head // self.work.model.hidden
+        return 4 * self.scored * rows
+
+    @cached_property
+    def head(self) -> int:
+        """The number of elements of the head on this rank; the embedding is as large."""
+        kind = next(candidate for candidate in self.work.model.kinds if candidate.tensor.padded)
+        return elements(box_at(kind.tensor, self.side, (0, 0, 0)))
