@@ -12,7 +12,8 @@ from typing import Any
 from ..files.weights import weight_files
 from ..model.architecture import HEAD, Model
 from ..model.models import read_engine_fields
-from ..sharding.layout import Tensor, elements, full_box, slices
+from ..sharding.layout import elements, full_box, slices
+from ..sharding.tensors import Tensor
 from .spec import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -51,7 +52,7 @@ def build_empty_model(model: Model) -> Any:
 
 
 def load_buffers(model: Model) -> dict[str, Any]:
-    """Load a model's buffers (Model.buffers); return a dictionary from names to tensors."""
+    """Load a model's buffers (Model.buffers), by name."""
     import torch
 
     shards = [Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape)) for tensor in model.buffers]

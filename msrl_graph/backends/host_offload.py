@@ -84,7 +84,10 @@ class HostOffload:
         self.buffers = []
 
     def forget_constant(self) -> None:
-        """Fill the host buffers of constant tensors again at the next `store`: the tensors have other values now."""
+        """Fill the host buffers of constant tensors again at the next `store`.
+
+        Called when the tensors have got other values.
+        """
         self._filled = {}
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:

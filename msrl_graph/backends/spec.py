@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
 from ..model.features import PLAIN
-from ..sharding.layout import Box, Layout, Side
+from ..sharding.layout import Layout, Side
+from ..sharding.tensors import Box
 from .expert_placement import NONE, ExpertPlacement
 
 if TYPE_CHECKING:

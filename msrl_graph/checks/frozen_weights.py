@@ -13,7 +13,7 @@ from .columns import Library
 
 
 def check_workers(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Report `freeze` of workers that are not trained, and names of parts that do not exist."""
+    """Report `freeze` of workers that are not trained, and unknown parts of models."""
     return [diagnostic for worker in graph.workers if worker.freeze for diagnostic in _check_worker(graph, worker)]
 
 

@@ -279,6 +279,9 @@ class Collectives:
 
 
 def _count_parameters(kinds: tuple[TensorKind, ...], layout: Layout) -> tuple[float, float]:
-    """Return the (dense, expert) parameter counts of a device of the largest pipeline stage."""
+    """Return the (dense, expert) parameter counts of a device.
+
+    The device is of the largest pipeline stage.
+    """
     dense, experts = max(stage_parts(kinds, Side(layout)), key=sum)
     return float(dense), float(experts)

@@ -83,7 +83,7 @@ def side(plan: Plan, engines: Engines, node: str) -> Side:
 
 
 def weights(plan: Plan, engines: Engines, node: str, part: str = "kinds") -> int:
-    """Return the bytes of a node's weights at rest, on a device; `part`: `trained_kinds` or `frozen_kinds` of them."""
+    """Return the bytes at rest of a node's weights (or of the model's view `part`)."""
     kinds = getattr(plan.model(node), part)
     return count_busiest_elements(kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 

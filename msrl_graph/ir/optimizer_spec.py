@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..sharding.layout import Tensor, TensorKind, TensorKinds
+from ..sharding.layout import TensorKind, TensorKinds
+from ..sharding.tensors import Tensor
 
 MASTER = 4  # bytes of the float32 copy of a weight of another type, which any optimizer updates
 # An optimizer with states in host memory divides a step into this number of parts (MindSpeed's --swap-optimizer-times).

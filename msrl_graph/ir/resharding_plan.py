@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..hardware.cluster import Figure
-from ..sharding.layout import Tensor
+from ..sharding.tensors import Tensor
 
 
 @dataclass(frozen=True)

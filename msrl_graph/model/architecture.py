@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import takewhile
 
 from ..diagnostics import NOWHERE, Span
-from ..sharding.layout import Tensor, TensorKind, TensorKinds, group_by_kind
+from ..sharding.layout import TensorKind, TensorKinds, group_by_kind
+from ..sharding.tensors import Tensor
 from .features import FEATURES
 from .layers import DenseMlp, ExpertMlp, Layer, Mixer, MultiHeadLatentAttention
 
@@ -124,12 +125,15 @@ class Model:
 
     @cached_property
     def first_trained(self) -> int:
-        """The number of the lowest layer that a backward pass reaches: no weight below it is trained."""
+        """The lowest layer that a backward pass reaches: no weight below it is trained."""
         return max(0, min((tensor.layer for tensor in self.trained), default=self.layers))
 
     @property
     def moved(self) -> tuple[Tensor, ...]:
-        """The tensors that every resharding delivers. The first one also delivers the frozen weights."""
+        """The tensors that every resharding delivers.
+
+        The first one also delivers the frozen weights.
+        """
         return self.trained
 
     @cached_property

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ..sharding.layout import Tensor
+from ..sharding.tensors import Tensor
 from .architecture import Model
 
 # By name of a part of a model, patterns of the names of its weights.
@@ -25,7 +25,10 @@ PARTS = {
 
 
 def is_pattern(word: str) -> bool:
-    """Return whether `word` can be a pattern of names of weights: a part's name has no punctuation."""
+    """Return whether `word` can be a pattern of names of weights.
+
+    The name of a part has no punctuation.
+    """
     return not word.isidentifier()
 
 
@@ -45,10 +48,10 @@ def freeze(model: Model, words: tuple[str, ...]) -> Model:
 
 
 def compute_backward_share(model: Model) -> float:
-    """Return the FLOP of a backward pass, divided by those of a forward pass: 2 if all weights are trained.
+    """Return the FLOP of a backward pass, divided by those of a forward pass.
 
-    One half is for gradients of the inputs of the layers that the pass reaches, the other half for gradients of trained
-    weights.
+    The result is 2 if all weights are trained. One half is for gradients of the inputs of the layers that the pass
+    reaches, the other half for gradients of trained weights.
     """
     layers = [tensor for tensor in model.weights if 0 <= tensor.layer < model.layers]
     trained = sum(tensor.elements for tensor in layers if tensor.is_trained)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..sharding.layout import Tensor
+from ..sharding.tensors import Tensor
 
 MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp shards, options of Tensor)
 

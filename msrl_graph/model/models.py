@@ -18,7 +18,7 @@ from typing import Any
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
-from ..sharding.layout import Tensor
+from ..sharding.tensors import Tensor
 from . import presets
 from .architecture import Model
 from .families import FAMILIES, Family, find_family

@@ -21,7 +21,7 @@ from ..ir.graph import Edge
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard, ReshardRoute, Step
 from ..model.architecture import Model
-from ..sharding.layout import Side, Tensor, TensorKind, elements, shard, stages, strip_name
+from ..sharding.layout import Side, TensorKind, elements, shard, stages, strip_name
 from ..sharding.redistribute import (
     Movement,
     count_gathered,
@@ -33,6 +33,7 @@ from ..sharding.redistribute import (
     gather_block,
     pairs,
 )
+from ..sharding.tensors import Tensor
 from .spec import Pass
 
 GIB = 1 << 30
@@ -121,7 +122,7 @@ class InsertResharding(Pass):
         )
 
     def _copy_frozen(self, plan: Plan, node: str) -> list[Step]:
-        """Return the step in which a generation copies its frozen weights from host memory to the device."""
+        """Return the step that copies frozen weights of a generation to the device."""
         size = holdings.weights(plan, self.engines, node, "frozen_kinds")
         seconds = _transfer_seconds(size, plan.cluster.device.copies, "bytes / host link")
         return [Step("copy frozen weights (H2D)", size, seconds)] if size else []
@@ -333,7 +334,7 @@ def _order_by_stage(
 def _split_by_turn(
     model: Model, sizes: Mapping[str, int], limit: int
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Return the buckets that each resharding moves, and those that only the first one moves.
+    """Return the buckets of each resharding, and those of only the first one.
 
     `limit` is the stated size of a bucket in bytes; 0 if none is stated.
     """

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from .layout import Box, Coordinates, Side, Tensor, box_at, elements, overlap
+from .layout import Coordinates, Side, box_at, elements, overlap
+from .tensors import Box, Tensor
 
 # The pipeline stages of a tensor on both sides.
 StagePair = tuple[tuple[int, ...], tuple[int, ...]]

@@ -15,7 +15,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .host_counts import HostCounter, StagePair, box_on_stage, period, position
-from .layout import Box, Side, Tensor, TensorKind, elements, overlap, shard, stages
+from .layout import Side, TensorKind, elements, overlap, shard, stages
+from .tensors import Box, Tensor
 
 
 def boxes(tensor: Tensor, side: Side, ranks: Iterable[int]) -> set[Box]:

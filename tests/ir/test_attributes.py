@@ -111,11 +111,7 @@ def test_each_attribute_is_read_by_somebody(said):
     declaring = said.__module__.removeprefix("msrl_graph.").replace(".", "/") + ".py"
     others = [names(path) for path in trees() if path not in (declaring, "ir/options.py")]
     found = {name for here, taken in others if said.__name__ in here | taken for name in taken}
-    own = next(
-        c
-        for c in ast.walk(trees()[declaring])
-        if getattr(c, "name", "") == said.__name__
-    )
+    own = next(c for c in ast.walk(trees()[declaring]) if getattr(c, "name", "") == said.__name__)
     found |= {
         n.attr
         for n in ast.walk(own)

@@ -17,8 +17,9 @@ from equations import (
     warehouse_bytes,
 )
 
-from msrl_graph.sharding.layout import Layout, Side, Tensor, group_by_kind
+from msrl_graph.sharding.layout import Layout, Side, group_by_kind
 from msrl_graph.sharding.redistribute import count_left_behind
+from msrl_graph.sharding.tensors import Tensor
 
 K = 1024
 # G, N, PL, n, SL, M, then TCV, T100 and T1K as the paper prints them, and the unit of the last digit printed.

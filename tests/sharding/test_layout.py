@@ -15,7 +15,6 @@ from msrl_graph.sharding.layout import (
     Coordinates,
     Layout,
     Side,
-    Tensor,
     count_busiest_elements,
     elements,
     full_box,
@@ -26,6 +25,7 @@ from msrl_graph.sharding.layout import (
     stage_elements,
     stages,
 )
+from msrl_graph.sharding.tensors import Tensor
 
 
 @given(layouts())

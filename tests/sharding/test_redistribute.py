@@ -15,7 +15,7 @@ from sample import examples
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.model.models import load
-from msrl_graph.sharding.layout import Box, Layout, Side, Tensor, elements, group_by_kind, overlap, shard, slices
+from msrl_graph.sharding.layout import Layout, Side, elements, group_by_kind, overlap, shard, slices
 from msrl_graph.sharding.redistribute import (
     count_left_behind,
     count_movement,
@@ -25,6 +25,7 @@ from msrl_graph.sharding.redistribute import (
     list_transfers,
     pairs,
 )
+from msrl_graph.sharding.tensors import Box, Tensor
 
 Case = tuple[list[Tensor], Side, Side, int]
 

@@ -6,7 +6,8 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from msrl_graph.sharding.layout import Box, Layout, Side, Tensor
+from msrl_graph.sharding.layout import Layout, Side
+from msrl_graph.sharding.tensors import Box, Tensor
 
 LAYERS = 5
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import HEAD, Model
-from ...sharding.layout import Box, elements
+from ...sharding.layout import elements
+from ...sharding.tensors import Box
 from .. import prefix_tree
 from ..hf_modules import DTYPES
 from ..spec import Shard

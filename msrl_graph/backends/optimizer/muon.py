@@ -13,14 +13,15 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ...ir.optimizer_spec import Rule
-from ...sharding.layout import Box, slices
+from ...sharding.layout import slices
+from ...sharding.tensors import Box
 from ..spec import Shard
 from .shards import OptimizerSlice
 
 if TYPE_CHECKING:
     import torch
 
-    from ...sharding.layout import Tensor
+    from ...sharding.tensors import Tensor
 
 ITERATIONS = 5  # Newton-Schulz iterations
 

@@ -23,7 +23,7 @@ from ..spec import Shard
 if TYPE_CHECKING:
     import torch
 
-    from ...sharding.layout import Tensor
+    from ...sharding.tensors import Tensor
     from ..devices import Devices
 
 MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind of state and by tensor's name

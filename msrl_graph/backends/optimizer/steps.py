@@ -27,7 +27,7 @@ from .shards import MomentTensors, OptimizerSlice, make_replica_group
 if TYPE_CHECKING:
     import torch
 
-    from ...sharding.layout import Tensor
+    from ...sharding.tensors import Tensor
     from ..devices import Devices
 
 

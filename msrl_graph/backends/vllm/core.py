@@ -22,7 +22,8 @@ from uuid import uuid4
 from ...ir.workload import Workload
 from ...model.architecture import Model
 from ...model.models import read_engine_fields
-from ...sharding.layout import Box, elements
+from ...sharding.layout import elements
+from ...sharding.tensors import Box
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
 from ..spec import BYTES, Sampling, Shard

@@ -29,7 +29,8 @@ from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
 from ...ir.resharding_plan import Reshard
-from ...sharding.layout import Box, Side, owns, slices
+from ...sharding.layout import Side, owns, slices
+from ...sharding.tensors import Box
 from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import CheckpointSource, Manifest
 from ..weights.frozen_copies import FrozenCopies

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...files import urls
-from ...sharding.layout import Box, elements, overlap, relative_box, slices
+from ...sharding.layout import elements, overlap, relative_box, slices
+from ...sharding.tensors import Box
 from . import tensor_files
 
 if TYPE_CHECKING:
-    # A run's supervisor reads manifests and starts without torch.
-    import torch
+    import torch  # at run time not here: a run's supervisor reads manifests, and starts without torch
     from numpy.typing import NDArray
 
     from ...backends.spec import Shard

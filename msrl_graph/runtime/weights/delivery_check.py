@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 
 from ...backends.spec import Shard
-from ...sharding.layout import Box, Side, Tensor, elements, overlap, relative_box, shard, slices, stages, strip_name
+from ...sharding.layout import Side, elements, overlap, relative_box, shard, slices, stages, strip_name
+from ...sharding.tensors import Box, Tensor
 from .digest import Digest, Odd
 
 

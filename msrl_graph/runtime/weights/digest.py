@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ... import noise
-from ...sharding.layout import Box
+from ...sharding.tensors import Box
 from ..process.memory import unmeasured
 
 _STREAM = noise.RandomStream(0, "digest")

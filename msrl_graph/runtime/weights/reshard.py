@@ -21,7 +21,8 @@ from ...backends.host_offload import HostOffload
 from ...backends.spec import Shard
 from ...ir.resharding_plan import Reshard
 from ...model.architecture import Model
-from ...sharding.layout import Side, Tensor
+from ...sharding.layout import Side
+from ...sharding.tensors import Tensor
 from .transfer_routes import Block, RouteLoad, TransferRoute
 
 

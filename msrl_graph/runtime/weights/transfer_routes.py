@@ -22,8 +22,9 @@ import torch
 from torch import distributed as dist
 
 from ...ir.resharding_plan import ReshardRoute
-from ...sharding.layout import Box, Side, Tensor, elements, overlap, relative_box, shard, slices
+from ...sharding.layout import Side, elements, overlap, relative_box, shard, slices
 from ...sharding.redistribute import list_gather_groups
+from ...sharding.tensors import Box, Tensor
 
 # If the ranks send different amounts, an all-gather pads all amounts to the largest amount, if this makes the total at
 # most this many times larger. The all-gather is then a single call.

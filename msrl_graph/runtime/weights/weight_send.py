@@ -23,8 +23,9 @@ from ...backends.spec import Shard
 from ...ir.plan import Plan
 from ...ir.resharding_plan import Reshard
 from ...model.architecture import Model
-from ...sharding.layout import Box, Side, relative_box, slices
+from ...sharding.layout import Side, relative_box, slices
 from ...sharding.redistribute import BoxTransfer, list_transfers
+from ...sharding.tensors import Box
 
 
 @dataclass(frozen=True)

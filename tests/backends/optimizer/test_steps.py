@@ -22,7 +22,8 @@ from msrl_graph.backends.spec import Shard
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.weights import checkpoint
-from msrl_graph.sharding.layout import Layout, Tensor, full_box
+from msrl_graph.sharding.layout import Layout, full_box
+from msrl_graph.sharding.tensors import Tensor
 
 ROUNDS = [[0, 4, 7], [1, 2, 6], [3, 5], [2, 3, 7], [0, 1, 5], [4, 6]]  # two epochs of eight rows
 LOSS = (

@@ -21,8 +21,9 @@ from msrl_graph.passes.reshard import list_routes
 from msrl_graph.runtime.weights.frozen_copies import FrozenCopies
 from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
 from msrl_graph.runtime.weights.transfer_routes import Block
-from msrl_graph.sharding.layout import Layout, Side, Tensor, elements, group_by_kind, shard, slices
+from msrl_graph.sharding.layout import Layout, Side, elements, group_by_kind, shard, slices
 from msrl_graph.sharding.redistribute import list_gather_groups
+from msrl_graph.sharding.tensors import Tensor
 
 ITEM = {torch.float32: 4, torch.bfloat16: 2}
 
