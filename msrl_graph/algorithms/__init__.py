@@ -2,7 +2,7 @@
 
 Invariant: a program can call a function by its name if three conditions hold:
 
-- The function is defined in a module that MODULES lists.
+- The function is defined in a module that MODULES lists, or in a module that another package provides (plugins.py).
 - The function is decorated with a decorator of registry.py.
 - The function's name does not begin with `_`.
 
@@ -15,37 +15,68 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..ir.graph import Expr
 from ..ir.optimizer_spec import OptimizerSpec
 from ..ir.signatures import CallKind, Signature, read_signatures
+from ..files.plugins import PlugIn, describe, find_entry_points
 
 FOLDER = Path(__file__).parent
+PLUG_INS = "msrl_graph.functions"
 MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")
 
 
 @cache
 def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
-    """Return the signature and module of each built-in function.
+    """Return the signature and module of each function, loss term and optimizer.
 
-    A key is a pair: the kind of the function, for example a loss term, and the name of the function.
+    A key is a pair: the kind of the function, for example a loss term, and the name of the function. The functions are
+    those of this package, then those of other packages. A name that is taken keeps its first meaning.
     """
-    signatures_by_name = {}
-    for module in MODULES:
-        for name, signature in read_signatures((FOLDER / f"{module}.py").read_text(encoding="utf-8")).items():
+    files: dict[str, Path | None] = {module: FOLDER / f"{module}.py" for module in MODULES}
+    files |= {entry.value: _find_source(entry.value) for entry in find_entry_points(PLUG_INS).values()}
+    signatures_by_name: dict[tuple[CallKind, str], tuple[Signature, str]] = {}
+    for module, file in files.items():
+        for name, signature in read_signatures(file.read_text(encoding="utf-8")).items() if file else ():
             if not name.startswith("_"):
-                signatures_by_name[signature.kind, name] = (signature, module)
+                signatures_by_name.setdefault((signature.kind, name), (signature, module))
     return signatures_by_name
 
 
-def load(kind: CallKind, name: str) -> Callable[..., Any]:
-    """Import a built-in function and return it.
+def _find_source(module: str) -> Path | None:
+    """Return the file of a module; None if there is none.
 
-    Raises KeyError if no built-in function has this kind and name.
+    The module is not imported.
     """
-    function: Callable[..., Any] = getattr(import_module(f".{library()[kind, name][1]}", __name__), name)
+    try:
+        spec = find_spec(module)
+    except ImportError:
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def find_plug_in(name: str) -> PlugIn | None:
+    """Return the package that provides the functions called `name`.
+
+    The result is None for functions of this package.
+    """
+    modules = {module for (_, function), (_, module) in library().items() if function == name}
+    entries = find_entry_points(PLUG_INS).values()
+    return next((describe(PLUG_INS, entry.name) for entry in entries if entry.value in modules), None)
+
+
+def load(kind: CallKind, name: str) -> Callable[..., Any]:
+    """Import a function of the library and return it.
+
+    Raises KeyError if no function has this kind and name.
+    """
+    module = library()[kind, name][1]
+    function: Callable[..., Any] = getattr(
+        import_module(f".{module}", __name__) if module in MODULES else import_module(module), name
+    )
     return function
 
 

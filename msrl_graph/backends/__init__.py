@@ -4,20 +4,23 @@ Each engine has two halves: a spec, which the compiler reads, and the engine cla
 file of its own, so that the compiler does not import the engine class.
 
 Invariant: only this file and an engine's own files contain the engine's name. All other code looks engines up in this
-table.
+table. Other packages can add engines (plugins.py).
 """
 
 from __future__ import annotations
 
 from ..hardware.device_kinds import ASCEND, CUDA
+from ..files.plugins import PlugInTable
 from . import fsdp_spec, hf_spec
 from .megatron import spec as megatron_spec
 from .spec import EngineSpec
 from .vllm import spec as vllm_spec
 
-ENGINES: dict[str, EngineSpec] = {
-    module.SPEC.name: module.SPEC for module in (fsdp_spec, hf_spec, megatron_spec, vllm_spec)
-}
+ENGINES: PlugInTable[EngineSpec] = PlugInTable(
+    "msrl_graph.engines",
+    EngineSpec,
+    {module.SPEC.name: module.SPEC for module in (fsdp_spec, hf_spec, megatron_spec, vllm_spec)},
+)
 # Device kinds that are implemented but were never available for a test, and device kinds tested on one device only.
 UNTESTED_KINDS = (ASCEND.name,)
 SINGLE_DEVICE_KINDS = (CUDA.name,)

@@ -34,6 +34,7 @@ from ..model import models
 from ..model.architecture import Model
 from .pipeline import CHECKS, PASSES
 from .to_program import restore_program
+from .used_plugins import find_missing
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Parts that the passes fill after the placement.
@@ -55,6 +56,8 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
             wrong = f"its format is {bytes(version).decode()}, this version reads {FORMAT_VERSION}"
             raise msgspec.ValidationError(wrong)
         plan = from_json(data)
+        if missing := find_missing(plan):
+            raise msgspec.ValidationError(missing)
         if fault := next(chain(_check_cluster(plan), verify.names(plan), PASSES.verify(plan)), ""):
             raise msgspec.ValidationError(fault)
         if run and (fault := _find_difference(plan, data)):

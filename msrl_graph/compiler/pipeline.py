@@ -52,6 +52,7 @@ from ..planner.search import Search
 from . import python_hints, unsupported
 from .options import validate_options
 from .sources import ProgramSource, collect_texts, importer, read_source
+from .used_plugins import find_plugins
 
 if TYPE_CHECKING:
     from ..builder import Program
@@ -281,7 +282,8 @@ def translate(
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
     plan = stages[LAST["plan"]]
-    plan = replace(plan, notes=(*plan.notes, *ADVICE.advise_staleness(plan), *unsupported.notes(plan)))
+    notes = (*plan.notes, *ADVICE.advise_staleness(plan), *unsupported.notes(plan))
+    plan = replace(plan, notes=notes, plugins=find_plugins(plan))
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 

@@ -194,6 +194,8 @@ def _write_head(page: Sheet, plan: Plan) -> None:
     page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_describe_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
         page.line(f"model {name}: {model.name}, {format_parameters(model.parameters)} parameters, {model.dtype}")
+    for plug_in in plan.plugins:
+        page.line(f"plug-in {plug_in.name}: {plug_in.package} {plug_in.version}")
     for worker in graph.workers:
         if worker.freeze:
             page.line(describe_frozen(worker, plan.model(graph.sharing(worker.name)[0].name)))

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Literal
 
 from ..diagnostics import NOWHERE, Span
+from ..files.plugins import PlugInTable
 from .device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST, DeviceKind
 
 Source = Literal["measured", "derived", "datasheet", "assumed", "stated"]
@@ -387,7 +388,7 @@ def _presets() -> dict[str, Device]:
     }
 
 
-DEVICES = _presets()
+DEVICES = PlugInTable("msrl_graph.devices", Device, _presets())
 # Other names of devices: Huawei's servers, and short names.
 _ALIASES = {
     "ascend-910b": ("a2", "atlas a2", "atlas 800t a2", "910b1", "910b2", "910b3"),
@@ -404,10 +405,11 @@ def find_preset(name: str) -> str:
     is `a100`.
     """
     letters = _normalize_name(name)
-    for device in DEVICES.values():
-        calls = {_normalize_name(alias) for alias in (device.name, *_ALIASES.get(device.name, ()))}
-        if letters in calls | {f"{call}{device.memory.value / 1e9:.0f}gb" for call in calls}:
-            return device.name
+    for devices in (DEVICES.built_in, DEVICES):
+        for device in devices.values():
+            calls = {_normalize_name(alias) for alias in (device.name, *_ALIASES.get(device.name, ()))}
+            if letters in calls | {f"{call}{device.memory.value / 1e9:.0f}gb" for call in calls}:
+                return device.name
     return ""
 
 
@@ -415,5 +417,5 @@ def _normalize_name(name: str) -> str:
     return _MAKERS.sub("", re.sub("[^a-z0-9]", "", name.lower()))
 
 
-# Between hosts, if the file gives no figure: the paper measured 300 MB/s between its servers.
+# Between hosts, if the file gives no figure.
 NETWORK = _assumed(300e6, "arXiv:2507.19017 measured 300 MB/s between servers; state `network` for yours")

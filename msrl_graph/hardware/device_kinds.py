@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..files.plugins import PlugInTable
 from . import visibility_masks
 from .environment_variables import Setting, SettingConditions, Settings, no_settings
 
@@ -166,4 +167,8 @@ ASCEND = DeviceKind(
     group_bytes=2 * HCCL_MIB << 20,
     settings=_hccl_settings,
 )
-DEVICE_KINDS = {kind.name: kind for kind in (HOST, CUDA, ASCEND)}
+DEVICE_KINDS = PlugInTable(
+    "msrl_graph.device_kinds",
+    DeviceKind,
+    {kind.name: kind for kind in (HOST, CUDA, ASCEND)},
+)

@@ -53,7 +53,7 @@ class ClusterOptions(DeclaredAttributes):
     """
 
     device: str = attr(
-        StringKind(known=tuple(DEVICES)),
+        StringKind(known=tuple(DEVICES.built_in)),
         "",
         'A preset of devices: see below. `"here"` is this machine, as measured by `msrl-doctor --calibrate`. `"cpu"` '
         "is a CPU with assumed figures.",

@@ -16,6 +16,7 @@ from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
 from ..model.freezing import freeze
+from ..files.plugins import PlugIn
 from ..sharding.device_range import DeviceRange, iterate_runs
 from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes
@@ -276,6 +277,7 @@ class Plan(PlanViews):
     surroundings: tuple[ProcessEnvironment, ...] = ()
     notes: tuple[PlanNote, ...] = ()
     search: SearchRecord | None = None  # None: the file left nothing open
+    plugins: tuple[PlugIn, ...] = ()
 
     @cached_property
     def _by_node(self) -> tuple[dict[str, Placement], dict[str, ControllerSpec]]:

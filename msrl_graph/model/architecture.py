@@ -185,7 +185,7 @@ class Model:
 
     def list_lacking(self, features: Container[str]) -> list[str]:
         """Return the features of this model that are not in `features`, in words."""
-        return [FEATURES[feature] for feature in self.features if feature not in features]
+        return [FEATURES.get(feature, feature) for feature in self.features if feature not in features]
 
     @cached_property
     def parameters(self) -> int:

@@ -237,7 +237,8 @@ def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) 
         features.add("tied_head")
     if (kind := config.rope["rope_type"]) != "default":
         features.add(f"rope_{kind}")
-    return (feature for feature in FEATURES if feature in features)
+    # A family of another package may have features that are not known here.
+    return (feature for feature in (*FEATURES, *sorted(features - FEATURES.keys())) if feature in features)
 
 
 def _iterate_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[Layer]) -> Iterator[Tensor]:

@@ -109,8 +109,8 @@ def _peak_note(name: str, share: Figure) -> str:
     Other presets state what programs reach in practice. `name` is the figure, an attribute of `cluster`. `share` is the
     fraction of a peak that programs reach.
     """
-    peak = [device.name for device in DEVICES.values() if name in device.peaks]
-    other = [device.name for device in DEVICES.values() if name not in device.peaks]
+    peak = [device.name for device in DEVICES.built_in.values() if name in device.peaks]
+    other = [device.name for device in DEVICES.built_in.values() if name not in device.peaks]
     counts = f"A peak, of which {100 * share.value:.0f} % is used"
     if not other:
         return f"{counts}."
@@ -129,7 +129,7 @@ def _peak_note(name: str, share: Figure) -> str:
 def _functions() -> dict[str, ast.FunctionDef]:
     """Return the parsed definition of each built-in function, by the function's name."""
     functions = {}
-    for module in {module for _, module in algorithms.library().values()}:
+    for module in algorithms.MODULES:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
             if isinstance(item, ast.FunctionDef):
                 functions[item.name] = item
@@ -194,8 +194,8 @@ def _function_text(signature: Signature) -> str:
 def _list_functions(kind: str) -> str:
     texts = [
         _function(signature)
-        for (function_kind, _), (signature, _) in sorted(algorithms.library().items())
-        if function_kind == kind
+        for (function_kind, _), (signature, module) in sorted(algorithms.library().items())
+        if function_kind == kind and module in algorithms.MODULES
     ]
     return "\n\n".join(texts)
 
@@ -274,7 +274,8 @@ def _devices() -> str:
     If several presets have the same value of a figure, these presets share a line.
     """
     lines = ["| figure | preset | value | source |", "|---|---|---|---|"]
-    by_device = {device_.name: dict(figures(device_)) for device_ in DEVICES.values() if device_.name not in MACHINES}
+    presets_ = [device_ for name, device_ in DEVICES.built_in.items() if name not in MACHINES]
+    by_device = {device_.name: dict(figures(device_)) for device_ in presets_}
     for name in next(iter(by_device.values())):
         by_text: dict[str, list[str]] = {}
         for device, figure_texts in by_device.items():
@@ -297,7 +298,7 @@ def _models() -> str:
             f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
             f"{presets.find_tokenizer_name(name) or 'its own'} |"
         )
-    architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES.values())
+    architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES.built_in.values())
     return "\n".join([*lines, "", f"A folder can have a model of these architectures: {architectures}."])
 
 
@@ -306,7 +307,7 @@ def _engines() -> str:
         "| engine | verbs | shards along | zero | options | features of models that it lacks | runs here |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, engine in ENGINES.items():
+    for name, engine in ENGINES.built_in.items():
         zero = ", ".join(map(str, engine.zero)) if "update" in engine.verbs else ""
         here = "yes" if can_build(name) else "no: planned and simulated"
         verbs = ", ".join(engine.verbs)
@@ -314,7 +315,7 @@ def _engines() -> str:
         cells = (verbs, join_words(engine.axes, ", "), zero, join_words(engine.options, ", "), lacks or "-", here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     host, other = (
-        join_words(tuple(engine_name for engine_name, spec in ENGINES.items() if where in spec.chosen), ", ")
+        join_words(tuple(engine_name for engine_name, spec in ENGINES.built_in.items() if where in spec.chosen), ", ")
         for where in get_args(Where)
     )
     return "\n".join(
@@ -323,7 +324,7 @@ def _engines() -> str:
             "",
             "How `ep` and `etp` shard the experts of a layer:",
             "",
-            *(f"- `{name}`: {spec.spread.words}." for name, spec in ENGINES.items()),
+            *(f"- `{name}`: {spec.spread.words}." for name, spec in ENGINES.built_in.items()),
             "",
             (
                 f"If the file names no engine, the planner chooses one: on CPUs among {host}, on "
@@ -393,12 +394,14 @@ def entries() -> Iterator[tuple[str, str, str]]:
 
     `list` is the key of the entry's list in `LISTS`: functions, loss terms, algorithms, devices, models, engines …
     """
-    for (kind, name), (signature, _) in sorted(algorithms.library().items()):
+    for (kind, name), (signature, module) in sorted(algorithms.library().items()):
+        if module not in algorithms.MODULES:
+            continue
         list_name, kind_text = _KINDS[kind]
         yield list_name, name, f"{kind_text}: {_function(signature)}"
     for name, text in _files().items():
         yield "algorithms", name, f"An algorithm of the package, `import {name}`: {text}"
-    for name, device in DEVICES.items():
+    for name, device in DEVICES.built_in.items():
         yield "devices", name, f"A preset of `device`.\n\n{_device(device)}"
     for list_name, what, table_text in (
         ("models", "A preset of `model`.", _models()),

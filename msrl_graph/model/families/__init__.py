@@ -6,17 +6,24 @@ their layers (layers.py) and features (features.py).
 
 from __future__ import annotations
 
+from ...files.plugins import PlugInTable
 from . import deepseek_v3, gemma, llama, qwen2, qwen3, qwen3_moe
 from .family import Family
 
 __all__ = ["FAMILIES", "Family", "find_family"]
 
-# By name, which is the `model_type` of a config.json.
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma)
-}
+# By name, which is the `model_type` of a config.json. Other packages can add families (plugins.py).
+FAMILIES: PlugInTable[Family] = PlugInTable(
+    "msrl_graph.families",
+    Family,
+    {module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma)},
+)
 
 
 def find_family(architecture: str) -> Family | None:
     """Return the family of an architecture, or None."""
-    return next((family for family in FAMILIES.values() if family.architecture == architecture), None)
+    for families in (FAMILIES.built_in, FAMILIES):
+        for family in families.values():
+            if family.architecture == architecture:
+                return family
+    return None

@@ -33,7 +33,7 @@ from .device_reservation import DeviceReservation
 from .dock_monitor import HostLost, unreachable_hosts
 
 PROBE = 30.0  # seconds within which all hosts answer
-PRECISE = ("msrl-graph",)  # packages for which any difference is an error
+PRECISE = ("msrl-graph",)  # packages for which any difference is an error, as for those of plug-ins
 WRONG = " !"
 SAME = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
 INSTALL = "install the same versions on every host, from the same constraints"
@@ -83,7 +83,7 @@ class Hosts:
         for package, ours in self.here["versions"].items():
             versions = [facts["versions"][package] for facts in self.seen]
             expected = ours or Counter(filter(None, versions)).most_common(1)[0][0] if ours or any(versions) else ""
-            exact = package in PRECISE
+            exact = package in (*PRECISE, *(plug_in.package for plug_in in self.plan.plugins))
             differing = {i for i, version in enumerate(versions) if version != expected or not version}
             severe = {i for i in differing if exact or _release(versions[i]) != _release(expected)}
             message = (

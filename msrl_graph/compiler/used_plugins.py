@@ -1,0 +1,51 @@
+"""The plug-ins that a plan uses, with the versions of their packages.
+
+Invariant: a plan without plug-ins reads no entry points of engines, families and devices here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .. import algorithms
+from ..backends import ENGINES
+from ..hardware.cluster import DEVICES
+from ..hardware.device_kinds import DEVICE_KINDS
+from ..ir.graph import Expr
+from ..ir.plan import FUNCTIONS, Plan
+from ..model.families import FAMILIES
+from ..files.plugins import PlugIn, find_entry_points
+
+
+def find_plugins(plan: Plan) -> tuple[PlugIn, ...]:
+    """Return the plug-ins of a plan: engines, families, devices and functions."""
+    return tuple(dict.fromkeys(plug_in for plug_in in _iterate_plugins(plan) if plug_in is not None))
+
+
+def _iterate_plugins(plan: Plan) -> Iterator[PlugIn | None]:
+    yield from (ENGINES.find_plug_in(placed.engine.name) for placed in plan.placements if placed.pool != FUNCTIONS)
+    yield from (FAMILIES.find_plug_in(model.family) for model in plan.deploy.models.values())
+    yield DEVICES.find_plug_in(plan.cluster.device.name)
+    yield DEVICE_KINDS.find_plug_in(plan.cluster.device.backend)
+    expressions = (expr for node in plan.graph.nodes for expr in node.attributes.values())
+    yield from (algorithms.find_plug_in(name) for expr in expressions for name in _list_calls(expr))
+
+
+def _list_calls(expr: Expr) -> Iterator[str]:
+    """Yield the names of all functions that an expression and its arguments call."""
+    if expr.kind == "call":
+        yield str(expr.value)
+    for argument in expr.args:
+        yield from _list_calls(argument)
+
+
+def find_missing(plan: Plan) -> str:
+    """Describe a plug-in of a plan that is not installed; "" if there is none."""
+    for plug_in in plan.plugins:
+        if plug_in.name not in find_entry_points(plug_in.group):
+            wanted = f"{plug_in.package} {plug_in.version}"
+            install = f"pip install {plug_in.package}=={plug_in.version}"
+            return (
+                f"it uses the plug-in `{plug_in.name}` of the package {wanted}, which is not installed here ({install})"
+            )
+    return ""

@@ -1,0 +1,131 @@
+"""Plug-ins: engines, families, devices and functions of other installed packages.
+
+A package names its plug-ins as entry points (packaging.python.org, "Entry points specification"), in the groups of
+GROUPS. Every process of a run finds them by these names, so a package must be installed on every host.
+
+Invariant: a plug-in never replaces something built-in. A package's code is imported only when one of its plug-ins is
+used, or when all names are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..diagnostics import Diagnostic, Fault
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+# The groups of entry points, and what an entry point names.
+GROUPS = {
+    "msrl_graph.engines": "an EngineSpec",
+    "msrl_graph.families": "a Family",
+    "msrl_graph.device_kinds": "a DeviceKind",
+    "msrl_graph.devices": "a Device",
+    "msrl_graph.functions": "a module of functions, loss terms and optimizers",
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """A plug-in that a plan uses.
+
+    - `group`, `name`: the entry point.
+    - `package`, `version`: the distribution that provides it.
+    """
+
+    group: str
+    name: str
+    package: str
+    version: str
+
+
+@cache
+def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group by name; of several with one name, the first."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in reversed([*entry_points(group=group)])}
+
+
+def describe(group: str, name: str) -> PlugIn:
+    """Return the package that provides a plug-in.
+
+    Raises KeyError if no installed package does.
+    """
+    entry = find_entry_points(group)[name]
+    return PlugIn(group, name, entry.dist.name if entry.dist else "", entry.dist.version if entry.dist else "")
+
+
+def load(group: str, name: str) -> Any:
+    """Import a plug-in.
+
+    Raises KeyError if no installed package provides it, and Fault if it is broken.
+    """
+    entry = find_entry_points(group)[name]
+    try:
+        return entry.load()
+    except Exception as error:  # the code of somebody else
+        source = describe(group, name)
+        message = f"the plug-in `{name}` of the package {source.package} {source.version} cannot be loaded: "
+        message += f"{type(error).__name__}: {error}"
+        help = f"install the package again, or remove it: pip uninstall {source.package}"
+        raise Fault(Diagnostic("not-installed", message, help=help)) from error
+
+
+class PlugInTable(MutableMapping[str, T]):
+    """Objects by name: the built-in ones, and those that installed packages provide.
+
+    - `group`: the group of entry points.
+    - `kind`: the class of the objects. Their attribute `name` is the name in the table.
+    """
+
+    def __init__(self, group: str, kind: type[T], built_in: Mapping[str, T]) -> None:
+        self.group = group
+        self.kind = kind
+        self.built_in = dict(built_in)
+        self._objects = dict(built_in)
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._objects:
+            self._objects[name] = self._load(name)
+        return self._objects[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._objects[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._objects[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of built-in objects, then those of plug-ins that can be loaded."""
+        for name in find_entry_points(self.group):
+            try:
+                self[name]
+            except Fault:  # reported when a program names it
+                continue
+        return iter([*self._objects])
+
+    def __len__(self) -> int:
+        return len([*iter(self)])
+
+    def find_plug_in(self, name: str) -> PlugIn | None:
+        """Return the package that provides an object; None for a built-in object."""
+        is_provided = name not in self.built_in and name in find_entry_points(self.group)
+        return describe(self.group, name) if is_provided else None
+
+    def _load(self, name: str) -> T:
+        loaded = load(self.group, name)
+        wrong = "" if isinstance(loaded, self.kind) else f"is not {GROUPS[self.group]}"
+        if not wrong and loaded.name != name:
+            wrong = f"calls itself `{loaded.name}`"
+        if wrong:
+            source = describe(self.group, name)
+            message = f"the plug-in `{name}` of the package {source.package} {source.version} {wrong}"
+            raise Fault(Diagnostic("not-installed", message, help=f"report it to the authors of {source.package}"))
+        result: T = loaded
+        return result

@@ -1,0 +1,1 @@
+"""Plug-ins of a package outside of msrl_graph, one of each kind."""

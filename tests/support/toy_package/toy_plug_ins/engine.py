@@ -1,0 +1,13 @@
+"""An engine: transformers' generation, with lower-case log lines of its own."""
+
+from dataclasses import replace
+
+from msrl_graph.backends import hf_spec
+from msrl_graph.backends.hf import HfEngine
+
+SPEC = replace(hf_spec.SPEC, name="toy", build="toy_plug_ins.engine:ToyEngine", chosen=())
+
+
+class ToyEngine(HfEngine):
+    def filled(self):
+        print("the toy engine has new weights", flush=True)
