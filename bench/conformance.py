@@ -26,7 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", choices=conformance.WRITTEN, default=[*conformance.WRITTEN])
     options = smoke.parse(parser, families=["qwen2"])
-    engines = [name for name, spec in ENGINES.items() if can_build(name) and all(map(packages.version, spec.needs))]
+    able = {name: spec for name, spec in ENGINES.items() if can_build(name)}
+    engines = [name for name, spec in able.items() if all(map(packages.version, spec.capabilities.needs))]
     table = Table(title="largest differences from transformers", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("model", "engine", "layouts", *KINDS):
         table.add_column(heading)

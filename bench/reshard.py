@@ -32,7 +32,7 @@ from torch import distributed as dist
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.devices import allocate, release
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.memory import Peak

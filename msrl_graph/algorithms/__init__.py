@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..files.plugins import PlugIn, describe, find_entry_points
 from ..ir.graph import Expr
 from ..ir.optimizer_spec import OptimizerSpec
 from ..ir.signatures import CallKind, Signature, read_signatures
-from ..files.plugins import PlugIn, describe, find_entry_points
 
 FOLDER = Path(__file__).parent
 PLUG_INS = "msrl_graph.functions"

@@ -9,8 +9,8 @@ table. Other packages can add engines (plugins.py).
 
 from __future__ import annotations
 
-from ..hardware.device_kinds import ASCEND, CUDA
 from ..files.plugins import PlugInTable
+from ..hardware.device_kinds import ASCEND, CUDA
 from . import fsdp_spec, hf_spec
 from .megatron import spec as megatron_spec
 from .spec import EngineSpec

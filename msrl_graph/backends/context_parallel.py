@@ -30,8 +30,8 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from . import ring_attention
+from .engine_protocols import MicroBatch, Outputs
 from .prefix_tree import Tree
-from .spec import MicroBatch, Outputs
 
 if TYPE_CHECKING:
     import torch

@@ -55,8 +55,9 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
     if layout.stage_devices % (layout.ep * layout.etp):
         product = f"ep x etp = {layout.ep} x {layout.etp}" if layout.etp > 1 else f"ep = {layout.ep}"
         yield (f"{product} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)")
-    elif not spec.spread.has(layout):
-        supported = [f"`ep = {candidate.ep}, etp = {candidate.etp}`" for candidate in spec.spread.meshes(layout, model)]
+    elif not spec.sharding.spread.has(layout):
+        candidates = spec.sharding.spread.meshes(layout, model)
+        supported = [f"`ep = {candidate.ep}, etp = {candidate.etp}`" for candidate in candidates]
         yield (
             f"`{spec.name}` cannot place experts with ep = {layout.ep}, etp = {layout.etp} at tp = {layout.tp}, dp = "
             f"{layout.dp}{': it supports ' * bool(supported)}{_join_with_or(supported)}"
@@ -77,16 +78,16 @@ def rows_in_step(graph: Graph, node: Node) -> int | None:
 
 def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
     sizes = [(model.heads, "heads")]
-    if not model.latent and not (spec.replicates_kv_heads and tp % model.kv_heads == 0):
+    if not model.latent and not (spec.sharding.replicates_kv_heads and tp % model.kv_heads == 0):
         sizes.append((model.kv_heads, "key-value heads"))
     if model.dense_layers:
         sizes.append((model.intermediate, "intermediate size"))
     if model.experts and model.experts.shared:
         sizes.append((model.experts.shared, "shared experts' size"))
-    if spec.vocabulary_multiple == 1:
+    if spec.sharding.vocabulary_multiple == 1:
         sizes.append((model.vocabulary, "vocabulary"))
-    elif spec.pads_whole:
-        padded = -(-model.vocabulary // spec.vocabulary_multiple) * spec.vocabulary_multiple
+    elif spec.sharding.pads_whole:
+        padded = -(-model.vocabulary // spec.sharding.vocabulary_multiple) * spec.sharding.vocabulary_multiple
         sizes.append((padded, "padded vocabulary"))
     return [
         f"the {size:,} {name}" if name.endswith("heads") else f"the {name} of {size:,}"

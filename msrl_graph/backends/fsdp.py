@@ -25,11 +25,12 @@ from . import experts, hf_modules, kernels, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
+from .engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights
 from .fsdp_spec import SPEC
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
 from .optimizer.steps import Steps
-from .spec import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights, is_compiled, offloads
+from .spec import is_compiled, offloads
 
 if TYPE_CHECKING:
     import torch

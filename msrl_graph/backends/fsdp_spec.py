@@ -8,7 +8,7 @@ from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
 from . import expert_placement, peaks
 from .optimizer.step_calls import step_calls
-from .spec import Act, EngineSpec, Lint, OperatorCalls, Situation
+from .spec import Act, Capabilities, EngineSpec, Lint, MemoryModel, OperatorCalls, Situation, TimeModel, WeightSharding
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -44,18 +44,26 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
 SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
-    axes=("tp", "cp", "dp", "ep"),
     build="msrl_graph.backends.fsdp:FsdpEngine",
-    options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
-    zero=(0, 1, 2, 3),
-    divided_from=2,
-    features=SUPPORTED,
-    spread=expert_placement.WHOLE,
-    lints=_lints,
-    calls=_calls,
-    shares_beginnings=("host", "device"),
-    sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
-    peaks=peaks.trainer,
-    stored=peaks.stored,
-    chosen=("host", "device"),
+    capabilities=Capabilities(
+        axes=("tp", "cp", "dp", "ep"),
+        options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
+        zero=(0, 1, 2, 3),
+        features=SUPPORTED,
+        lints=_lints,
+        chosen=("host", "device"),
+    ),
+    sharding=WeightSharding(
+        divided_from=2,
+        spread=expert_placement.WHOLE,
+    ),
+    memory=MemoryModel(
+        peaks=peaks.trainer,
+        stored=peaks.stored,
+    ),
+    time=TimeModel(
+        calls=_calls,
+        shares_beginnings=("host", "device"),
+        sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
+    ),
 )

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ..sharding.layout import Layout, shard
 from . import experts, hf_modules, kernels
 from .devices import allocate, release
+from .engine_protocols import Response, Sampling, Shard, Weights
 from .generation.continuous import SequenceBatch
 from .generation.sampling import draw
 from .generation.segments import generate_in_segments
 from .generation.stops import load_stops
 from .hf_spec import SPEC
 from .kernels.modules import install
-from .spec import Response, Sampling, Shard, Weights
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from ..model.architecture import HEAD, Model
 from ..model.models import read_engine_fields
 from ..sharding.layout import elements, full_box, slices
 from ..sharding.tensors import Tensor
-from .spec import Shard
+from .engine_protocols import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 

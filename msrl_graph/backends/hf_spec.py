@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
 from . import peaks
-from .spec import Act, EngineSpec, OperatorCalls
+from .spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
@@ -20,16 +20,22 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
 SPEC = EngineSpec(
     name="hf",
     verbs=("generate",),
-    axes=("tp", "dp"),
     build="msrl_graph.backends.hf:HfEngine",
-    options=("micro_batch", "dtype", "memory"),
-    features=SUPPORTED,
-    calls=_calls,
-    continuous=True,
-    shares_beginnings=("host", "device"),
-    # A decoding step reads the cache for attention, copies the cache to append new keys and values, and copies out the
-    # rows that continue.
-    cache_passes=5,
-    peaks=peaks.generator,
-    chosen=("host",),
+    capabilities=Capabilities(
+        axes=("tp", "dp"),
+        options=("micro_batch", "dtype", "memory"),
+        features=SUPPORTED,
+        chosen=("host",),
+    ),
+    memory=MemoryModel(
+        peaks=peaks.generator,
+    ),
+    time=TimeModel(
+        calls=_calls,
+        continuous=True,
+        shares_beginnings=("host", "device"),
+        # A decoding step reads the cache for attention, copies the cache to append new keys and values, and copies out
+        # the rows that continue.
+        cache_passes=5,
+    ),
 )

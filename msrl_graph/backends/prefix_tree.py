@@ -82,7 +82,7 @@ class Tree:
 
 
 def build_tree(packed: TensorDict) -> Tree:
-    """Build the prefix tree of a micro-batch (`MicroBatch` in spec.py)."""
+    """Build the prefix tree of a micro-batch (`MicroBatch` in engine_protocols.py)."""
     import numpy as np
     import torch
 

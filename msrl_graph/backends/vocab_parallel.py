@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .spec import ForwardRequest, Outputs
+from .engine_protocols import ForwardRequest, Outputs
 
 if TYPE_CHECKING:
     import torch

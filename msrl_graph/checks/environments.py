@@ -52,7 +52,7 @@ def _check_packages(plan: Plan, placed: list[Placement], engines: Mapping[str, E
     # Nodes with a stated engine come before nodes that follow them.
     for placement in sorted(placed, key=lambda placement: placement.node not in plan.deploy.engines):
         first = needs.setdefault(plan.environment_of(placement.pool).python, {})
-        for package in kind.packages(engines[placement.engine.name].needs):
+        for package in kind.packages(engines[placement.engine.name].capabilities.needs):
             first.setdefault(package, placement)
     for python, first in needs.items():
         if (conflict := find_conflict([OWN, *first])) is None:

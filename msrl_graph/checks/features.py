@@ -26,15 +26,15 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
         model = plan.model(node.name)
         able = {name: engine for name, engine in engines.items() if node.verb in engine.verbs}
         stated = plan.deploy.engines.get(node.name)
-        whole = [name for name, engine in sorted(able.items()) if not model.list_lacking(engine.features)]
+        whole = [name for name, engine in sorted(able.items()) if not model.list_lacking(engine.capabilities.features)]
         if stated is not None and stated.name in able and whole and stated.name not in whole:
-            lacking = model.list_lacking(able[stated.name].features)[0]
+            lacking = model.list_lacking(able[stated.name].capabilities.features)[0]
             message = f"the engine `{stated.name}` of `{node.name}` does not support {lacking}"
             help = f"these can: {', '.join(f'`{name}`' for name in whole)}"
             diagnostics.append(Diagnostic("layout-divide", message, stated.span, help))
         elif able and not whole and model.name not in told:
             told.add(model.name)
-            lacking = min((model.list_lacking(engine.features) for engine in able.values()), key=len)[0]
+            lacking = min((model.list_lacking(engine.capabilities.features) for engine in able.values()), key=len)[0]
             message = f"the model `{model.name}` has {lacking}"
             help = f"no engine supports {lacking} yet: use a model without it"
             diagnostics.append(Diagnostic("not-yet", message, model.span, help))

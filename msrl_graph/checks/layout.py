@@ -119,7 +119,7 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
         stated.span if stated is not None else placement.engine.span if placement.engine.span.line else plan.deploy.span
     )
     for axis in AXES:
-        if getattr(layout, axis) > 1 and axis not in spec.axes:
+        if getattr(layout, axis) > 1 and axis not in spec.capabilities.axes:
             help = (
                 _list_capable_engines(engines, graph_node.verb, lambda engine, wanted=axis: wanted in engine.axes)  # type: ignore[misc]
                 or f"leave `{axis}` at 1"
@@ -146,8 +146,8 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
     for message in find_misfits(plan.model(node), spec, layout):
         yield Diagnostic("layout-divide", message, span, _suggest_layout(plan, placement, spec))
-    if graph_node.verb == "update" and layout.zero not in spec.zero:
-        help = f"the engine `{spec.name}` supports zero = {', '.join(map(str, spec.zero))}"
+    if graph_node.verb == "update" and layout.zero not in spec.capabilities.zero:
+        help = f"the engine `{spec.name}` supports zero = {', '.join(map(str, spec.capabilities.zero))}"
         yield Diagnostic(
             "layout-divide",
             f"the engine `{spec.name}` of `{node}` does not support ZeRO stage {layout.zero}",
@@ -188,10 +188,10 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     for tp in [size for size in range(1, min(devices, model.heads) + 1) if devices % (size * rest) == 0]:
         sized = replace(layout, tp=tp, dp=devices // (tp * rest))
         if rows is None or rows % sized.dp == 0:
-            same = spec.spread.settle_etp(replace(sized, etp=stated.etp), model)
+            same = spec.sharding.spread.settle_etp(replace(sized, etp=stated.etp), model)
             works += [
                 candidate
-                for candidate in (same, *spec.spread.meshes(sized, model))
+                for candidate in (same, *spec.sharding.spread.meshes(sized, model))
                 if not any(find_misfits(model, spec, candidate))
             ]
     if not works:
@@ -200,7 +200,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     def far(candidate: Layout) -> tuple[float, ...]:
         axes = ("tp", "ep", "etp") if stated.etp else ("tp", "ep")
         distance = sum(abs(math.log(getattr(candidate, axis) / getattr(layout, axis))) for axis in axes)
-        own = candidate.etp == spec.spread.settle_etp(replace(candidate, etp=0), model).etp
+        own = candidate.etp == spec.sharding.spread.settle_etp(replace(candidate, etp=0), model).etp
         return (
             round(distance, 9),
             not own and not stated.etp,
@@ -215,7 +215,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
         for axis in ("cp", "pp", "ep")
         if getattr(best, axis) > 1 or getattr(stated, axis) > 1
     ]
-    if stated.etp or best.etp != spec.spread.settle_etp(replace(best, etp=0), model).etp:
+    if stated.etp or best.etp != spec.sharding.spread.settle_etp(replace(best, etp=0), model).etp:
         sizes.append(("etp", best.etp))
     return f"the nearest that works: tp = {best.tp}, dp = {best.dp}" + "".join(
         f", {axis} = {size}" for axis, size in sizes

@@ -33,7 +33,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
         everywhere = (
             () if layout is None and _shares_stated_layout(plan, placement) else _check_hosts(placement, situation)
         )
-        for lint in (*engines[placement.engine.name].lints(situation), *everywhere):
+        for lint in (*engines[placement.engine.name].capabilities.lints(situation), *everywhere):
             span = spans[0] if spans else plan.deploy.span
             warning = Diagnostic("known-bad", lint.message, span, lint.help, "warning")
             warnings.setdefault(lint.message, warning)

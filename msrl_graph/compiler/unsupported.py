@@ -72,7 +72,7 @@ class _Refusal(NamedTuple):
 
 def _supports(spec: EngineSpec, key: str) -> bool:
     """Return whether an engine supports the attribute `key` of the engine's nodes."""
-    return spec.supported_attributes is None or key in spec.supported_attributes
+    return spec.capabilities.supported_attributes is None or key in spec.capabilities.supported_attributes
 
 
 def _list_planned_only(
@@ -87,9 +87,9 @@ def _list_planned_only(
     for feature in model.features:
         if feature in planned:
             yield FEATURES[feature], placement.engine.span, "use a model without this feature"
-    if "ep" not in planned and not spec.spread.can_run(layout, model):
+    if "ep" not in planned and not spec.sharding.spread.can_run(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
-    own = spec.spread.settle_etp(replace(layout, etp=0), model).etp  # the engine's own value if none is stated
+    own = spec.sharding.spread.settle_etp(replace(layout, etp=0), model).etp  # the engine's own value if none is stated
     for name in planned:
         if name in AXES and getattr(layout, name) > 1 and not (name == "etp" and layout.etp == own):
             yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"

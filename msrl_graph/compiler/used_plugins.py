@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from .. import algorithms
 from ..backends import ENGINES
+from ..files.plugins import PlugIn, find_entry_points
 from ..hardware.cluster import DEVICES
 from ..hardware.device_kinds import DEVICE_KINDS
 from ..ir.graph import Expr
 from ..ir.plan import FUNCTIONS, Plan
 from ..model.families import FAMILIES
-from ..files.plugins import PlugIn, find_entry_points
 
 
 def find_plugins(plan: Plan) -> tuple[PlugIn, ...]:

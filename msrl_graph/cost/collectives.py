@@ -144,7 +144,7 @@ class Collectives:
             return Figure(0.0, "derived", "no tensor parallelism")
         per_reduction = tokens * model.hidden * self._item * (tp - 1) / tp
         layers = model.layers / layout.pp
-        if self.spec.divides_sequence and self._eager:
+        if self.spec.memory.divides_sequence and self._eager:
             # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the
             # tokens once more for the weights' gradients (arXiv:2205.05198, section 4.2).
             gathers = 1 + layers * (2 + backward * 4)
@@ -157,7 +157,7 @@ class Collectives:
                 self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:
-            count = 1 + layers * (self.spec.sums[0] + backward * self.spec.sums[1])
+            count = 1 + layers * (self.spec.time.sums[0] + backward * self.spec.time.sums[1])
             parts = [self.seconds("all_reduce", "tp", 2 * count * per_reduction, count)]
             parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
@@ -172,7 +172,7 @@ class Collectives:
         """
         layout = self.placement.layout
         model = self.model
-        if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
+        if layout.tp == 1 or not (self.spec.memory.divides_sequence and self._eager):
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
         elements = sum(tensor.elements for tensor in model.trained if is_copied(tensor)) / layout.pp
         return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
@@ -218,7 +218,7 @@ class Collectives:
         """
         layout = self.placement.layout
         expert_sizes = self.model.experts
-        if expert_sizes is None or not self.spec.spread.sends(layout):
+        if expert_sizes is None or not self.spec.sharding.spread.sends(layout):
             return Figure(0.0, "derived", "experts and their tokens are on the same ranks")
         layers = (self.model.layers - self.model.dense_layers) / layout.pp
         sent = tokens / layout.tp * expert_sizes.active * self.model.hidden * self._item

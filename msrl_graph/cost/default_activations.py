@@ -91,7 +91,7 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
         # Tokens sent to experts are sharded over tp. Each of an expert's etp ranks receives all of them and holds a
         # part of the width.
         sharded += 4 * routed.shared + routed.active * (2 * model.hidden * work.layout.etp + 4 * routed.intermediate)
-    return -(-replicated // (tp if spec.divides_sequence else 1)) + -(-sharded // tp)
+    return -(-replicated // (tp if spec.memory.divides_sequence else 1)) + -(-sharded // tp)
 
 
 def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
@@ -110,7 +110,7 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, s
     dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)
     layers = sum(stop - start for start, stop in stretches)
     largest = max([sizes[0]] * (dense > 0) + [sizes[1]] * (layers > dense), default=0)
-    layer_input = -(-model.hidden // (layout.tp if spec.divides_sequence else 1))
+    layer_input = -(-model.hidden // (layout.tp if spec.memory.divides_sequence else 1))
     if verb != "update":
         elements = largest
     elif work.activations_away:  # two layers at a time have their activations on the device

@@ -35,9 +35,9 @@ def count_groups(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> in
     for placed in (placement for placement in plan.placements if placement.pool == pool):
         spec = engines[placed.engine.name]
         mesh = _mesh_key(placed)
-        if not spec.own_groups:
+        if not spec.memory.own_groups:
             count(mesh, sum(getattr(placed.layout, axis) > 1 for axis in MESH))
-        count((placed.engine.name, *mesh, placed.layout.ep, placed.layout.etp), spec.groups(placed.layout))
+        count((placed.engine.name, *mesh, placed.layout.ep, placed.layout.etp), spec.memory.groups(placed.layout))
         if plan.graph.node(placed.node).verb == "update":
             count((placed.node,), _count_copy_groups(spec, placed.layout))
     return total + sum(_count_edge_groups(plan, reshard, pool) for reshard in plan.reshards)

@@ -30,9 +30,8 @@ from .offloading import step_moments
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory left free: fragments, kernel workspaces, captured graphs, collectives (groups.py).
 RESERVE = 1 - EngineOptions.memory
-# A probe (runtime/rank/weight_proof.py): PROBES prompts of TOKENS tokens, or of a block of the cache plus TOKENS.
-PROBES = 4
-TOKENS = 8
+PROBES = 4  # prompts of a probe (runtime/rank/weight_proof.py)
+TOKENS = 8  # of each prompt, or a block of the cache plus TOKENS
 KEPT = ", kept"  # ending of items that a generation keeps for the next iteration
 
 
@@ -250,7 +249,7 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     """
     own = spec(plan, engines, node)
     verb = plan.graph.node(node).verb
-    if own.peaks is None and verb == "generate":
+    if own.memory.peaks is None and verb == "generate":
         at_once, _ = waves(plan, node)
         return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
     own_work = work(plan, engines, node)
@@ -263,7 +262,8 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
 
 
 def _moments(verb: str, own_work: Workload, own: EngineSpec) -> Moments:
-    return default_activations.moments(verb, own_work, own) if own.peaks is None else own.peaks(verb, own_work)
+    peaks = own.memory.peaks
+    return default_activations.moments(verb, own_work, own) if peaks is None else peaks(verb, own_work)
 
 
 def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
@@ -275,7 +275,7 @@ def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
     """Return the length of the prompt that tests the weights `src` sends to `dst`."""
     bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
-    return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
+    return max(1, min(spec(plan, engines, dst).time.block + TOKENS, *bounds))
 
 
 def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
@@ -324,7 +324,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
             items[item] = items.get(item, 0) + weights(plan, engines, src)
     for dst in (dst for _, dst in skipping_edges(plan) if dst != busy and plan.placement(dst).pool == pool):
         items[f"{dst} weights{KEPT}"] = weights(plan, engines, dst)
-        if building := spec(plan, engines, dst).building:  # memory that the engine frees only with the weights
+        if building := spec(plan, engines, dst).memory.building:  # memory that the engine frees only with the weights
             items[f"{dst} cache{KEPT}"] = sum(building(work(plan, engines, dst)).values())
     return items
 
@@ -353,7 +353,7 @@ def activations_away(plan: Plan, engines: Engines, node: str) -> int:
     own = spec(plan, engines, node)
     if plan.graph.node(node).verb != "update" or not own_work.activations_away:
         return 0
-    return default_activations.stored(own_work, own) if own.stored is None else own.stored(own_work)
+    return default_activations.stored(own_work, own) if own.memory.stored is None else own.memory.stored(own_work)
 
 
 def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:

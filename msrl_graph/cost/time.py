@@ -165,8 +165,10 @@ class Costs:
         `cached` is the sum of the sequences' context lengths. In this step, `diverged` sequences begin to differ from
         another sequence after `prompt` equal tokens, and recompute the tokens after the last full cache block.
         """
-        passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
-        tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
+        passes = self.spec.time.cache_passes * cached * self._cache_bytes * self.group
+        tokens = sequences + (
+            diverged * (prompt % self.spec.time.block) if self.spec.time.block and self._eager else 0.0
+        )
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(sequences, DRAWING) + passes
         # A query sees every key. `pairs` are whole squares, of which causal attention needs half.
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
@@ -179,7 +181,7 @@ class Costs:
 
     def allocate_cache(self, sequences: float) -> Figure:
         """Return the seconds to allocate and zero a KV cache for `sequences` sequences."""
-        block = self.spec.block if self._eager else 0
+        block = self.spec.time.block if self._eager else 0
         link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
         return Figure(
@@ -197,7 +199,7 @@ class Costs:
         pairs = rows.squares / max(rows.count, 1e-9)
         laid = 0.0
         around = tokens
-        if self.device.kind.where in self.spec.shares_beginnings:
+        if self.device.kind.where in self.spec.time.shares_beginnings:
             tokens = rows.fed
             count = rows.count - rows.twins
             pairs = max(rows.longest - 1, 1) ** 2
@@ -266,7 +268,7 @@ class Costs:
         if not (most := holdings.activations_away(self.plan, self.engines, self.node)):
             return Figure(0.0, "derived", "activations are not offloaded")
         bound = self.rows(holdings.micro_batch(self.plan, self.node))
-        shared = self.device.kind.where in self.spec.shares_beginnings
+        shared = self.device.kind.where in self.spec.time.shares_beginnings
         share = tokens / (bound.fed if shared else bound.tokens)
         copying = self._host_copy(round(2 * most * share), "activations out and back in")
         return uncovered_seconds(copying, self.device, computing)

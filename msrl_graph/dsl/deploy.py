@@ -281,7 +281,9 @@ class _Deploy:
                     ref.span,
                     f"these can: {', '.join(f'`{engine}`' for engine in can)}" if can else "",
                 )
-        kinds = {key: kind for key, kind in EngineOptions.kinds().items() if key in (*spec.options, *EVERY)}
+        kinds = {
+            key: kind for key, kind in EngineOptions.kinds().items() if key in (*spec.capabilities.options, *EVERY)
+        }
         values = self._read_attributes(statement.attrs, f"engine … = {name}", kinds)
         if "offload" in values:
             self._check_offload(nodes, values["offload"])

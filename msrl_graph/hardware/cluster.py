@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from ..diagnostics import NOWHERE, Span
@@ -405,11 +406,10 @@ def find_preset(name: str) -> str:
     is `a100`.
     """
     letters = _normalize_name(name)
-    for devices in (DEVICES.built_in, DEVICES):
-        for device in devices.values():
-            calls = {_normalize_name(alias) for alias in (device.name, *_ALIASES.get(device.name, ()))}
-            if letters in calls | {f"{call}{device.memory.value / 1e9:.0f}gb" for call in calls}:
-                return device.name
+    for device in chain(DEVICES.built_in.values(), DEVICES.values()):
+        calls = {_normalize_name(alias) for alias in (device.name, *_ALIASES.get(device.name, ()))}
+        if letters in calls | {f"{call}{device.memory.value / 1e9:.0f}gb" for call in calls}:
+            return device.name
     return ""
 
 
@@ -417,5 +417,4 @@ def _normalize_name(name: str) -> str:
     return _MAKERS.sub("", re.sub("[^a-z0-9]", "", name.lower()))
 
 
-# Between hosts, if the file gives no figure.
 NETWORK = _assumed(300e6, "arXiv:2507.19017 measured 300 MB/s between servers; state `network` for yours")

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..diagnostics import NOWHERE, Span
+from ..files.plugins import PlugIn
 from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
 from ..model.freezing import freeze
-from ..files.plugins import PlugIn
 from ..sharding.device_range import DeviceRange, iterate_runs
 from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes

@@ -32,7 +32,9 @@ class PrepareEnvironments(Pass):
         for pool in plan.pools:
             settings = {setting.name: setting for setting in plan.cluster.device.kind.settings(wants)}
             for placement in (candidate for candidate in plan.placements if candidate.pool == pool.name != FUNCTIONS):
-                for other in self.engines[placement.engine.name].settings(Situation.from_plan(plan, placement)):
+                for other in self.engines[placement.engine.name].capabilities.settings(
+                    Situation.from_plan(plan, placement)
+                ):
                     own = settings.setdefault(other.name, other)
                     if own.value != other.value:
                         notes.append(_conflict_note(pool.name, own, other))

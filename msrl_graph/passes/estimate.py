@@ -201,7 +201,7 @@ class EstimateTime(Pass):
         # tokens so far may be computed as one.
         steps = max(rows.longest - prompt - 1, 0)
         fed = rows.response - rows.count
-        if node.device.kind.where in node.spec.shares_beginnings:
+        if node.device.kind.where in node.spec.time.shares_beginnings:
             fed -= rows.alike_response - rows.twins
         fed /= rows.count
         at_once, _ = holdings.waves(plan, name)

@@ -117,7 +117,7 @@ class CountMemory(Pass):
         }  # of generators that no edge reshards into: these stay
         frozen = {item: size for item, size in holdings.resident(plan, self.engines, pool).items() if item in own}
         for node in nodes:
-            building = holdings.spec(plan, self.engines, node.name).building
+            building = holdings.spec(plan, self.engines, node.name).memory.building
             if plan.placement(node.name).pool != pool or building is None:
                 continue
             name = f"{node.name} weights" if f"{node.name} weights" in frozen else "generation weights"

@@ -135,7 +135,7 @@ class Advice:
                 name: choice for name in layouts if name in nodes or _follows(plan, plan.graph.node(name), updates)
             }
             if self._plan_if_fitting(replace(pinned, layouts={**layouts, **follow}), plan, worst.pool):
-                sizes = self.engines[engine.name].spread.format_layout(choice, model)
+                sizes = self.engines[engine.name].sharding.spread.format_layout(choice, model)
                 return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ {sizes} }}`"
         if worst.phase == "update" and engine.options.get("recompute") != "full":
             # The passes choose the micro-batch again, for the memory that recomputation frees.
@@ -157,13 +157,20 @@ class Advice:
         now = placement.layout
         devices = plan.pool(worst.pool).devices
         spec = self.engines[placement.engine.name]
-        stages = (now.zero,) if worst.phase == "generate" else tuple(stage for stage in spec.zero if stage >= now.zero)
+        stages = (
+            (now.zero,)
+            if worst.phase == "generate"
+            else tuple(stage for stage in spec.capabilities.zero if stage >= now.zero)
+        )
         rest = now.cp * now.pp
         tried = []
         for tp in [size for size in range(1, min(devices, model.heads) + 1) if devices % (size * rest) == 0]:
             sized = replace(now, tp=tp, dp=devices // (tp * rest), inner=1)
             meshes = dict.fromkeys(
-                (spec.spread.settle_etp(replace(sized, etp=0), model), *spec.spread.meshes(sized, model))
+                (
+                    spec.sharding.spread.settle_etp(replace(sized, etp=0), model),
+                    *spec.sharding.spread.meshes(sized, model),
+                )
             )
             tried += [
                 replace(mesh, zero=stage)
@@ -206,7 +213,9 @@ class Advice:
         engines = dict(open_.engines)
         for node in nodes:
             placement = other.placement(node)
-            sizes = self.engines[placement.engine.name].spread.format_layout(placement.layout, plan.model(node))
+            sizes = self.engines[placement.engine.name].sharding.spread.format_layout(
+                placement.layout, plan.model(node)
+            )
             nodes_by_sizes.setdefault(sizes, []).append(node)
             layouts[node] = replace(placement.layout, inner=1)
         changed = []

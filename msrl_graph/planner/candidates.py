@@ -189,7 +189,7 @@ def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, 
 
     `offload` is the value for the option of this name. Options that the file states are not changed.
     """
-    known = engines[placement.engine.name].options
+    known = engines[placement.engine.name].capabilities.options
     options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
     added = {option: value for option, value in least if option in known and option not in options}
@@ -202,7 +202,7 @@ def _with_offloading(engines: Mapping[str, EngineSpec], placement: Placement) ->
     If the file states `offload`, the placement is not changed.
     """
     engine = placement.engine
-    if "offload" not in engines[engine.name].options or "offload" in engine.options:
+    if "offload" not in engines[engine.name].capabilities.options or "offload" in engine.options:
         return placement
     return holdings.with_options(placement, {"offload": "all"})
 
@@ -221,28 +221,30 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
     devices = pool.devices
     host = pool.each or plan.cluster.devices_per_node
     # ZeRO 0 needs more memory than ZeRO 1 and gains nothing. Where weights are sharded, ZeRO 2 is ZeRO 3 or is worse.
-    zero = [stage for stage in (1, 3) if stage in spec.zero and node.verb != "generate"] or [1]
+    zero = [stage for stage in (1, 3) if stage in spec.capabilities.zero and node.verb != "generate"] or [1]
     here = can_build(spec.name)
     planned = spec.list_plan_only(plan.cluster.device.kind.where)
-    axes = [axis for axis in spec.axes if not (here and axis in planned)]
+    axes = [axis for axis in spec.capabilities.axes if not (here and axis in planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
             for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
                 dp = devices // (tp * cp * pp)
                 last = 0  # the ep of the previous mesh: of meshes that differ in etp, the narrow search uses the first
-                for mesh in spec.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
+                for mesh in spec.sharding.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
                     if all(axis in axes for axis in ("ep", "etp") if getattr(mesh, axis) > 1) and (
                         wide or mesh.ep > last
                     ):
                         last = mesh.ep
                         # Layouts that the engine can only plan are for programs where nothing else fits.
-                        if spec.spread.can_run(mesh, model) or not here or wide:
+                        if spec.sharding.spread.can_run(mesh, model) or not here or wide:
                             yield from (replace(mesh, zero=stage) for stage in (zero if dp > 1 else zero[:1]))
 
 
 def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[int]:
     return (
-        [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0] if axis in spec.axes else [1]
+        [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+        if axis in spec.capabilities.axes
+        else [1]
     )
 
 

@@ -56,7 +56,9 @@ def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
     if plan.cluster.device.kind.shares_host_memory:
         return False
     choices = [plan.placement(node.name).engine for node in offloading_nodes(plan, worker)[:1]]
-    return any("offload" in engines[choice.name].options and "offload" not in choice.options for choice in choices)
+    return any(
+        "offload" in engines[choice.name].capabilities.options and "offload" not in choice.options for choice in choices
+    )
 
 
 def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:

@@ -98,17 +98,17 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
         return [known[plan.deploy.engines[stated[0]].name]]
     device = plan.cluster.device
     model = plan.model(owner.node)
-    candidates = [spec for spec in known.values() if spec.chosen and _supports_verbs(plan, owner, spec)]
+    candidates = [spec for spec in known.values() if spec.capabilities.chosen and _supports_verbs(plan, owner, spec)]
     conditions: tuple[Callable[[EngineSpec], bool], ...] = (
-        lambda spec: not model.list_lacking(spec.features),
+        lambda spec: not model.list_lacking(spec.capabilities.features),
         lambda spec: not _missing_support(plan, owner, spec),
-        lambda spec: device.kind.where in spec.chosen,
+        lambda spec: device.kind.where in spec.capabilities.chosen,
         lambda spec: can_build(spec.name),
     )
     for met in conditions:
         candidates = [spec for spec in candidates if met(spec)] or candidates
     # Engines for these devices alone come before engines for any.
-    return sorted(candidates, key=lambda spec: len(spec.chosen))
+    return sorted(candidates, key=lambda spec: len(spec.capabilities.chosen))
 
 
 def explain_engine(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
@@ -120,7 +120,7 @@ def explain_engine(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], ch
     meant = [
         spec
         for spec in known.values()
-        if plan.cluster.device.kind.where in spec.chosen and _supports_verbs(plan, owner, spec)
+        if plan.cluster.device.kind.where in spec.capabilities.chosen and _supports_verbs(plan, owner, spec)
     ]
     lacking = [
         f"`{spec.name}` {words}"
@@ -142,14 +142,14 @@ def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     """Return why an engine does not fit the model or the stated layout; "" if it fits."""
     model = plan.model(owner.node)
     stated = plan.deploy.layouts.get(owner.node)
-    layout = None if stated is None else spec.spread.settle_etp(stated, model)
-    if features := model.list_lacking(spec.features):
+    layout = None if stated is None else spec.sharding.spread.settle_etp(stated, model)
+    if features := model.list_lacking(spec.capabilities.features):
         return f"lacks {', '.join(features)}"
     lacking = []
     if layout is not None:
-        lacking += [f"no {axis}" for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
+        lacking += [f"no {axis}" for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.capabilities.axes]
         trains = any(plan.graph.node(node).verb == "update" for node in owner.nodes)
-        lacking += [f"no ZeRO {layout.zero}"] * (trains and layout.zero not in spec.zero)
+        lacking += [f"no ZeRO {layout.zero}"] * (trains and layout.zero not in spec.capabilities.zero)
     if lacking:
         return f"has {', '.join(lacking)}"
     return next(find_misfits(model, spec, layout), "") and "cannot divide the model so" if layout is not None else ""

@@ -163,7 +163,7 @@ class PlaceNodes(PlacementPass):
         if not stated.dp:
             layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
             reason = f"stated; dp {layout.dp} from {devices} devices"
-        return self.engines[engine].spread.settle_etp(layout, plan.model(node)), reason
+        return self.engines[engine].sharding.spread.settle_etp(layout, plan.model(node)), reason
 
     def _choose_engine(
         self, plan: Plan, node: Node, owned: Owner, decision: PlacementDecision, placed_nodes: Mapping[str, Placement]
@@ -247,7 +247,9 @@ class PlaceNodes(PlacementPass):
         node = placement.node
         options = placement.engine.options
         spec = self.engines[placement.engine.name]
-        if "micro_batch" not in spec.options or (plan.graph.node(node).verb == "generate" and "micro_batch" in options):
+        if "micro_batch" not in spec.capabilities.options or (
+            plan.graph.node(node).verb == "generate" and "micro_batch" in options
+        ):
             return placement
         if plan.graph.node(node).verb == "generate":
             # The number of prompts that memory holds, each with its samples. An evaluation may have more prompts than
@@ -278,7 +280,7 @@ class PlaceNodes(PlacementPass):
         asked = (
             plan.graph.node(node).verb != "update"
             or "recompute" in options
-            or "recompute" not in self.engines[placement.engine.name].options
+            or "recompute" not in self.engines[placement.engine.name].capabilities.options
         )
         for tried in [placement] if asked else [placement, _with_options(placement, recompute="full")]:
             if "micro_batch" in options:

@@ -308,14 +308,15 @@ def _engines() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, engine in ENGINES.built_in.items():
-        zero = ", ".join(map(str, engine.zero)) if "update" in engine.verbs else ""
+        can = engine.capabilities
+        zero = ", ".join(map(str, can.zero)) if "update" in engine.verbs else ""
         here = "yes" if can_build(name) else "no: planned and simulated"
         verbs = ", ".join(engine.verbs)
-        lacks = ", ".join(words for feature, words in FEATURES.items() if feature not in engine.features)
-        cells = (verbs, join_words(engine.axes, ", "), zero, join_words(engine.options, ", "), lacks or "-", here)
+        lacks = ", ".join(words for feature, words in FEATURES.items() if feature not in can.features)
+        cells = (verbs, join_words(can.axes, ", "), zero, join_words(can.options, ", "), lacks or "-", here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     host, other = (
-        join_words(tuple(engine_name for engine_name, spec in ENGINES.built_in.items() if where in spec.chosen), ", ")
+        join_words(tuple(spec.name for spec in ENGINES.built_in.values() if where in spec.capabilities.chosen), ", ")
         for where in get_args(Where)
     )
     return "\n".join(
@@ -324,7 +325,7 @@ def _engines() -> str:
             "",
             "How `ep` and `etp` shard the experts of a layer:",
             "",
-            *(f"- `{name}`: {spec.spread.words}." for name, spec in ENGINES.built_in.items()),
+            *(f"- `{name}`: {spec.sharding.spread.words}." for name, spec in ENGINES.built_in.items()),
             "",
             (
                 f"If the file names no engine, the planner chooses one: on CPUs among {host}, on "

@@ -222,10 +222,10 @@ class ModelNode:
                 begin = max(free, ready)
                 cause = by if ready > free else cause
                 result: Generated = generate(
-                    self.costs, parts[group_index], slots, self.spec.continuous, self.slow[group_index], begin
+                    self.costs, parts[group_index], slots, self.spec.time.continuous, self.slow[group_index], begin
                 )
                 for sequence in parts[group_index]:
-                    times[sequence.row] = result.ends[sequence.row] if self.spec.continuous else result.end
+                    times[sequence.row] = result.ends[sequence.row] if self.spec.time.continuous else result.end
                 stretches += result.stretches
                 self._record_span(group_index, iteration, begin, result.end)
                 free = result.end

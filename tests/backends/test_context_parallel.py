@@ -21,7 +21,7 @@ from torch import distributed as dist
 from msrl_graph.algorithms.optimizers import sgd
 from msrl_graph.backends import devices, prefix_tree, ring_attention
 from msrl_graph.backends.context_parallel import ContextGroup
-from msrl_graph.backends.spec import ForwardRequest, Outputs
+from msrl_graph.backends.engine_protocols import ForwardRequest, Outputs
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import HOST
 from msrl_graph.model import models

@@ -50,7 +50,7 @@ def planned(*program: object) -> Plan:
     ],
 )
 def test_what_an_engine_makes_of_a_layout(engine: str, layout: Layout, etp: int, has: bool) -> None:
-    spread = ENGINES[engine].spread
+    spread = ENGINES[engine].sharding.spread
     model = load(QWEN, Path())
     open_ = Layout(tp=layout.tp, dp=layout.dp, ep=layout.ep, etp=0)
     settled = spread.settle_etp(open_, model)
@@ -64,7 +64,7 @@ def test_a_replica_of_vllm_counts_ranks_and_experts_alike_whoever_its_neighbours
     for tp, pp, dp, inner in product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4)):
         for ep in {1, tp} if dp % inner == 0 else ():
             layout = Layout(tp=tp, pp=pp, dp=dp, inner=inner, ep=ep, etp=tp // ep)
-            assert ENGINES["vllm"].spread.has(layout)
+            assert ENGINES["vllm"].sharding.spread.has(layout)
             for replica in range(dp):
                 ranks = [at for at in map(layout.coordinates, range(layout.devices)) if at.dp == replica]
                 assert [(at.pp, at.tp) for at in ranks] == [*product(range(pp), range(tp))]

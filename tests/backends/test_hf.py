@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import ForwardRequest, Shard, collect_responses
+from msrl_graph.backends.engine_protocols import ForwardRequest, Shard, collect_responses
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged

@@ -13,7 +13,8 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.spec import Act, ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.spec import Act
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -25,7 +26,7 @@ SAME = 0.1 if torch.__version__.startswith("2.13.") else 0.15
 
 
 def counted(engine: str, act: Act, layers: int) -> float:
-    found = ENGINES[engine].calls
+    found = ENGINES[engine].time.calls
     assert found is not None
     calls = found(act, ALONE)
     return calls.layer * layers + calls.rest
@@ -80,5 +81,5 @@ def test_what_divides_a_state_never_takes_operators_away() -> None:
                 Layout(dp=2, zero=2),
                 Layout(dp=2, zero=3),
             ):
-                if spec.calls is not None:
-                    assert spec.calls(act, layout).layer >= spec.calls(act, ALONE).layer, (name, act, layout)
+                if spec.time.calls is not None:
+                    assert spec.time.calls(act, layout).layer >= spec.time.calls(act, ALONE).layer, (name, act, layout)

@@ -142,7 +142,7 @@ def ppo() -> Plan:
 
 def _logits(plan: Plan, node: str) -> int:
     """Bytes of logits at the moment that has most of them."""
-    peaks = ENGINES[plan.placement(node).engine.name].peaks
+    peaks = ENGINES[plan.placement(node).engine.name].memory.peaks
     assert peaks is not None
     return max(items.get("logits", 0) for items in peaks("update", holdings.work(plan, ENGINES, node)).values())
 

@@ -13,8 +13,8 @@ from folders import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.backends.hf_modules import fill
-from msrl_graph.backends.spec import Shard
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.files.weights import weight_files
 from msrl_graph.model.models import load

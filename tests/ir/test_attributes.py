@@ -146,7 +146,7 @@ def test_attributes_are_looked_up_by_name_for_messages_only():
 
 def test_an_engine_has_options_that_are_declared():
     for engine in ENGINES.values():
-        assert {*engine.options} <= EngineOptions.declared().keys()
+        assert {*engine.capabilities.options} <= EngineOptions.declared().keys()
 
 
 PROGRAM = """\

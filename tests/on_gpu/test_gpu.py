@@ -21,7 +21,7 @@ from torch import multiprocessing
 
 from msrl_graph.backends import hf_modules
 from msrl_graph.backends.devices import TorchDevice
-from msrl_graph.backends.spec import Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import Sampling, collect_responses
 from msrl_graph.backends.vllm.core import SURROUNDINGS
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import CUDA

@@ -142,10 +142,10 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
         axes = {a for a in ("tp", "pp", "dp", "ep", "etp") if getattr(layout, a) > 1}
         if (
             tp * pp * dp == devices
-            and axes <= set(spec.axes)
+            and axes <= set(spec.capabilities.axes)
             and tp <= host
             and not any(find_misfits(model, spec, layout))
-            and (spec.spread.can_run(layout, model) or not can_build(spec.name))
+            and (spec.sharding.spread.can_run(layout, model) or not can_build(spec.name))
             and (tp, pp, dp, ep, z) not in seen
         ):
             seen.add((tp, pp, dp, ep, z))
@@ -170,9 +170,9 @@ def every(plan: Plan) -> Iterator[Plan]:
             found = []
             owner = next(o for o in owners(plan, division) if o.node == node)
             for spec in open_engines(plan, owner, ENGINES):
-                zero = tuple(z for z in (1, 3) if z in spec.zero) if verb != "generate" else (1,)
+                zero = tuple(z for z in (1, 3) if z in spec.capabilities.zero) if verb != "generate" else (1,)
                 some = (
-                    [spec.spread.settle_etp(layout, model)]
+                    [spec.sharding.spread.settle_etp(layout, model)]
                     if layout is not None
                     else meshes(model, spec, pool.devices, host, zero)
                 )

@@ -147,7 +147,12 @@ COVERED = {
     "runtime/weights/test_reshard.py": ("passes/reshard",),
     "runtime/weights/test_weight_send.py": ("runtime/weights/weight_publication",),
     "scenarios/clusters/test_joining.py": ("runtime/driver/dock_monitor",),
-    "scenarios/engines/test_own_engine.py": ("backends/spec", "compiler/unsupported", "runtime/rank/engines"),
+    "scenarios/engines/test_own_engine.py": (
+        "backends/engine_protocols",
+        "backends/spec",
+        "compiler/unsupported",
+        "runtime/rank/engines",
+    ),
     "scenarios/environments/test_dialogue.py": ("runtime/rank/environment_turns",),
     "scenarios/faults/test_hangs.py": ("runtime/driver/driver", "runtime/driver/watchdog"),
     "scenarios/staleness/test_states.py": ("runtime/driver/function_tasks",),

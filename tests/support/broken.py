@@ -354,7 +354,7 @@ def _deployed(text: str, other: str, rng: random.Random) -> str:
 
     if kind == "engine":
         engine = rng.choice(sorted(ENGINES))
-        line = f"engine {_states(text, rng)} = {engine} {attributes([*ENGINES[engine].options])}"
+        line = f"engine {_states(text, rng)} = {engine} {attributes([*ENGINES[engine].capabilities.options])}"
     elif kind == "layout":
         sizes = ", ".join(
             f"{k} = {rng.choice((1, 1, 2, 3, 4, 8, 10**8))}"

@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, hf_modules
-from msrl_graph.backends.spec import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import freezing, models
@@ -59,16 +59,18 @@ BARS = {"logits": 2e-4, "logp": 2e-4, "gradient": 1e-4, "step": 1e-3}
 
 def settle_layout(name, model, layout):
     """Return the layout with the `etp` that the engine chooses if none is stated."""
-    return ENGINES[name].spread.settle_etp(replace(layout, etp=0), model)
+    return ENGINES[name].sharding.spread.settle_etp(replace(layout, etp=0), model)
 
 
 def supports(name, model, layout):
     """Return whether an engine can compute a model on a layout, on host cores."""
     spec = ENGINES[name]
     axes = [axis for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
-    known = all(axis in spec.axes and axis not in spec.list_plan_only("host") for axis in axes)
-    known = known and layout.zero in spec.zero
-    return known and not model.list_lacking(spec.features) and (layout.ep == 1 or model.experts is not None)
+    known = all(axis in spec.capabilities.axes and axis not in spec.list_plan_only("host") for axis in axes)
+    known = known and layout.zero in spec.capabilities.zero
+    return (
+        known and not model.list_lacking(spec.capabilities.features) and (layout.ep == 1 or model.experts is not None)
+    )
 
 
 def batch():

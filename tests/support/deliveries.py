@@ -11,7 +11,7 @@ from weight_sends import met
 
 from msrl_graph import backends, compile
 from msrl_graph.backends import hf
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.process.task import Task, WeightFetch
 from msrl_graph.runtime.process.task_report import Report, WeightsNotDelivered

@@ -23,7 +23,7 @@ from truth import Truth
 from world import Method, Ref, Strand, Stuck, World
 
 from msrl_graph import noise
-from msrl_graph.backends.spec import Response, Sampling
+from msrl_graph.backends.engine_protocols import Response, Sampling
 from msrl_graph.ir.async_schedule import count_lanes, fetched_edges, staleness_bounds
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.devices import Devices, TorchDevice
-from msrl_graph.backends.spec import Weights
+from msrl_graph.backends.engine_protocols import Weights
 from msrl_graph.ir.graph import Node
 from msrl_graph.ir.plan import EngineChoice, Placement
 from msrl_graph.sharding.layout import Layout

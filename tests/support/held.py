@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.cost.holdings import largest_moment
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
@@ -86,7 +86,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         for file in sorted(Path(out).iterdir()):
             for verb, (size, moment) in json.loads(file.read_text()).items():
                 found[verb] = max(found.get(verb, (0, "")), (size, moment))
-    return {verb: (*found[verb], largest_moment(spec.peaks(verb, work))) for verb in found}
+    return {verb: (*found[verb], largest_moment(spec.memory.peaks(verb, work))) for verb in found}
 
 
 def assert_close(found):

@@ -3,7 +3,7 @@
 import numpy as np
 from folders import ROOT
 
-from msrl_graph.backends.spec import Sampling
+from msrl_graph.backends.engine_protocols import Sampling
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from stage import Stage, one_rank
 
 from msrl_graph.algorithms.optimizers import adamw, muon, sgd
-from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory

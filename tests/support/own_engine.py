@@ -14,7 +14,8 @@ from torch import distributed as dist
 
 from msrl_graph import backends
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import EngineSpec, Outputs, Response, Shard
+from msrl_graph.backends.engine_protocols import Outputs, Response, Shard
+from msrl_graph.backends.spec import Capabilities, EngineSpec
 from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 from msrl_graph.sharding.layout import shard
 
@@ -23,16 +24,20 @@ HEAD = "lm_head.weight"
 GENERATOR = EngineSpec(
     name="likeliest",
     verbs=("generate",),
-    axes=("dp",),
     build="own_engine:Likeliest",
-    supported_attributes=("samples", "temperature", "max_tokens"),
+    capabilities=Capabilities(
+        axes=("dp",),
+        supported_attributes=("samples", "temperature", "max_tokens"),
+    ),
 )
 TRAINER = EngineSpec(
     name="pairs",
     verbs=("infer", "update"),
-    axes=("pp", "dp"),
-    options=("micro_batch",),
     build="own_engine:Pairs",
+    capabilities=Capabilities(
+        axes=("pp", "dp"),
+        options=("micro_batch",),
+    ),
 )
 
 

@@ -179,24 +179,24 @@ def _layout(draw, spec, devices, mixed):
     sizes = {}
     rest = devices
     # Of cp weights are copies, so that little is seen of it.
-    axes = [a for a in ("tp", "pp", "cp") if a in spec.axes and (a != "cp" or draw.random() < 0.3)]
+    axes = [a for a in ("tp", "pp", "cp") if a in spec.capabilities.axes and (a != "cp" or draw.random() < 0.3)]
     for axis in draw.sample(axes, len(axes)):
         sizes[axis] = draw.choice([n for n in range(1, rest + 1) if rest % n == 0])
         rest //= sizes[axis]
     sizes["dp"], pp = rest, sizes.get("pp", 1)
-    if mixed and "ep" in spec.axes and "ep" not in spec.list_plan_only("host"):
+    if mixed and "ep" in spec.capabilities.axes and "ep" not in spec.list_plan_only("host"):
         stage = devices // pp
         sizes["ep"] = draw.choice([n for n in range(1, stage + 1) if stage % n == 0])
-        if "etp" in spec.axes and draw.random() < 0.7:
+        if "etp" in spec.capabilities.axes and draw.random() < 0.7:
             sizes["etp"] = draw.choice([n for n in range(1, stage + 1) if stage % (n * sizes["ep"]) == 0])
-    if "vpp" in spec.axes and pp == 2 and draw.random() < 0.3:
+    if "vpp" in spec.capabilities.axes and pp == 2 and draw.random() < 0.3:
         sizes["vpp"] = 2
     text = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if n > 1 or axis in ("dp", "etp"))
     if pp > 1 and "vpp" not in sizes and draw.random() < 0.4:
         cuts = sorted(draw.sample(range(1, SIZES["num_hidden_layers"]), pp - 1)) if pp <= 5 else []
         text += f", stages = [{', '.join(str(b - a) for a, b in zip([0, *cuts], [*cuts, 5], strict=True))}]"
     if "update" in spec.verbs:
-        text += f", zero = {draw.choice(spec.zero)}"
+        text += f", zero = {draw.choice(spec.capabilities.zero)}"
     return text
 
 

@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.runtime.driver.resume import program
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.runtime.weights.checkpoint import Manifest, begin, commit, write_tensors

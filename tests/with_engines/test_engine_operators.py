@@ -11,8 +11,9 @@ import torch
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
+from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
 from msrl_graph.backends.megatron import spec as megatron
-from msrl_graph.backends.spec import ForwardRequest, OperatorCalls, Sampling, collect_responses
+from msrl_graph.backends.spec import OperatorCalls
 from msrl_graph.backends.vllm import spec as vllm
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload

@@ -17,7 +17,7 @@ from msrl_graph.sharding.layout import Layout, Side, elements, shard
 
 def planned(engine, layout, model, rank):
     """Elements of experts that the plan gives a rank."""
-    spread: ExpertPlacement = ENGINES[engine].spread
+    spread: ExpertPlacement = ENGINES[engine].sharding.spread
     layout = spread.settle_etp(layout, model)
     assert spread.has(layout)
     return sum(elements(shard(t, Side(layout), rank)) for t in model.tensors if t.experts)
@@ -97,7 +97,7 @@ def _megatron(rank, _, stated, model):
             parallel_state.destroy_model_parallel()
     held = {n: p.numel() for n, p in layer.named_parameters() if "local_experts" in n}
     assert model.layers * sum(held.values()) == planned("megatron", stated, model, rank)
-    layout = ENGINES["megatron"].spread.settle_etp(stated, model)
+    layout = ENGINES["megatron"].sharding.spread.settle_etp(stated, model)
     at = layout.coordinates(rank)
     assert (at.ep, at.etp) == first, "the ranks of the mesh, as Megatron numbers them"
 

@@ -14,7 +14,7 @@ from place import THRICE, TRAINED, assert_alike
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged

@@ -16,7 +16,7 @@ from mixture import latent, mixture
 from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import Sampling, collect_responses
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import NOWHERE

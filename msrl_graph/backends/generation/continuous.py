@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..spec import Response, Sampling
+from ..engine_protocols import Response, Sampling
 from .stops import Stops, join_response
 
 if TYPE_CHECKING:

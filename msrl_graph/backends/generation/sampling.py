@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from ..spec import Sampling
+    from ..engine_protocols import Sampling
 
 
 def draw(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..spec import Response, Sampling
+from ..engine_protocols import Response, Sampling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,7 @@ def generate_in_segments(
 ) -> Iterator[Response]:
     """Generate responses, and yield each response in parts of `stretch` tokens.
 
-    This function implements `Generator.generate` (spec.py) for calls with a `stretch`.
+    This function implements `Generator.generate` (engine_protocols.py) for calls with a `stretch`.
 
     - `draw`: the engine's function that generates whole responses.
     - `begun`: for each response, the number of its tokens that an earlier call has generated. These tokens are the last

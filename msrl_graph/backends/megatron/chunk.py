@@ -18,8 +18,8 @@ from ...model.architecture import HEAD, Model
 from ...sharding.layout import elements
 from ...sharding.tensors import Box
 from .. import prefix_tree
+from ..engine_protocols import Shard
 from ..hf_modules import DTYPES
-from ..spec import Shard
 from . import latent_attention
 
 if TYPE_CHECKING:

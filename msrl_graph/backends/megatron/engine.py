@@ -23,9 +23,10 @@ from ...sharding.layout import shard
 from .. import hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
 from ..context_parallel import ContextGroup
+from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
-from ..spec import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights, offloads
+from ..spec import offloads
 from . import chunk, cpu, latent_attention
 from .spec import SPEC
 

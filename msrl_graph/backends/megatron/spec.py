@@ -6,7 +6,7 @@ from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
 from .. import expert_placement
 from ..optimizer.step_calls import step_calls
-from ..spec import Act, EngineSpec, OperatorCalls
+from ..spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel, WeightSharding
 from . import peaks, stage_sizes
 
 # Python's cost of a pass besides its operators, in operators that take as long: Megatron's modules and schedule, for
@@ -33,22 +33,30 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
-    axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
     build="msrl_graph.backends.megatron.engine:MegatronEngine",
-    options=("micro_batch", "recompute", "dtype", "offload", "activations"),
-    zero=(0, 1),
-    spread=expert_placement.MEGATRON,
-    vocabulary_multiple=stage_sizes.PADDED,
-    features=SUPPORTED - {"output_bias", "mlp_bias", "embedding_scale", "offset_norms"},
-    needs=("megatron-core",),
-    groups=lambda layout: (
-        (layout.pp > 1) + 2 * (layout.ep > 1) + (layout.etp > 1)
-    ),  # of the ends, of experts, and of both
-    divides_sequence=True,
-    peaks=peaks.moments,
-    stored=peaks.stored,
-    chosen=("device",),
-    calls=_calls,
-    fused=("device",),
-    shares_beginnings=("host",),  # on devices, where it has not run, plans count rows without sharing
+    capabilities=Capabilities(
+        axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
+        options=("micro_batch", "recompute", "dtype", "offload", "activations"),
+        zero=(0, 1),
+        features=SUPPORTED - {"output_bias", "mlp_bias", "embedding_scale", "offset_norms"},
+        needs=("megatron-core",),
+        chosen=("device",),
+    ),
+    sharding=WeightSharding(
+        spread=expert_placement.MEGATRON,
+        vocabulary_multiple=stage_sizes.PADDED,
+    ),
+    memory=MemoryModel(
+        groups=lambda layout: (
+            (layout.pp > 1) + 2 * (layout.ep > 1) + (layout.etp > 1)
+        ),  # of the ends, of experts, and of both
+        divides_sequence=True,
+        peaks=peaks.moments,
+        stored=peaks.stored,
+    ),
+    time=TimeModel(
+        calls=_calls,
+        fused=("device",),
+        shares_beginnings=("host",),  # on devices, where it has not run, plans count rows without sharing
+    ),
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...ir.optimizer_spec import Rule
 from ...sharding.layout import slices
 from ...sharding.tensors import Box
-from ..spec import Shard
+from ..engine_protocols import Shard
 from .shards import OptimizerSlice
 
 if TYPE_CHECKING:

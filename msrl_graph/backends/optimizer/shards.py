@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ...ir.optimizer_spec import Rule
 from ...sharding.layout import Layout
 from ..devices import allocate, release
+from ..engine_protocols import Shard
 from ..host_offload import HostOffload
 from ..sizes import CHUNK
-from ..spec import Shard
 
 if TYPE_CHECKING:
     import torch

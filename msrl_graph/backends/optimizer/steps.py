@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...ir.optimizer_spec import PARTS, OptimizerSpec, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
+from ..engine_protocols import Shard
 from ..sizes import CHUNK
-from ..spec import Shard
 from .gradients import add_up
 from .muon import Matrices
 from .shards import MomentTensors, OptimizerSlice, make_replica_group
@@ -194,8 +194,8 @@ class Steps:
     ) -> float:
         """Make an optimizer step; return the gradient's norm before clipping.
 
-        This method implements `Trainer.step` (spec.py). A gradient is freed as soon as it is removed from the list
-        `gradients`.
+        This method implements `Trainer.step` (engine_protocols.py). A gradient is freed as soon as it is removed from
+        the list `gradients`.
         """
         for experts, replicas in self.copies.items():
             if replicas.number > 1:
@@ -225,8 +225,8 @@ class Steps:
     def moments(self) -> dict[str, list[Shard]]:
         """Return the optimizer states; the keys of the result are the kinds of states.
 
-        This method implements `Trainer.moments` (spec.py). If weights are not float32, the result includes the masters
-        (float32 copies of the weights).
+        This method implements `Trainer.moments` (engine_protocols.py). If weights are not float32, the result includes
+        the masters (float32 copies of the weights).
         """
         import torch
 

@@ -24,9 +24,10 @@ from ...model.architecture import Model
 from ...model.models import read_engine_fields
 from ...sharding.layout import elements
 from ...sharding.tensors import Box
+from ..engine_protocols import Sampling, Shard
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
-from ..spec import BYTES, Sampling, Shard
+from ..spec import BYTES
 from .spec import DRAWN, block_size, cache_elements, count_sequences_and_blocks, count_step_tokens
 
 if TYPE_CHECKING:

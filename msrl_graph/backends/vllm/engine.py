@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from ...sharding.layout import shard
 from .. import hf_modules
+from ..engine_protocols import Response, Sampling, Shard, Weights
 from ..generation.segments import generate_in_segments
 from ..generation.stops import join_response, load_stops
-from ..spec import Response, Sampling, Shard, Weights
 from .core import (
     Replica,
     SampledBatch,

@@ -9,7 +9,19 @@ from ...ir.workload import Workload, kv_elements
 from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
 from .. import expert_placement
-from ..spec import BYTES, Act, EngineSpec, Lint, Moments, OperatorCalls, Situation
+from ..spec import (
+    BYTES,
+    Act,
+    Capabilities,
+    EngineSpec,
+    Lint,
+    MemoryModel,
+    Moments,
+    OperatorCalls,
+    Situation,
+    TimeModel,
+    WeightSharding,
+)
 
 # Tokens of a cache block: prompts share only whole blocks. vLLM's CPU kernels support multiples of 32, vllm-ascend
 # only 128 (attention_v1.py, get_supported_kernel_block_sizes).
@@ -147,27 +159,35 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
-    axes=("tp", "pp", "dp", "ep", "etp"),
     build="msrl_graph.backends.vllm.engine:VllmEngine",
-    options=("micro_batch", "dtype", "memory"),
-    vocabulary_multiple=64,
-    pads_whole=True,
-    replicates_kv_heads=True,
-    spread=expert_placement.VLLM,
-    packs_experts=True,
-    features=SUPPORTED,
-    off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
-    needs=("vllm",),
-    own_groups=True,
-    groups=lambda layout: (layout.tp > 1) + (layout.pp > 1) + (layout.ep > 1),
-    lints=_lints,
-    settings=_settings,
-    continuous=True,
-    shares_beginnings=("host", "device"),
-    calls=_calls,
-    fused=("device",),
-    block=BLOCK,
-    peaks=_peaks,
-    building=_building,
-    chosen=("device",),
+    capabilities=Capabilities(
+        axes=("tp", "pp", "dp", "ep", "etp"),
+        options=("micro_batch", "dtype", "memory"),
+        features=SUPPORTED,
+        off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
+        needs=("vllm",),
+        lints=_lints,
+        settings=_settings,
+        chosen=("device",),
+    ),
+    sharding=WeightSharding(
+        vocabulary_multiple=64,
+        pads_whole=True,
+        replicates_kv_heads=True,
+        spread=expert_placement.VLLM,
+        packs_experts=True,
+    ),
+    memory=MemoryModel(
+        own_groups=True,
+        groups=lambda layout: (layout.tp > 1) + (layout.pp > 1) + (layout.ep > 1),
+        peaks=_peaks,
+        building=_building,
+    ),
+    time=TimeModel(
+        continuous=True,
+        shares_beginnings=("host", "device"),
+        calls=_calls,
+        fused=("device",),
+        block=BLOCK,
+    ),
 )

@@ -57,7 +57,7 @@ WANTS = asking(
         **{
             package: [alias for alias in ALIASES.get(package, (package,)) if alias not in PLUGGED]
             for engine in ENGINES.values()
-            for package in engine.needs
+            for package in engine.capabilities.needs
         },
     },
     rooms=[SHARED],
@@ -120,7 +120,7 @@ def packages(host: ExaminedHost) -> Iterator[Finding]:
         install = f"pip install '{OWN}[{','.join(filter(None, ('run', extra)))}]'"
         yield Finding("packages", message, "wrong", install)
     else:
-        needs = (package for spec in ENGINES.values() for package in spec.needs)
+        needs = (package for spec in ENGINES.values() for package in spec.capabilities.needs)
         shown = dict.fromkeys(name for name in ("torch", "ray", *needs, *PLUGGED) if name in host.packages)
         yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in shown))
 
@@ -150,7 +150,7 @@ def engines(host: ExaminedHost) -> Iterator[Finding]:
     """Check which engines are installed on a host and can use its devices."""
     kind = next((device_kind for device_kind in host.kinds if not device_kind.is_host), HOST)
     missing_packages = {
-        name: [package for package in kind.packages(spec.needs) if package not in host.packages]
+        name: [package for package in kind.packages(spec.capabilities.needs) if package not in host.packages]
         for name, spec in ENGINES.items()
         if can_build(name)
     }

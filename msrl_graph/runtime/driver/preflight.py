@@ -125,7 +125,7 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
 
 def _missing_packages(plan: Plan, spec: EngineSpec) -> list[str]:
     """Return the packages of an engine that are not installed on this machine."""
-    needs = plan.cluster.device.kind.packages(spec.needs) if spec.build else ()
+    needs = plan.cluster.device.kind.packages(spec.capabilities.needs) if spec.build else ()
     return [package for package in needs if not packages.version(package)]
 
 
@@ -146,11 +146,16 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
     node = plan.graph.node(placement.node)
     model = plan.model(placement.node)
     for spec in ENGINES.values():
-        beyond = [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
+        beyond = [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.capabilities.axes]
         ones: dict[str, Any] = dict.fromkeys(beyond, 1)
         rest = replace(layout, stages=(), **ones)
-        able = spec.build and spec.chosen and node.verb in spec.verbs and not model.list_lacking(spec.features)
-        zero = node.verb != "update" or layout.zero in spec.zero
+        able = (
+            spec.build
+            and spec.capabilities.chosen
+            and node.verb in spec.verbs
+            and not model.list_lacking(spec.capabilities.features)
+        )
+        zero = node.verb != "update" or layout.zero in spec.capabilities.zero
         if beyond and able and zero and not _missing_packages(plan, spec) and not any(find_misfits(model, spec, rest)):
             axes = " and ".join(f"`{axis}`" for axis in beyond)
             return f"; or leave {axes} out of the layout: `{spec.name}` runs it then"

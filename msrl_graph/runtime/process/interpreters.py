@@ -37,7 +37,7 @@ def packages(plan: Plan, python: str = "") -> Packages:
     engines = (
         ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
     )
-    needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
+    needed = [*NEEDED, *(package for engine in engines for package in engine.capabilities.needs)]
     needed += [plug_in.package for plug_in in plan.plugins]
     return {name: ALIASES.get(name, (name,)) for name in plan.cluster.device.kind.packages(needed)}
 

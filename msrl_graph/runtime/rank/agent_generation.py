@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import noise
-from ...backends.spec import Sampling, collect_responses
+from ...backends.engine_protocols import Sampling, collect_responses
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan

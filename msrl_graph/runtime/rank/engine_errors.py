@@ -79,7 +79,11 @@ def _suggest_engines(plan: Plan, node: Node) -> list[str]:
         if spec.name != engine_name and node.verb in spec.verbs and can_build(spec.name)
     ]
     model = plan.model(node.name)
-    able = [f"`engine {node.name} = {other}`" for other in able if not model.list_lacking(ENGINES[other].features)]
+    able = [
+        f"`engine {node.name} = {other}`"
+        for other in able
+        if not model.list_lacking(ENGINES[other].capabilities.features)
+    ]
     return [
         f"if {engine_name} does not support the model of {node.worker}, choose another engine: {' or '.join(able)}"
     ] * bool(able)

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import algorithms
 from ...backends import ENGINES, hf_modules
 from ...backends.devices import Devices, TorchDevice
+from ...backends.engine_protocols import Generator, Shard, Trainer, Weights
 from ...backends.host_offload import HostOffload
-from ...backends.spec import EngineSpec, Generator, Shard, Trainer, Weights
+from ...backends.spec import EngineSpec
 from ...cost import holdings
 from ...ir.async_schedule import fetched_edges, skipping_edges
 from ...ir.attributes import UpdateAttributes

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ...backends.engine_protocols import Shard, Trainer
 from ...backends.host_offload import HostOffload
-from ...backends.spec import Shard, Trainer
 from ...ir.graph import Worker
 
 AVERAGE = "average"  # the name in a checkpoint for the moving average

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from ...backends.spec import Response, Sampling, collect_responses
+from ...backends.engine_protocols import Response, Sampling, collect_responses
 from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
 from ...ir.graph import Node

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from ...backends.spec import Outputs
+from ...backends.engine_protocols import Outputs
 from ..data.columns import Array, ColumnData, concatenate, offsets_from_lengths
 from . import object_collectives
 from .loss import Value

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...backends.spec import Outputs
+from ...backends.engine_protocols import Outputs
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Column, Expr, Graph, Node
 from ...ir.sequences import sequences

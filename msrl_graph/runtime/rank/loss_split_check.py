@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ...backends.spec import Outputs
+from ...backends.engine_protocols import Outputs
 from ...checks.scope import span
 from ...diagnostics import Diagnostic
 from ...ir.graph import Column as Declared

@@ -2,8 +2,8 @@
 
 Invariant: only this module makes micro-batches from rows. Token ids are not changed. A sequence consists of the context
 columns of a row, in order, and then one scored column of the row (a column for whose tokens the model computes
-log-probabilities or values). backends/spec.py describes the tensors. The tensors are on the host: an engine copies them
-to its device.
+log-probabilities or values). backends/engine_protocols.py describes the tensors. The tensors are on the host: an engine
+copies them to its device.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ... import noise
-from ...backends.spec import Generator, Response, Sampling
+from ...backends.engine_protocols import Generator, Response, Sampling
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ..data.columns import Array

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ...backends.devices import TorchDevice
-from ...backends.spec import Shard
+from ...backends.engine_protocols import Shard
 from ...hardware import visibility_masks
 from ...ir.async_schedule import count_opening
 from ...ir.attributes import UpdateAttributes

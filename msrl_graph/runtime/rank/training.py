@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import distributed as dist
 
 from ... import algorithms, noise
-from ...backends.spec import ForwardRequest, Outputs
+from ...backends.engine_protocols import ForwardRequest, Outputs
 from ...cost import holdings
 from ...ir import graph as ir
 from ...ir.attributes import UpdateAttributes

@@ -28,7 +28,8 @@ from torch import distributed as dist
 from ... import noise
 from ...backends import ENGINES, hf_modules
 from ...backends.devices import TorchDevice
-from ...backends.spec import EngineSpec, ForwardRequest, Generator, Sampling, Shard, Trainer, collect_responses
+from ...backends.engine_protocols import ForwardRequest, Generator, Sampling, Shard, Trainer, collect_responses
+from ...backends.spec import EngineSpec
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
@@ -204,7 +205,7 @@ class WeightProof:
 
         Only an engine that packs experts converts these tensors, in place, once all weights have arrived.
         """
-        if self._spec().packs_experts:
+        if self._spec().sharding.packs_experts:
             experts = {tensor.name for tensor in self.model.weights if tensor.experts}
             with self._timed():
                 self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in experts])
@@ -312,7 +313,7 @@ class WeightProof:
         return ENGINES[self.plan.placement(self.edge.dst).engine.name]
 
     def _draws_likeliest(self) -> bool:
-        supported = self._spec().supported_attributes
+        supported = self._spec().capabilities.supported_attributes
         return supported is None or "top_k" in supported
 
     def _describe_place(self) -> str:

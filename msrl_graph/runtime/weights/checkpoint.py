@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch  # at run time not here: a run's supervisor reads manifests, and starts without torch
     from numpy.typing import NDArray
 
-    from ...backends.spec import Shard
+    from ...backends.engine_protocols import Shard
 
 FORMAT = 2
 DISTRIBUTED = 3  # the format of a manifest that lists the files of each host

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...backends.spec import Shard
+from ...backends.engine_protocols import Shard
 from ...sharding.layout import Side, elements, overlap, relative_box, shard, slices, stages, strip_name
 from ...sharding.tensors import Box, Tensor
 from .digest import Digest, Odd

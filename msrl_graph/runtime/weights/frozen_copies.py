@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...backends.devices import TorchDevice
+from ...backends.engine_protocols import Shard
 from ...backends.host_offload import HostOffload
-from ...backends.spec import Shard
 from ...model.architecture import Model
 
 

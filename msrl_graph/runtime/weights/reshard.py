@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from ...backends import devices
+from ...backends.engine_protocols import Shard
 from ...backends.host_offload import HostOffload
-from ...backends.spec import Shard
 from ...ir.resharding_plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Side

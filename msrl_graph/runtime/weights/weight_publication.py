@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ...backends.spec import Shard
+from ...backends.engine_protocols import Shard
 from .weight_send import Sender
 
 LOOK = timedelta(seconds=1)  # timeout of one wait for a request

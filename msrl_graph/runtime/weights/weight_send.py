@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from ...backends import hf_modules
-from ...backends.spec import Shard
+from ...backends.engine_protocols import Shard
 from ...ir.plan import Plan
 from ...ir.resharding_plan import Reshard
 from ...model.architecture import Model

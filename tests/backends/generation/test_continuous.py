@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from light_engines import EXAMPLE, model, sampling
 from sample import examples
 
+from msrl_graph.backends.engine_protocols import collect_responses
 from msrl_graph.backends.generation.continuous import SequenceBatch
-from msrl_graph.backends.spec import collect_responses
 
 
 @pytest.fixture(scope="module")

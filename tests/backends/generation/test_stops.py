@@ -14,8 +14,8 @@ from sample import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import hf_modules
+from msrl_graph.backends.engine_protocols import collect_responses
 from msrl_graph.backends.generation.stops import Stops
-from msrl_graph.backends.spec import collect_responses
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 TEXT = ["the naïve 日本語 text </tool> of 🙂🙃 and </toolbox> ends\n\nhere", "日本 </too </tool>日 \n🙂🙃🙃 the end"]

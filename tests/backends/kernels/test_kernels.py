@@ -24,8 +24,8 @@ from sample import examples
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import kernels
 from msrl_graph.backends.devices import TorchDevice
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.backends.kernels import ascend, reference, torch_native
-from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from msrl_graph.model import models

@@ -17,8 +17,8 @@ from transformers import get_scheduler
 
 from msrl_graph.algorithms.optimizers import adamw, muon, sgd
 from msrl_graph.backends.devices import Devices, TorchDevice
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.backends.optimizer.steps import Steps
-from msrl_graph.backends.spec import Shard
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.weights import checkpoint

@@ -19,7 +19,7 @@ from stage import EXAMPLE, Stage, one_rank, same, share
 
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.runtime.data import numerics
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.data.dataset import PREVIEW_ROWS

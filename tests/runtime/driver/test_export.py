@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import ROLLOUT, planned
 
 from msrl_graph import export
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.driver import run_inputs

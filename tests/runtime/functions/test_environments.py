@@ -11,7 +11,7 @@ import torch
 from environment_stages import ANSWERS, BOUND, GROUP, TURNS, drawn, lists, program, tool
 from stage import PROMPTS, Stage, one_rank, same
 
-from msrl_graph.backends.spec import Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import Sampling, collect_responses
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.data.row_files import check

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import devices, peaks
-from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged

@@ -16,8 +16,8 @@ from run_states import PROGRAM, saved
 from sample import examples
 
 from msrl_graph import compile
+from msrl_graph.backends.engine_protocols import Response
 from msrl_graph.backends.generation.segments import generate_in_segments
-from msrl_graph.backends.spec import Response
 from msrl_graph.ir.attributes import GenerateAttributes
 from msrl_graph.runtime.driver.run_state import RunState
 from msrl_graph.runtime.process.task_report import Report

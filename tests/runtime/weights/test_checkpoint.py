@@ -20,7 +20,7 @@ from sample import examples
 from saved_checkpoints import save
 
 from msrl_graph import compile
-from msrl_graph.backends.spec import ForwardRequest, Shard
+from msrl_graph.backends.engine_protocols import ForwardRequest, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.driver.resume import find_resume_point, program

@@ -16,7 +16,7 @@ from sample import examples
 from stage import Stage, one_rank
 
 from msrl_graph.backends import fsdp, hf
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report, WeightsNotDelivered
 from msrl_graph.runtime.rank import weight_proof

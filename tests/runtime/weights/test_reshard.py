@@ -14,7 +14,7 @@ from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.backends import devices
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.hardware.cluster import Figure
 from msrl_graph.ir.resharding_plan import Reshard, Step
 from msrl_graph.passes.reshard import list_routes

@@ -14,7 +14,7 @@ from rank_models import model
 from torch import distributed as dist
 from weight_sends import met
 
-from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.ir.plan import Pool
 from msrl_graph.model.freezing import freeze
 from msrl_graph.runtime.process import memory

@@ -8,7 +8,7 @@ from mixture import latent, mixture
 from place import MINE, ONE_RANK, THRICE, TRAINED, Place, assert_alike, weights
 from safetensors.numpy import load_file
 
-from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged

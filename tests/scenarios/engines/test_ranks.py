@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process.start_variables import WAITS
 from msrl_graph.runtime.rank.micro_batches import pack

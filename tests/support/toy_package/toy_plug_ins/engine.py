@@ -5,7 +5,12 @@ from dataclasses import replace
 from msrl_graph.backends import hf_spec
 from msrl_graph.backends.hf import HfEngine
 
-SPEC = replace(hf_spec.SPEC, name="toy", build="toy_plug_ins.engine:ToyEngine", chosen=())
+SPEC = replace(
+    hf_spec.SPEC,
+    name="toy",
+    build="toy_plug_ins.engine:ToyEngine",
+    capabilities=replace(hf_spec.SPEC.capabilities, chosen=()),
+)
 
 
 class ToyEngine(HfEngine):

@@ -1,0 +1,229 @@
+"""The protocols of trainers and generators, with their inputs and outputs.
+
+Invariant: importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from ..sharding.tensors import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from ..ir.graph import Node
+    from ..ir.optimizer_spec import OptimizerSpec
+    from ..ir.workload import Workload
+    from ..model.architecture import Model
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that an engine is built to hold.
+
+    - `model`: the model. Its `dtype` is the dtype that the plan chose for the weights.
+    - `node`: the node that the engine is built for; for a trained worker, the worker's first update. The engine may
+      read the node's attributes: `GenerateAttributes.of(weights.node)`. A trainer may compute several nodes: each call
+      names its node (`ForwardRequest.node`).
+    - `optimizer`: the update rules; None if nothing is updated.
+    - `work`: the node's workload on one rank, with every column at its maximum length. With the workload, an engine can
+      count memory as the plan does."""
+
+    model: Model
+    node: Node
+    optimizer: OptimizerSpec | None = None
+    work: Workload | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a weight that a rank holds, in the form that resharding reads.
+
+    `box`: one index range [start, stop) per dimension of the weight."""
+
+    name: str
+    box: Box
+    tensor: Tensor
+
+
+# The input of a trainer: sequences of tokens, as tensors by name, in host memory.
+# - `ids`: all tokens, concatenated. `offsets`: where each sequence begins, and the end.
+# - For each requested token, sequence by sequence: its sequence (`row`), a `position`, and the `token`. For a policy,
+#   `position` is the position before the token, whose state predicts the token. For a reward model, it is the token's
+#   own position. If a sequence is scored as a whole, its last position is requested, and `token` has no meaning.
+# - `given` [tokens, k]: other tokens whose log-probabilities are requested at the same positions.
+# - `temperature` [tokens, 1]: if tokens have different temperatures.
+MicroBatch: TypeAlias = "TensorDict"
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """The outputs that a forward pass must return for each requested token.
+
+    A forward pass always returns the token's log-probability. If the micro-batch has a column `given`, the pass returns
+    the log-probabilities of the token ids in this column as well. With `entropy`, the pass also returns the entropy of
+    the token's distribution. `best` is the number of likeliest tokens to return. `temperature` applies to all tokens,
+    unless the micro-batch has temperatures. `node` is the update that requests the pass. The update's attributes are
+    `UpdateAttributes.of(request.node)`."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    best: int = 0
+    node: Node | None = None
+
+
+class Outputs(NamedTuple):
+    """The results of a forward pass, in float32.
+
+    A policy returns all outputs that the ForwardRequest names. A scoring model returns only `values`, one score per
+    token. Shapes are [tokens] or [tokens, k]. All tensors except `best` and `ids` are differentiable."""
+
+    logp: Tensor | None = None
+    values: Tensor | None = None  # score at each requested position
+    entropy: Tensor | None = None  # nats; always set for an update, differentiable if requested
+    given: Tensor | None = None
+    best: Tensor | None = None  # log-probabilities, the likeliest first
+    ids: Tensor | None = None  # token ids of the best
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The parameters by which a generator draws tokens.
+
+    `max_tokens` and `temperature` are one value for all responses, or one value per response. Temperature 0 is greedy.
+    A response ends with a token of `ends`, or when its text contains a string of `stop`. The token or string is part of
+    the response. The search for `stop` also covers the last `joined` tokens of the prompt."""
+
+    samples: int
+    max_tokens: int | NDArray[np.int64]
+    temperature: float | NDArray[np.float32]
+    top_p: float
+    top_k: int
+    ends: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    joined: int | NDArray[np.int64] = 0
+
+    def select(self, responses: Any) -> Sampling:
+        """Return the parameters for the responses with the indices `responses`."""
+        values = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
+        selected = {name: value[responses] for name, value in values.items() if not isinstance(value, float | int)}
+        return replace(self, **selected) if selected else self
+
+
+class Response(NamedTuple):
+    """A response, or a part of a response.
+
+    - `place`: the index of the response among all responses of the call of `generate`.
+    - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k and top_p.
+    - `ended`: whether the response ends with these tokens."""
+
+    place: int
+    tokens: NDArray[np.int32]
+    logps: NDArray[np.float32]
+    ended: bool = True
+
+
+def collect_responses(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+    """Return the tokens and the log-probabilities of responses, ordered by `place`."""
+    ordered = sorted(responses, key=lambda response: response.place)
+    return [response.tokens for response in ordered], [response.logps for response in ordered]
+
+
+Loss = Callable[[Outputs, int], "Tensor"]
+
+
+class Trainer(Protocol):
+    """The training protocol of an engine, for a policy or a scoring model.
+
+    Collectives span all ranks of one copy of the model. If weights or experts are sharded over dp, the collectives also
+    span dp. The ranks of a collective make the same calls, with the same number of micro-batches.
+
+    The engine decides when each micro-batch runs forward or backward, because the stages of a pipeline run different
+    micro-batches at the same time. With several pipeline stages, only the ranks of the last stage have outputs."""
+
+    def shards(self) -> list[Shard]:
+        """Return the shards of weights that this rank holds between passes."""
+
+    def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
+        """Run forward passes without autograd; return the outputs of each micro-batch.
+
+        On ranks without the last layers, return an empty list."""
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
+        """Add the gradient of this rank's part of the loss to the gradient sums.
+
+        The mini-batch's loss is the sum of the parts over all micro-batches and dp ranks. The ranks that have the last
+        layers call `loss` once for each micro-batch, with the micro-batch's outputs and number. All these ranks make
+        the calls in the same order, so `loss` may contain a collective over dp. A micro-batch's autograd graph is freed
+        when the micro-batch is done. Exceptions of `loss` propagate."""
+
+    def step(
+        self,
+        lr: float,
+        clip_grad: float,
+        sound: bool = True,
+        optimizer: OptimizerSpec | None = None,
+        node: Node | None = None,
+    ) -> float:
+        """Make an optimizer step; return the gradient's norm before clipping.
+
+        The norm is the same on all ranks. Gradients are released. If the norm is not finite, weights and optimizer
+        states do not change. `sound = False` on one rank makes the norm NaN on all ranks. `optimizer` has this step's
+        options for the rules that the engine was built with. `node` is the update that makes the step."""
+
+    def moments(self) -> dict[str, list[Shard]]:
+        """Return the optimizer states by kind. A state has the same box as its weight.
+
+        The call is a collective. The result is empty before the first step."""
+
+    def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
+        """Load the optimizer states of a checkpoint that was written after `steps` steps.
+
+        The keys of `moments` are the kinds of states. The inner keys are the names of weights. The tensors are this
+        rank's boxes. The weights are already loaded."""
+
+
+class Generator(Protocol):
+    """The generation protocol of an engine.
+
+    Weights have memory only between `allocate` and `release`. Exception: on some devices no process group can be
+    created while an engine sleeps (has released its memory). On these devices the weights have memory after the
+    generator is built, and the caller calls `release` when all groups exist."""
+
+    def allocate(self) -> list[Shard]:
+        """Allocate memory for the weights, which resharding then fills."""
+
+    def filled(self) -> None:
+        """Prepare to generate with new weights, which the caller wrote to the shards.
+
+        Everything that was computed from the old weights is dropped or recomputed."""
+
+    def release(self) -> None:
+        """Release the memory of the weights and of the KV cache."""
+
+    def generate(
+        self,
+        prompts: list[NDArray[np.int32]],
+        keys: NDArray[np.uint64],
+        sampling: Sampling,
+        begun: NDArray[np.int64] | None = None,
+        stretch: int = 0,
+    ) -> Iterator[Response]:
+        """Generate `sampling.samples` responses per prompt; yield each one at its end.
+
+        All ranks of one copy of the model yield the same responses in the same order. A response includes its end
+        token. If the caller stops iterating, no more tokens are drawn. `keys` has one noise key per response: the key
+        and the step (the number of the token in the response) decide what is drawn (noise.py).
+
+        `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
+        prompt per response, and the prompt ends with these tokens. They count as steps and towards `max_tokens`, which
+        is larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
+
+        With a `stretch`, each response is yielded in parts of `stretch` tokens. After one part of each unfinished
+        response has been yielded, the next parts are drawn only if the caller continues to iterate."""
