@@ -3,9 +3,8 @@
 A stage has tp x cp x dp ranks. `ep` is the size of expert parallelism; `etp` is the size of tensor parallelism inside
 an expert.
 
-Invariant: only this file defines, for each engine, the default of etp and the supported values of ep and etp. All other
-code reads these rules from this file: the code that places tensors, the compiler's checks, the planner and the
-generated reference pages.
+Invariant: an engine's spec has the engine's rule. All code reads it from there: the code that places tensors, the
+compiler's checks, the planner and the generated reference pages.
 """
 
 from __future__ import annotations
@@ -87,32 +86,11 @@ class ExpertPlacement:
                     yield candidate
 
 
-def _divides(layout: Layout) -> bool:
+def divides(layout: Layout) -> bool:
+    """Return whether ep x etp divides the ranks of a pipeline stage."""
     return layout.stage_devices % (layout.ep * layout.etp) == 0
-
-
-def _fits_vllm(layout: Layout) -> bool:
-    """Return whether vLLM supports a layout's ep and etp.
-
-    Without ep, each expert is sharded over tp. With vLLM's option --enable-expert-parallel, whole experts are
-    distributed over all ranks of one vLLM instance. An instance has tp x d ranks, where d is the size of vLLM's own
-    data parallelism.
-    """
-    if layout.ep == 1:
-        return layout.etp == layout.tp
-    return layout.etp == 1 and layout.ep % layout.tp == 0 and layout.dp % (layout.ep // layout.tp) == 0
 
 
 NONE = ExpertPlacement("each rank has all experts")
 # Tokens reach their experts by an all-to-all.
-WHOLE = ExpertPlacement("ep divides tp · cp · dp, etp is 1", has=lambda layout: layout.etp == 1 and _divides(layout))
-# Megatron's expert_tensor_parallel_size defaults to tensor_model_parallel_size.
-MEGATRON = ExpertPlacement("ep · etp divides tp · cp · dp; etp defaults to tp", lambda layout: layout.tp, _divides)
-VLLM = ExpertPlacement(
-    "without `ep` each tp rank holds a shard of every expert (etp is tp); with `ep = tp` it holds whole experts; an ep "
-    "over several replicas (a multiple of tp) can be planned, not run",
-    lambda layout: 1 if layout.ep > 1 else layout.tp,
-    _fits_vllm,
-    lambda layout: layout.ep * layout.etp == layout.tp,
-    lambda layout: layout.ep * layout.etp > layout.tp,
-)
+WHOLE = ExpertPlacement("ep divides tp · cp · dp, etp is 1", has=lambda layout: layout.etp == 1 and divides(layout))

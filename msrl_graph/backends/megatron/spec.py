@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
-from .. import expert_placement
+from ..expert_placement import ExpertPlacement, divides
 from ..optimizer.step_calls import step_calls
 from ..spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel, WeightSharding
 from . import peaks, stage_sizes
@@ -30,6 +30,8 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
     return OperatorCalls(counts.layer + python.layer, counts.rest + python.rest)
 
 
+# Megatron's expert_tensor_parallel_size defaults to tensor_model_parallel_size.
+EXPERTS = ExpertPlacement("ep · etp divides tp · cp · dp; etp defaults to tp", lambda layout: layout.tp, divides)
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
@@ -43,7 +45,7 @@ SPEC = EngineSpec(
         chosen=("device",),
     ),
     sharding=WeightSharding(
-        spread=expert_placement.MEGATRON,
+        spread=EXPERTS,
         vocabulary_multiple=stage_sizes.PADDED,
     ),
     memory=MemoryModel(

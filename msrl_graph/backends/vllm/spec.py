@@ -8,7 +8,7 @@ from ...hardware.environment_variables import Setting
 from ...ir.workload import Workload, kv_elements
 from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
-from .. import expert_placement
+from ..expert_placement import ExpertPlacement
 from ..spec import (
     BYTES,
     Act,
@@ -156,6 +156,26 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
     return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 
 
+def _places_experts(layout: Layout) -> bool:
+    """Return whether vLLM supports a layout's ep and etp.
+
+    Without ep, each expert is sharded over tp. With vLLM's option --enable-expert-parallel, whole experts are
+    distributed over all ranks of one vLLM instance. An instance has tp x d ranks, where d is the size of vLLM's own
+    data parallelism.
+    """
+    if layout.ep == 1:
+        return layout.etp == layout.tp
+    return layout.etp == 1 and layout.ep % layout.tp == 0 and layout.dp % (layout.ep // layout.tp) == 0
+
+
+EXPERTS = ExpertPlacement(
+    "without `ep` each tp rank holds a shard of every expert (etp is tp); with `ep = tp` it holds whole experts; an ep "
+    "over several replicas (a multiple of tp) can be planned, not run",
+    lambda layout: 1 if layout.ep > 1 else layout.tp,
+    _places_experts,
+    lambda layout: layout.ep * layout.etp == layout.tp,
+    lambda layout: layout.ep * layout.etp > layout.tp,
+)
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
@@ -174,7 +194,7 @@ SPEC = EngineSpec(
         vocabulary_multiple=64,
         pads_whole=True,
         replicates_kv_heads=True,
-        spread=expert_placement.VLLM,
+        spread=EXPERTS,
         packs_experts=True,
     ),
     memory=MemoryModel(
