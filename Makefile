@@ -292,6 +292,7 @@ peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready #: compute the values of trl a
 docs: $(VENV)/ready ## write the pages that are generated from sources
 	$(BIN)/python -m msrl_graph.codes > docs/reference/codes.md
 	$(BIN)/python -m msrl_graph.reference docs/reference/language
+	$(BIN)/python -m msrl_graph.reference.metric_page > docs/reference/metrics.md
 
 $(VENV_SITE)/ready: pyproject.toml constraints/site.txt
 	$(PYTHON) -m venv $(VENV_SITE)

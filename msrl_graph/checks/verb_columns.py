@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Column, Graph, Node
-from ..ir.metric_names import METRICS
+from ..ir.metrics import RESERVED
 from ..ir.plan import is_reported
 from ..ir.sequences import find_response_column, is_tokens, is_whole_conversation, sequences, temperature_exprs
 from .columns import Library
@@ -210,7 +210,7 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
     diagnostics = []
     for node in graph.nodes:
         for column in map(graph.column, node.writes):
-            if column.name in METRICS and is_reported(graph, column.name):
+            if column.name in RESERVED and is_reported(graph, column.name):
                 help = f"give the column another name, such as `row_{column.name}`"
                 diagnostics.append(
                     Diagnostic("bad-value", f"`{column.name}` is the name of a metric of every run", column.span, help)

@@ -14,7 +14,7 @@ from msrl_graph.dsl.lower import LoweredProgram
 from msrl_graph.hardware.cluster import DEVICES, Figure
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph
-from msrl_graph.ir.metric_names import METRICS
+from msrl_graph.ir.metrics import RESERVED
 from msrl_graph.ir.options import DockOptions, ReshardOptions, Run
 from msrl_graph.ir.plan import EngineChoice
 from msrl_graph.ir.signatures import read_signatures
@@ -209,7 +209,7 @@ def test_without_a_deploy_there_is_a_graph_and_with_a_model_a_machine() -> None:
     assert here.deploy.models["policy"].name == "tiny" and here.deploy.data == {}
 
 
-@pytest.mark.parametrize("name", sorted(METRICS))
+@pytest.mark.parametrize("name", sorted(RESERVED))
 def test_no_column_takes_the_name_of_a_metric(name: str) -> None:
     text = PAGE.replace("prompts", "size")  # a param of the page has one of the names
     text = (

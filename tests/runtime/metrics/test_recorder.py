@@ -13,7 +13,7 @@ from stage import Stage, one_rank
 from msrl_graph import compile
 from msrl_graph.cost import transfers as costs
 from msrl_graph.ir.async_schedule import Sends
-from msrl_graph.ir.metric_names import METRICS
+from msrl_graph.ir.metrics import RESERVED
 from msrl_graph.runtime.metrics.display import comparison_table
 from msrl_graph.runtime.metrics.recorder import Recorder, imbalances
 from msrl_graph.runtime.metrics.trace import Trace
@@ -54,7 +54,7 @@ def test_what_each_of_two_edges_received(plan, tmp_path):
     first.count("reward", 1.0, 2)
     recorder = Recorder(tmp_path, plan, 0)
     line = recorder.training(0, 1.0, [first, second], {}, 3)
-    assert {key for key in line if "/" not in key} - {"reward"} <= METRICS  # what no column may be called
+    assert {key for key in line if "/" not in key} - {"reward"} <= RESERVED  # what no column may be called
     assert (line["reshard_bytes"], line["actor.generate/reshard_bytes"], line["second/reshard_bytes"]) == (370, 300, 90)
     gathered = {e.dst: next(s.bytes for s in e.steps if s.name.endswith("by bucket")) for e in plan.reshards}
     table = {what: (predicted, measured) for what, _, predicted, measured, _ in recorder.table()}
