@@ -48,7 +48,7 @@ help-all: ## list all targets
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints/cpu.txt torch
-	$(BIN)/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev]'
+	$(BIN)/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev,track]'
 	touch $@
 
 # ENGINES="megatron vllm" or "fsdp vllm" trains and generates with these engines.
@@ -126,7 +126,7 @@ chaos: $(VENV)/ready #: kill processes of runs and count the costs: about 2 hour
 $(VENV_JOBS)/ready: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV_JOBS)
 	$(VENV_JOBS)/bin/pip install --quiet --constraint constraints/cpu.txt torch
-	$(VENV_JOBS)/bin/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev]' 'ray[default]'
+	$(VENV_JOBS)/bin/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev,track]' 'ray[default]'
 	touch $@
 
 test-jobs: $(VENV_JOBS)/ready #: test runs that are submitted as Ray jobs: about a minute
@@ -136,13 +136,13 @@ test-jobs: $(VENV_JOBS)/ready #: test runs that are submitted as Ray jobs: about
 $(VENV_OTHER)/ready: pyproject.toml constraints/cpu.txt
 	$(call find_python,$(OTHER_PYTHON)) -m venv $(VENV_OTHER)
 	$(VENV_OTHER)/bin/pip install --quiet --constraint constraints/cpu.txt torch
-	$(VENV_OTHER)/bin/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev]'
+	$(VENV_OTHER)/bin/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev,track]'
 	touch $@
 
 $(VENV_TORCH210)/ready: pyproject.toml constraints/torch210.txt
 	$(PYTHON) -m venv $(VENV_TORCH210)
 	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt torch
-	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt --editable '.[run,dev]'
+	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt --editable '.[run,dev,track]'
 	touch $@
 
 test-python: $(VENV_OTHER)/ready #: run the quick tests with another Python: make test-python OTHER_PYTHON=3.13

@@ -23,7 +23,7 @@ from ..dsl import ast
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
 from ..dsl.syntax_errors import RESERVED
 from ..ir.kinds import StringKind
-from ..ir.options import STATEMENTS
+from ..ir.statements import STATEMENTS
 from . import pickled_functions
 from .callsite import CallArgument, CallSite, caller
 

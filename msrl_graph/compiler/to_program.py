@@ -15,10 +15,21 @@ from ..dsl import ast
 from ..hardware.device_kinds import HOST
 from ..ir.attribute_schema import DeclaredAttributes
 from ..ir.graph import Edge, Expr, Graph, Node
-from ..ir.kinds import CountsKind, DrawsKind, FlagKind, NameKind, QuantityKind, StringKind, ValueKind, WordsKind
+from ..ir.kinds import (
+    CountsKind,
+    DrawsKind,
+    FlagKind,
+    NameKind,
+    QuantityKind,
+    StringKind,
+    TrackersKind,
+    ValueKind,
+    WordsKind,
+)
 from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
 from ..ir.plan import Deployment, EngineChoice, Plan
 from ..sharding.layout import Layout
+from ..trackers import is_file
 
 
 def restore_program(plan: Plan) -> ast.File:
@@ -150,6 +161,8 @@ def _value(kind: ValueKind, value: Any) -> Expr:
     if isinstance(kind, DrawsKind):
         return kind.expr(value)
     if isinstance(value, tuple):
+        if isinstance(kind, TrackersKind):
+            return Expr("list", args=tuple(Expr("string" if is_file(part) else "word", part) for part in value))
         one = (
             NameKind() if isinstance(kind, NameKind) else StringKind() if isinstance(kind, StringKind) else CountsKind()
         )

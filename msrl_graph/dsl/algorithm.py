@@ -15,9 +15,9 @@ from ..ir import attributes as declared
 from ..ir.flow import dependency_order
 from ..ir.graph import KINDS, Edge, Expr, Graph, Node, Worker
 from ..ir.kinds import COUNT
-from ..ir.options import STATEMENTS
 from ..ir.sequences import reads_tempered
 from ..ir.signatures import CallKind, Signature
+from ..ir.statements import STATEMENTS
 from ..ir.worker_attributes import WorkerAttributes
 from . import ast
 from .attributes import read_as, read_attributes

@@ -27,6 +27,7 @@ from ..ir.kinds import (
     NumericKind,
     QuantityKind,
     StringKind,
+    TrackersKind,
     ValueKind,
     WordsKind,
 )
@@ -70,6 +71,8 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             return _read_draws(kind, key, expr, names)
         case NameKind():
             return _read_name(kind, key, expr)
+        case TrackersKind():
+            return _read_trackers(kind, key, expr)
     raise AssertionError(f"no way to read {kind!r}")
 
 
@@ -141,6 +144,23 @@ def _read_name(kind: NameKind, key: str, expr: ast.Expr) -> Expr:
     if not isinstance(expr, ast.NameExpr) or "." in expr.text:
         raise mistake("bad-value", f"`{key}` takes a name", expr.span)
     return Expr("word", expr.text, span=expr.span)
+
+
+def _read_trackers(kind: TrackersKind, key: str, expr: ast.Expr) -> Expr:
+    """Read a list of trackers; dsl/trackers.py checks that they exist."""
+    items = expr.items if isinstance(expr, ast.List) else (expr,)
+    values: dict[str, Expr] = {}
+    for item in items:
+        if isinstance(item, ast.Literal_) and item.kind == "string":
+            value = Expr("string", str(item.value), span=item.span)
+        elif isinstance(item, ast.NameExpr) and "." not in item.text:
+            value = Expr("word", item.text, span=item.span)
+        else:
+            raise mistake("bad-value", f"`{key}` takes {kind}", item.span)
+        if (first := values.setdefault(str(value.value), value)) is not value:
+            related = ((first.span, "named here first"),)
+            raise mistake("duplicate-name", f"`{value.value}` is named twice", item.span, related=related)
+    return Expr("list", args=tuple(values.values()), span=expr.span)
 
 
 def _read_draws(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:

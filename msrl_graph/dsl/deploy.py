@@ -37,6 +37,7 @@ from .attributes import read_attributes
 from .evaluations import data_help, lower_evaluation, rename_help
 from .expressions import ALREADY_REPORTED, Names, Problems, mistake
 from .placement import lower_pools
+from .trackers import find_trackers
 
 LoadModel = Callable[[str, Path, str | None, Span], Model]
 
@@ -330,7 +331,10 @@ class _Deploy:
                 resume = run.resume
                 if resume and not is_url(resume):
                     resume = str(self.folder(attributes["resume"].span) / resume)
-                self.run = replace(run, resume=resume)
+                track = run.track
+                if "track" in attributes:
+                    track = find_trackers(attributes["track"], self.folder, self.problems)
+                self.run = replace(run, resume=resume, track=track)
 
     def _lower_evaluate(self, statement: ast.EvaluateDecl) -> None:
         name = statement.name

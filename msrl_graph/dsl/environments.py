@@ -30,7 +30,7 @@ class EnvironmentReader:
             raise mistake(
                 "bad-value", f"`{key}` takes a class from a file", expr.span, f'write `{key} = "file.py:Name"`'
             )
-        path, name, methods = find_in_file(self.caller, str(expr.value), expr.span, "class", read_classes)
+        path, name, methods = find_in_file(self.caller.folder, str(expr.value), expr.span, "class", read_classes)
         for method in ("reset", "step"):
             if method not in methods[name]:
                 help = "an environment has `reset(columns)` and `step(text)`"
@@ -75,7 +75,13 @@ class AgentReader:
                 f'write `{key} = "file.py:solve"`',
             )
         path, name, signatures = find_in_file(
-            self.caller, stated.name.text, stated.name.span, "function", read_agents, awaited=True
+            self.caller.folder,
+            stated.name.text,
+            stated.name.span,
+            "function",
+            read_agents,
+            awaited=True,
+            library=self.caller.library,
         )
         if signatures[name].rest:
             message = (
@@ -105,7 +111,12 @@ class ToolCallsReader:
         if not isinstance(expr, ast.Literal_) or expr.kind != "string":
             return read_as(self.WORDS, key, expr, names)
         path, name, signatures = find_in_file(
-            self.caller, str(expr.value), expr.span, "function", partial(read_signatures_as, "function")
+            self.caller.folder,
+            str(expr.value),
+            expr.span,
+            "function",
+            partial(read_signatures_as, "function"),
+            library=self.caller.library,
         )
         required = [parameter for parameter in signatures[name].columns if parameter not in signatures[name].optional]
         if len(required) != 1 or any(option.required for option in signatures[name].options):

@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from ..diagnostics import nearest
-from ..ir.options import STATEMENTS
 from ..ir.signatures import Signature
+from ..ir.statements import STATEMENTS
 
 _ZERO = "to shard weights use `zero = 3`"
 _SEQUENCE = "to shard sequences use `cp`, with `cp_kind = ulysses` or `ring`"

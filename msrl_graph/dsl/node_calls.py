@@ -163,7 +163,9 @@ def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Na
     `awaited`: whether the function may be `async`.
     """
     read = partial(read_signatures_as, kind)
-    path, name, signatures = find_in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
+    path, name, signatures = find_in_file(
+        caller.folder, expr.name.text, expr.name.span, "function", read, awaited, caller.library
+    )
     called = f"{path}:{name}"
     caller.used[kind, called] = (signatures[name], str(path))
     return replace(caller.call(expr, signatures[name], names), value=called)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from ..diagnostics import Span, nearest
 from ..ir.signatures import coroutines, describe_binding
 from . import ast, foreign_names
-from .calls import CallingNode, Library
+from .calls import Folder, Library
 from .expressions import mistake
 
 T = TypeVar("T")
@@ -29,12 +29,13 @@ def file_call(expr: ast.Expr) -> ast.Call | None:
 
 
 def find_in_file(
-    caller: CallingNode,
+    folder: Folder,
     target: str,
     span: Span,
     sought: str,
     read: Callable[[str], dict[str, T]],
     awaited: bool = False,
+    library: Library | None = None,
 ) -> tuple[Path, str, dict[str, T]]:
     """Find the function or class that `target`, such as `"file.py:name"`, refers to.
 
@@ -44,14 +45,15 @@ def find_in_file(
     - `read`: returns this dict for a Python source text.
     - `sought`: "function" or "class", for error messages.
     - `awaited`: whether the definition may be `async def`.
+    - `folder`: returns the folder of the file that contains a span.
+    - `library`: the functions that may be meant if `target` names no file.
 
     Raises a Fault if the file cannot be read or does not define the name.
     """
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         help = (
-            foreign_names.called(target, package_functions(caller.library) if sought == "function" else ())
-            or f'write `"file.py:{sought}"`'
+            foreign_names.called(target, package_functions(library) if library else ()) or f'write `"file.py:{sought}"`'
         )
         # `unknown-function`: without its class there is no environment, so what it writes is unknown too.
         raise mistake(
@@ -60,7 +62,7 @@ def find_in_file(
             span,
             help,
         )
-    path = caller.folder(span) / file
+    path = folder(span) / file
     try:
         definitions = read(source := path.read_text(encoding="utf-8-sig"))
     except OSError:

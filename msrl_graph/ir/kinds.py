@@ -114,6 +114,17 @@ class NameKind:
 
 
 @dataclass(frozen=True)
+class TrackersKind:
+    """A list of trackers: names without quotes, and classes in the user's files."""
+
+    def value(self, expr: Expr) -> tuple[str, ...]:
+        return _texts(expr)
+
+    def __str__(self) -> str:
+        return 'a list of names of trackers and of `"file.py:Class"`'
+
+
+@dataclass(frozen=True)
 class QuantityKind:
     """A number above 0 with a unit.
 

@@ -1,4 +1,4 @@
-"""The registry of metrics: each figure that a run reports, with its unit and meaning.
+"""The registry of metrics: all figures that a run reports.
 
 Invariant: every key of a line of metrics.jsonl is the name of a metric here, and every family of metrics for Prometheus
 is in `PROMETHEUS`. The tables of docs/reference/metrics.md, the names that no reported column may have, and the HELP
@@ -140,10 +140,11 @@ def find_metric(key: str, graph: Graph, evaluates: bool = False) -> Metric | Non
     """Return the metric of a key of a metrics line; None if there is none.
 
     `graph` is the graph of the program, whose names take the places of placeholders. `evaluates` says whether the line
-    is that of an evaluation.
+    is that of an evaluation. If several names match, the result is the one with the fewest placeholders.
     """
     metrics = EVALUATION_METRICS if evaluates else ITERATION_METRICS
-    return next((metric for metric in metrics if _pattern(metric, graph).fullmatch(key)), None)
+    matching = [metric for metric in metrics if _pattern(metric, graph).fullmatch(key)]
+    return min(matching, key=lambda metric: len(metric.placeholders), default=None)
 
 
 def _pattern(metric: Metric, graph: Graph) -> re.Pattern[str]:
@@ -175,5 +176,5 @@ _SHAPES = {
     "REASON": r"\w[\w ]*",
     "N": r"\d+",
     "K": r"\d+",
-    "GROUP": r"\w+=.*",
+    "GROUP": r"\w+=[\s\S]*",
 }

@@ -12,15 +12,6 @@ from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import DEVICES, NETWORK, Figure
 from ..sharding.layout import Layout
 from .attribute_schema import DeclaredAttributes, attr
-from .attributes import (
-    CallAttributes,
-    GenerateAttributes,
-    InferAttributes,
-    ReshardingEdgeAttributes,
-    SampleEdgeAttributes,
-    SourceAttributes,
-    UpdateAttributes,
-)
 from .evaluation import Draw
 from .kinds import (
     BYTES,
@@ -38,9 +29,9 @@ from .kinds import (
     NameKind,
     NumericKind,
     StringKind,
+    TrackersKind,
     WordsKind,
 )
-from .worker_attributes import WorkerAttributes
 
 OF_DEVICE = "of the device"
 
@@ -384,6 +375,12 @@ class Run(DeclaredAttributes):
     warn_kl: float = attr(
         NumericKind(0), 1.0, "Warns if `loss/kl` or `clip/kl` exceeds this number of nats per token; 0: never.", "1.0"
     )
+    track: tuple[str, ...] = attr(
+        TrackersKind(),
+        ("tensorboard",),
+        "The [trackers](../../guides/tracking.md) that get each line of metrics.jsonl: `tensorboard`, `wandb`, "
+        '`mlflow`, `swanlab`, `trackio`, or a class of yours, `"file.py:Class"`.',
+    )
     max_drift: float | None = attr(
         NumericKind(0),
         None,
@@ -396,24 +393,3 @@ class Run(DeclaredAttributes):
         WordsKind(("warn", "stop")), "warn", "The reaction to more drift than `max_drift`: `warn`, or `stop` the run."
     )
     span: Span = NOWHERE
-
-
-# The declaration of each statement, by its name in messages and in the reference.
-STATEMENTS: dict[str, type[DeclaredAttributes]] = {
-    "worker": WorkerAttributes,
-    "source": SourceAttributes,
-    "generate": GenerateAttributes,
-    "infer": InferAttributes,
-    "update": UpdateAttributes,
-    "function": CallAttributes,
-    "sample edge": SampleEdgeAttributes,
-    "resharding edge": ReshardingEdgeAttributes,
-    "cluster": ClusterOptions,
-    "model": ModelOptions,
-    "layout": LayoutOptions,
-    "engine": EngineOptions,
-    "dock": DockOptions,
-    "reshard": ReshardOptions,
-    "evaluate": EvaluateOptions,
-    "run": Run,
-}

@@ -104,6 +104,10 @@ def _map_paths(plan: Plan, to: Callable[[str], str]) -> Plan:
         value = f"{to(path)}:{name}" if expr.kind == "call" and colon else expr.value
         return replace(expr, value=value, args=tuple(map(expression, expr.args)))
 
+    def tracker(name: str) -> str:
+        path, colon, class_name = name.rpartition(":")
+        return f"{to(path)}:{class_name}" if colon else name
+
     def node(node: Node) -> Node:
         return replace(node, attributes={key: expression(expr) for key, expr in node.attributes.items()})
 
@@ -113,6 +117,7 @@ def _map_paths(plan: Plan, to: Callable[[str], str]) -> Plan:
         name: replace(model, path=to(model.path)) if model.path else model for name, model in deploy.models.items()
     }
     run = replace(deploy.run, resume=to(deploy.run.resume)) if deploy.run.resume else deploy.run
+    run = replace(run, track=tuple(map(tracker, run.track)))
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
     environments = tuple(
         replace(environment, python=to(environment.python)) if environment.python else environment

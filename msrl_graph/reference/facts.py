@@ -23,9 +23,10 @@ from ..hardware.cluster import DEVICES, SHARES, Device, Figure
 from ..hardware.device_kinds import Where
 from ..ir.attribute_schema import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
-from ..ir.kinds import FlagKind, FormKind, QuantityKind, WordsKind, join_words
-from ..ir.options import STATEMENTS, ClusterOptions
+from ..ir.kinds import FlagKind, FormKind, QuantityKind, TrackersKind, WordsKind, join_words
+from ..ir.options import ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
+from ..ir.statements import STATEMENTS
 from ..model import models, presets
 from ..model.families import FAMILIES
 from ..model.features import FEATURES
@@ -84,6 +85,8 @@ def default(attribute: Attribute) -> str:
             )
         case FlagKind():
             return f"`{'true' if value else 'false'}`"
+        case TrackersKind():
+            return f"`[{', '.join(value)}]`"
         case WordsKind() | FormKind() if not isinstance(value, Expr) or value.kind == "word":
             return f"`{value}`"
     return f"{value:g}" if isinstance(value, float) else str(value)

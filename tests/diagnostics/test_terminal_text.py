@@ -90,7 +90,7 @@ def test_an_iteration_is_called_by_its_number_in_the_progress_as_in_its_metrics(
     display = Display(compile(str(PAGE)), Screen(file=out, width=120))
     display.resume(1)
     for number in (1, 2):
-        display.iteration({"iteration": number, "reward": 0.5, "tokens_per_second": 10.0, "seconds": 1.0}, ["reward"])
+        display.add({"iteration": number, "reward": 0.5, "tokens_per_second": 10.0, "seconds": 1.0})
     total = display.total
     lines = [
         "resumed after 1 iteration",

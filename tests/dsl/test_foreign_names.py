@@ -10,7 +10,7 @@ from language import context, diagnose
 from suggestions import EVALUATION, PROGRAM, change, only
 
 from msrl_graph.dsl import foreign_names
-from msrl_graph.ir.options import STATEMENTS
+from msrl_graph.ir.statements import STATEMENTS
 
 EXTENDED = "import grpo\nalgorithm mine extends grpo {\n  BODY\n}\n"
 

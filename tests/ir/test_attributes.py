@@ -38,7 +38,8 @@ from msrl_graph.ir.kinds import (
     StringKind,
     WordsKind,
 )
-from msrl_graph.ir.options import STATEMENTS, DockOptions, EngineOptions, LayoutOptions, ReshardOptions, Run
+from msrl_graph.ir.options import DockOptions, EngineOptions, LayoutOptions, ReshardOptions, Run
+from msrl_graph.ir.statements import STATEMENTS
 from msrl_graph.ir.worker_attributes import WorkerAttributes
 from msrl_graph.reference import facts
 from msrl_graph.sharding.layout import Layout

@@ -57,6 +57,7 @@ COVERED = {
         "dsl/placement",
         "dsl/syntax_errors",
     ),
+    "ir/test_metrics.py": ("ir/iteration_metrics",),
     "dsl/test_lower.py": ("hardware/cluster", "ir/evaluation", "ir/graph", "ir/options"),
     "emit/test_diff.py": ("emit/facts",),
     "emit/test_picture.py": ("emit/html", "emit/layered_layout", "emit/svg"),
@@ -112,7 +113,11 @@ COVERED = {
         "runtime/driver/device_reservation",
         "runtime/process/host_facts",
     ),
-    "runtime/driver/test_resume.py": ("runtime/driver/outcome", "runtime/weights/checkpoint_parts"),
+    "runtime/driver/test_resume.py": (
+        "runtime/driver/outcome",
+        "runtime/metrics/metrics_file",
+        "runtime/weights/checkpoint_parts",
+    ),
     "runtime/driver/test_run_folder.py": (
         "runtime/driver/attempt",
         "runtime/driver/remote_folder",
@@ -128,11 +133,16 @@ COVERED = {
         "runtime/functions/instances",
     ),
     "runtime/functions/test_units.py": ("runtime/functions/draw_weights",),
-    "runtime/metrics/test_recorder.py": ("runtime/metrics/display",),
+    "runtime/metrics/test_recorder.py": ("runtime/metrics/comparison", "runtime/metrics/display"),
     "runtime/metrics/test_run_status.py": (
         "runtime/metrics/http_server",
         "runtime/metrics/prometheus",
         "runtime/metrics/terminal_panel",
+    ),
+    "runtime/metrics/test_tracking.py": (
+        "runtime/metrics/tracker_main",
+        "runtime/metrics/tracker_process",
+        "trackers/__init__",
     ),
     "runtime/process/test_memory.py": ("backends/activations", "backends/peaks"),
     "runtime/process/test_shipped_files.py": ("runtime/driver/user_modules",),

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import warm_preload
 
+from msrl_graph.ir.metrics import find_metric
+from msrl_graph.ir.plan import from_json
+
 ROOT = Path(__file__).parents[2]
 SUPPORT = str(Path(__file__).parent)
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -78,6 +81,8 @@ class Place:
     def run(self, *arguments, **environment):
         process = self.start(*arguments, **environment)
         out, err = process.communicate(timeout=self.patience)
+        if process.returncode == 0 and "--out" in arguments:
+            assert_registered(self.folder / arguments[arguments.index("--out") + 1])
         return process.returncode, out, err
 
     def wait_for_lines(self, out, count, within=120.0):
@@ -141,6 +146,16 @@ MINE = ("call = exact_match()", 'call = "mine.py:score"')
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_registered(folder):
+    """Each key of each line is a metric of the registry."""
+    if not (folder / "metrics.jsonl").is_file():
+        return
+    graph = from_json((folder / "plan.json").read_text()).graph
+    keys = {(key, "evaluation" in line) for line in metrics(folder) for key in line}
+    missing = sorted(key for key, evaluates in keys if find_metric(key, graph, evaluates) is None)
+    assert not missing, f"add {missing} to ir/iteration_metrics.py or ir/metrics.py"
 
 
 def weights(folder, of="weights/actor"):

@@ -35,6 +35,7 @@ from ...hardware.calibration import VERSION, BusyRates, Calibration, this_machin
 from ...hardware.cluster import Curve
 from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan, from_json
+from ...trackers import TrackedRun, find_tracker
 from ..data.columns import ColumnData, ColumnRows, ragged
 from ..data.numerics import sampled_columns
 from ..dock.client import Client
@@ -285,7 +286,9 @@ def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
     )
     for name in ("prompt_tokens", "response_tokens", "response_length", "loss", "grad_norm"):
         report.count(name, 1.0, 1.0)
-    recorder = Recorder(folder, plan, 0)
+    tensorboard = find_tracker("tensorboard")()
+    tensorboard.begin(TrackedRun("", "", "", str(folder / "tensorboard"), {}, "", "", ""))
+    recorder = Recorder(folder, plan, 0, on_line=tensorboard.add)
     return probes.seconds(lambda: recorder.training(0, 1.0, [report, report], {}, 0), 0.2)
 
 

@@ -21,7 +21,7 @@ from ...ir.plan import Plan
 from ...ir.plan_paths import copy_to_host, make_absolute, pin_urls
 from ..data import dataset as data
 from ..data import row_files as rows
-from ..metrics.recorder import METRICS, read_valid_lines
+from ..metrics.metrics_file import METRICS, read_valid_lines
 from ..rank.loss_dry_run import try_terms
 from ..weights import checkpoint
 from . import environment_check, remote_folder, run_inputs

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..metrics.recorder import parse_line, read_valid_lines
+from ..metrics.metrics_file import parse_line, read_valid_lines
 
 OnIteration = Callable[[dict[str, Any]], object]
 

@@ -71,12 +71,12 @@ class DistributedCheckpoint:
             written = checkpoint.begin(out, iteration).absolute()
             self._ask_hosts("begin", str(out.absolute()), iteration)
             fault_points.reach("driver", f"begun checkpoint {iteration}")
-            lines = recorder.written
+            lines = recorder.file.written
             metadata = checkpoint.checkpoint_metadata(iteration, lines, carried.position, program)
             answers = wait([rank.checkpoint.remote(str(written), metadata) for rank in self.ranks])
             _raise_first(error for _, _, error in answers)
             of_ranks = [[file for file in files if file.pieces] for files, _, _ in answers]
-            metrics = checkpoint.write_metrics(written, recorder.copy(), metadata)
+            metrics = checkpoint.write_metrics(written, recorder.file.copy(), metadata)
             files = (*chain.from_iterable(of_ranks), *carried.save(written, metadata), metrics)
             steps = {name: count for _, steps, _ in answers for name, count in steps.items()}
             fields = (iteration, lines, steps, dict(program), files, carried.position)

@@ -18,10 +18,12 @@ from ...ir.plan import Plan
 from ...ir.plan_paths import copy_to_host
 from ..dock.messages import Status
 from ..metrics.best import early_stop_reason
-from ..metrics.display import Display, comparison_table, format_evaluation
+from ..metrics.display import Display, comparison_table
 from ..metrics.health_checks import HealthChecks
-from ..metrics.recorder import METRICS, Recorder, restore_lines
+from ..metrics.metrics_file import METRICS, restore_lines
+from ..metrics.recorder import Recorder
 from ..metrics.row_failures import failures
+from ..metrics.tracking import Trackers
 from ..process import fault_points
 from ..process.heartbeat import Limits
 from ..process.task import Task
@@ -82,27 +84,29 @@ class Driver:
         return self.pool.functions
 
     def run(self) -> Result:
-        pool = self.pool
         display = self.display
         out = Path(self.attempt.out)
-        pool.connect()
+        self.pool.connect()
         self.signals.install()
-        pool.start()
-        loaded: dict[str, Loaded] = self._wait(pool.started, LOADING)[0]
+        self.pool.start()
+        loaded: dict[str, Loaded] = self._wait(self.pool.started, LOADING)[0]
         (out / "plan.json").write_text(self.attempt.plan.to_json(), encoding="utf-8")
-        for name, data in loaded.items():
-            if data.left_out:
-                display.say(f"{name}: {data.left_out}")
+        for remark in [f"{name}: {data.left_out}" for name, data in loaded.items() if data.left_out]:
+            display.say(remark)
         resumed = self._bring(out) if self.attempt.resume else None
-        self.recorder = Recorder(out, self.plan, self.attempt.lines, self.attempt.changed)
-        display.set_metrics(self.recorder.lines, self.recorder.evaluations)
+        trackers = Trackers(self.plan, out, Path(self.attempt.folder), display)
+        self.recorder = Recorder(out, self.plan, self.attempt.lines, self.attempt.changed, trackers.add)
+        trackers.begin(self.recorder.file.lines)
+        result = Result("failed")
         try:
             result = self._train({name: data.rows for name, data in loaded.items()}, out, resumed)
         except KeyboardInterrupt:
+            result = Result("interrupted")
             display.say(f"interrupted; the files of the run so far are in {self.attempt.url or out}")
             raise
         finally:
             display.close()
+            trackers.close(result.kind)
             with suppress(OSError):
                 self.recorder.close()
         if table := self.recorder.table():
@@ -139,7 +143,6 @@ class Driver:
                 self._evaluate(evaluation, begin, sizes)
         if self.attempt.options.evaluate:
             return self._done()
-        scalars = [column.name for column in plan.graph.columns if column.element == "f32" and not column.dims]
         health = HealthChecks(plan)
         for line in self.recorder.lines:  # lines that were checked before
             health.look(line)
@@ -166,7 +169,7 @@ class Driver:
             if self._measured(i):
                 self.recorder.memory(reports)
             line = self.recorder.training(i, seconds, reports, *self._clear(current.task, reports))
-            self.display.iteration(line, scalars, reports)
+            self.display.count_waits(reports)
             for remark in (*self.edited.look(), *health.look(line)):
                 self.display.say(remark)
             if ends := health.end_reason(line):
@@ -411,10 +414,7 @@ class Driver:
         self.display.phase(f"evaluating {evaluation.task}")
         task = self.run_state.evaluation(evaluation, iteration, sizes[evaluation.data])
         seconds, reports = self._end(self._begin(task))
-        figures: dict[str, float] = {}
-        if evaluation.needs_rows:
-            (figures,) = self._wait([self.functions.ask(0, "figures", task, lane=lane(task))])
+        needed = [self.functions.ask(0, "figures", task, lane=lane(task))] if evaluation.needs_rows else []
+        figures = dict[str, float](*self._wait(needed))
         self._clear(task, reports)
-        values = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)
-        if not self.display.live:
-            self.display.say(f"after {plural(iteration, 'iteration')}, {format_evaluation(evaluation, values)}")
+        self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)

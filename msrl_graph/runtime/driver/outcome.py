@@ -19,7 +19,7 @@ from ...files import urls
 from ...ir.plan import Plan
 from ..data.row_files import FOLDER as ROWS
 from ..metrics.best import BestFigure, best_figures
-from ..metrics.recorder import METRICS, parse_line, read_valid_lines
+from ..metrics.metrics_file import METRICS, parse_line, read_valid_lines
 from ..weights import checkpoint
 
 

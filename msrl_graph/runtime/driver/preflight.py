@@ -24,6 +24,7 @@ from ...ir.plan import Placement, Plan
 from ...model import presets
 from ...model.architecture import Model
 from ...sharding.layout import AXES, Layout
+from ...trackers import find_tracker, is_file
 from ..data import dataset as data
 from ..data.tokens import Tokens
 from ..process import interpreters
@@ -36,7 +37,7 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 
     Returns a preview of each data file. Raises Fault with everything that is missing.
     """
-    problems = find_unsupported(plan) or [*_packages(plan), *_interpreters(plan)]
+    problems = find_unsupported(plan) or [*_packages(plan), *_trackers(plan), *_interpreters(plan)]
     for model in plan.deploy.models.values():
         if not model.path:
             message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
@@ -121,6 +122,15 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
             span = layout.span
             help = help + _suggest_layout(plan, first, layout)
         yield Diagnostic("not-installed", message, span, help)
+
+
+def _trackers(plan: Plan) -> Iterator[Diagnostic]:
+    """Yield an error for each tracker whose packages are not installed."""
+    for name in plan.deploy.run.track:
+        needs = () if is_file(name) else find_tracker(name).packages
+        if missing := [package for package in needs if not packages.version(package)]:
+            message = f"the tracker `{name}` needs {', '.join(missing)}, not installed here"
+            yield Diagnostic("not-installed", message, plan.deploy.run.span, f"pip install {' '.join(missing)}")
 
 
 def _missing_packages(plan: Plan, spec: EngineSpec) -> list[str]:

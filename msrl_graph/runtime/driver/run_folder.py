@@ -36,6 +36,7 @@ MADE = (
     "metrics.jsonl",
     "curve.png",
     "tensorboard",
+    "trackers",
     "trace.json",
     "memory.json",
     "weights",

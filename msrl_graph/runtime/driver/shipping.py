@@ -2,7 +2,8 @@
 
 The run copies two groups of files:
 
-- The user's Python files that the program calls, and all files that these files import (user_modules.py).
+- The user's Python files with functions and trackers of the program, and all files that these files import
+  (user_modules.py).
 - All files of a model's folder except the weights: tokenizer, config, chat template. Links that lead out of the folder
   are not followed.
 
@@ -36,7 +37,7 @@ def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
     bytes in total.
     """
     spans = {path: node.span for path, _, node in files_loaded(plan)}
-    code = user_modules.plan_files(plan)
+    code = user_modules.plan_files(plan) | user_modules.tracker_files(plan)
     owners = dict(code)  # by file, the model folder or program file that needs it
     for model in plan.deploy.models.values():
         if model.path and not is_url(model.path):  # each host has a copy of a model at a URL

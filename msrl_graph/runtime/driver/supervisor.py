@@ -31,8 +31,8 @@ from ...emit.humanize import plural
 from ...files import private
 from ...ir.plan import Plan
 from ..metrics.display import Screen
+from ..metrics.metrics_file import METRICS, parse_line, read_valid_lines
 from ..metrics.ports import ListeningSockets
-from ..metrics.recorder import METRICS, parse_line, read_valid_lines
 from ..process import shipped_files
 from ..process.cluster_join import NoResources
 from ..process.heartbeat import Limits

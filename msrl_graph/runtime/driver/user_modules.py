@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...ir.plan import Plan
+from ...trackers import is_file
 from ..process.cluster_join import files_loaded
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -32,6 +33,15 @@ def plan_files(plan: Plan) -> dict[Path, Path]:
     for path, _, _ in files_loaded(plan):
         owners |= {file: Path(path) for file in modules(Path(path).absolute()) if file not in owners}
     return owners
+
+
+def tracker_files(plan: Plan) -> dict[Path, Path]:
+    """Return the Python files of the user's trackers, as `plan_files` does.
+
+    They do not affect the result of a run.
+    """
+    files = [Path(tracker.rpartition(":")[0]).absolute() for tracker in plan.deploy.run.track if is_file(tracker)]
+    return {needed: file for file in files for needed in modules(file)}
 
 
 def modules(path: Path) -> Iterator[Path]:
@@ -125,4 +135,4 @@ def _user_folders() -> list[Path]:
     return folders
 
 
-__all__ = ["modules", "plan_files"]
+__all__ = ["modules", "plan_files", "tracker_files"]

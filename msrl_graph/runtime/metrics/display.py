@@ -28,7 +28,8 @@ from ...ir.plan import Plan
 from ..dock.messages import Status
 from ..process.task import Task
 from ..process.task_report import Report
-from .recorder import METRICS
+from .metrics_file import METRICS
+from .recorder import figures_of
 from .run_status import RunFacts
 from .terminal_panel import panel
 
@@ -86,6 +87,7 @@ class Display:
         self.console = console
         self.facts = RunFacts(plan)
         self.total = self.facts.total
+        self.evaluations = {evaluation.task: evaluation for evaluation in plan.deploy.evaluations}
         self.live = console.is_terminal
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -117,11 +119,6 @@ class Display:
         self.last = self.facts.phase = name
         self.progress.update(self.task, phase=make_printable(name))
 
-    def set_metrics(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-        """Set the lists to which the recorder adds metrics of iterations and evaluations."""
-        self.facts.lines = lines
-        self.facts.evaluations = evaluations
-
     def begin(self, task: Task) -> None:
         self.facts.begin(task)
 
@@ -151,12 +148,17 @@ class Display:
         with suppress(OSError):
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def iteration(self, line: dict[str, Any], scalars: list[str], reports: Sequence[Report] = ()) -> None:
-        """Show the metrics line of an ended iteration.
+    def count_waits(self, reports: Sequence[Report]) -> None:
+        self.facts.count_waits(reports)
 
-        `line` is the metrics line. `scalars` are the names of the columns whose means are shown.
-        """
-        self.facts.iteration(line, scalars, reports)
+    def add(self, line: dict[str, Any]) -> None:
+        """Show a new line of metrics.jsonl, here, on the page and for Prometheus."""
+        self.facts.add(line)
+        if (evaluation := self.evaluations.get(line.get("evaluation", ""))) is not None:
+            if not self.live:
+                after = plural(line["after_iterations"], "iteration")
+                self.say(f"after {after}, {format_evaluation(evaluation, figures_of(line))}")
+            return
         # A figure that is named by its unit has the name after the value.
         words = "  ".join(
             f"{value} {name}" if name in ("tokens/s", "s") else f"{name} {value}" for name, value in self.facts.figures

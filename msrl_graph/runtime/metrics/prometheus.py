@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus.
 
-Invariant: all values come from run_status.py. Names, types, labels and meanings come from ir/metrics.py. Counters restart from zero with each attempt of a run; Prometheus
-supports such resets.
+Invariant: all values come from run_status.py. Names, types, labels and meanings come from ir/metrics.py. Counters
+restart from zero with each attempt of a run; Prometheus supports such resets.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,6 +143,7 @@ class RunFacts:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.total = plan.deploy.run.iterations
+        self.scalars = [column.name for column in plan.graph.columns if column.element == "f32" and not column.dims]
         pool_colours = colours(plan)
         self._colours = {node.name: pool_colours.get(plan.placement(node.name).pool) for node in plan.graph.nodes}
         self._changed = threading.Condition()
@@ -196,9 +197,21 @@ class RunFacts:
             NodeStatus(node_name, colour, 0, 0, 0, False) for node_name, colour in self._colours.items()
         )
 
-    def iteration(self, line: dict[str, Any], scalars: Sequence[str], reports: Sequence[Report]) -> None:
+    def set_lines(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Set the lines of metrics.jsonl that were written before."""
+        self.lines = []
+        self.evaluations = []
+        for line in lines:
+            (self.evaluations if "evaluation" in line else self.lines).append(line)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a new line of metrics.jsonl."""
+        if "evaluation" in line:
+            self.evaluations.append(line)
+            return
+        self.lines.append(line)
         self.done = line["iteration"] + 1
-        self.figures = figures(line, scalars)
+        self.figures = figures(line, self.scalars)
         self.totals["iterations",] += 1
         for kind in ("prompt", "response"):
             self.totals["tokens", kind] += line.get(f"{kind}_tokens", 0)
@@ -207,6 +220,9 @@ class RunFacts:
         for move, size in line.get("dock_bytes", {}).items():
             way = next(candidate for candidate in WAYS if move.endswith(candidate))
             self.totals["moved", move.removesuffix(way), way.strip()] += size
+
+    def count_waits(self, reports: Sequence[Report]) -> None:
+        """Add the times that processes waited for rows."""
         for report in reports:
             waited = report.seconds.get("dock wait", 0.0) + report.seconds.get("wait", 0.0)
             self.totals["waited", report.process] += waited  # type: ignore[assignment]

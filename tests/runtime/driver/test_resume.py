@@ -19,7 +19,8 @@ from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import run_inputs, supervisor
 from msrl_graph.runtime.driver.outcome import outcome_of
 from msrl_graph.runtime.driver.resume import differences, program
-from msrl_graph.runtime.metrics.recorder import Recorder, restore_lines
+from msrl_graph.runtime.metrics.metrics_file import restore_lines
+from msrl_graph.runtime.metrics.recorder import Recorder
 from msrl_graph.runtime.process import fault_points
 from msrl_graph.runtime.weights import checkpoint, checkpoint_parts
 
@@ -93,7 +94,7 @@ def recorded(tmp_path, plan):
     with closing(Recorder(tmp_path, plan, 0)) as recorder:
         for i in range(20):
             recorder.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), i, 0.5, [], {})
-        copy = recorder.copy()
+        copy = recorder.file.copy()
         recorder.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 20, 0.5, [], {})  # after the checkpoint
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()

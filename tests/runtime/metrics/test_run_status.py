@@ -79,9 +79,9 @@ def status(pid=7, host=0):
 @pytest.fixture
 def facts(plan):
     found = RunFacts(plan)
-    found.lines = [LINE]
-    found.evaluations = [{"evaluation": "held_out", "after_iterations": 0, "reward": 0.25}]
-    found.iteration(LINE, ["reward"], [Report("rank 0", seconds={"dock wait": 0.25})])
+    found.set_lines([{"evaluation": "held_out", "after_iterations": 0, "reward": 0.25}])
+    found.add(LINE)
+    found.count_waits([Report("rank 0", seconds={"dock wait": 0.25})])
     found.begin(Task("train", 3, 64))
     found.look([status()])
     return found

@@ -17,7 +17,7 @@ from folders import ROOT
 from msrl_graph import Fault
 from msrl_graph.runtime.driver.callbacks import MetricsFollower
 from msrl_graph.runtime.driver.outcome import Outcome
-from msrl_graph.runtime.metrics.recorder import METRICS
+from msrl_graph.runtime.metrics.metrics_file import METRICS
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 # A kernel of Jupyter as rich recognises it, with the variable that it sets.

@@ -1,4 +1,4 @@
-"""Writer of a run's metrics for TensorBoard.
+"""TensorBoard, which reads the files of a folder.
 
 Invariant: TensorBoard shows the content of metrics.jsonl. A resumed run first writes all existing metrics lines again.
 If the disk is full, points of the curves are lost, but the run continues. For this reason, the caller's thread writes
@@ -7,14 +7,14 @@ the events: if the thread of tensorboardX's SummaryWriter got the error of a ful
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+
+from . import Line, TrackedRun, Tracker, points
 
 
 @contextmanager
@@ -34,33 +34,34 @@ def _hide_module(name: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-class TensorBoard:
-    def __init__(self, folder: Path, lines: list[dict[str, Any]]) -> None:
+class TensorBoard(Tracker):
+    packages = ("tensorboardX",)
+    apart = False
+
+    def begin(self, run: TrackedRun) -> None:
         with _hide_module("torch"):
             from tensorboardX.event_file_writer import EventsWriter
 
+        folder = Path(run.folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"))
-        for line in lines:
+        for line in run.lines:
             self.add(line)
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Add the numbers of a line of metrics.jsonl, as points at the line's iteration."""
-        from tensorboardX import summary
+    def add(self, line: Line) -> None:
         from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        name = line.get("evaluation")
-        step = line.get("iteration", line.get("after_iterations"))
-        for key, value in line.items():
-            if not isinstance(value, (int, float)) or math.isnan(value) or key in ("iteration", "after_iterations"):
-                continue
+        step, numbers = points(line)
+        for name, value in numbers.items():
+            # Not made by tensorboardX, which would change characters such as @ in names.
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
             with suppress(OSError):
-                scalar = summary.scalar(f"{name}/{key}" if name else key, value)
-                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar))
+                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=summary))
         with suppress(OSError):
             self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         with suppress(OSError):
             self._writer.close()
