@@ -142,7 +142,7 @@ $(VENV_OTHER)/ready: pyproject.toml constraints/cpu.txt
 $(VENV_TORCH210)/ready: pyproject.toml constraints/torch210.txt
 	$(PYTHON) -m venv $(VENV_TORCH210)
 	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt torch
-	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt --editable '.[run,dev,track]'
+	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt --editable '.[run,dev]'
 	touch $@
 
 test-python: $(VENV_OTHER)/ready #: run the quick tests with another Python: make test-python OTHER_PYTHON=3.13

@@ -26,6 +26,8 @@ class Wandb(Tracker):
 
     def begin(self, run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # wandb links a log there into the folder of the run, and a run's folder may have no links out of it.
+        os.environ["WANDB_CACHE_DIR"] = f"{run.folder}/cache"
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")

@@ -43,6 +43,8 @@ class TrackerProcess:
         stated.write_bytes(msgspec.json.encode(assignment))
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
+        temporary = folder / f"tracker-{label}"  # what a killed process leaves goes with the folder of the attempt
+        temporary.mkdir(exist_ok=True)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", PROGRAM, str(stated), str(status)],
@@ -51,6 +53,7 @@ class TrackerProcess:
                 stderr=output,
                 pass_fds=(status,),
                 process_group=0,
+                env={**os.environ, "TMPDIR": str(temporary)},
             )
         os.close(status)
 

@@ -14,6 +14,9 @@ import tracked
 from folders import ROOT
 
 from msrl_graph import compile
+from msrl_graph.backends import packages
+from msrl_graph.diagnostics import Fault
+from msrl_graph.runtime.driver.preflight import check_requirements
 from msrl_graph.runtime.metrics import tracker_process
 from msrl_graph.runtime.metrics.display import Display, Screen
 from msrl_graph.runtime.metrics.metrics_file import METRICS, MetricsFile
@@ -170,6 +173,12 @@ class Attempt:
         return [line for line in self.said.getvalue().splitlines() if line.startswith("warning: ")]
 
 
+def needs(name):
+    """Skip a test whose packages the environment lacks; the lowest versions of others exclude some of them."""
+    if missing := [package for package in find_tracker(name).packages if not packages.version(package)]:
+        pytest.skip(f"{', '.join(missing)} is not installed")
+
+
 def own(name):
     return f'"mine.py:{name}"'
 
@@ -177,6 +186,7 @@ def own(name):
 @pytest.mark.parametrize("name", tracker_names())
 def test_a_tracker_holds_the_lines_of_a_run_that_was_killed_and_resumed(name, tmp_path):
     """The times of iterations that are computed again differ, and nothing else does."""
+    needs(name)
     first = Attempt(tmp_path, [name])
     first.add(evaluation_of(0), *(line_of(i, 1.5 + i) for i in range(5)), evaluation_of(5), line_of(5, 9.0))
     first.wait_for(8)
@@ -307,6 +317,19 @@ def test_a_run_without_trackers_writes_nothing_for_them(tmp_path):
     attempt.add(line_of(0, 1.0))
     attempt.close("done")
     assert {path.name for path in attempt.out.iterdir()} == {"metrics.jsonl", "plan.json"}
+
+
+def test_a_tracker_whose_package_is_missing_is_told_before_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(find_tracker("wandb"), "packages", ("no-such-package",))
+    (tmp_path / "p.rlg").write_text(EXAMPLE.read_text().replace("seed = 0", "seed = 0, track = [wandb]"))
+    for name in ("train.jsonl", "test.jsonl", "model"):
+        (tmp_path / name).symlink_to(EXAMPLE.parent / name)
+    with pytest.raises(Fault) as raised:
+        check_requirements(compile(tmp_path / "p.rlg"))
+    (found,) = raised.value.diagnostics
+    assert (found.code, found.help) == ("not-installed", "pip install no-such-package")
+    assert found.message == "the tracker `wandb` needs no-such-package, not installed here"
+    assert "track = [wandb]" in (tmp_path / "p.rlg").read_text().splitlines()[found.span.line - 1]
 
 
 def test_numbers_of_a_line():
