@@ -53,8 +53,8 @@ class TrackedRun:
 class Tracker:
     """A tracker of runs.
 
-    A run calls `begin` once, then `add` for each new line of metrics.jsonl, in order, and then `close`. If the run is
-    resumed, this happens again in a new process.
+    A run calls `begin` once, then `add` for each new line of metrics.jsonl, in order, and then `close`. Whenever there
+    is no further line, it calls `flush`. If the run is resumed, this happens again in a new process.
 
     - `packages`: the packages that must be installed, by their names on PyPI.
     - `apart`: whether the tracker runs in a process of its own, so that it can be slow. Other trackers run in the
@@ -70,6 +70,9 @@ class Tracker:
     def add(self, line: Line) -> None:
         """Add a line of metrics.jsonl."""
         raise NotImplementedError
+
+    def flush(self) -> None:
+        """Send the lines that `add` has kept back, because there is no further line yet."""
 
     def add_artefact(self, path: Path) -> None:
         """Add a file: the program, its plan, or the digest of the plan."""

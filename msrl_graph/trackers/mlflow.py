@@ -20,6 +20,7 @@ from . import Line, TrackedRun, Tracker, points
 _STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 _LONGEST = 6000  # characters of a parameter's value
 _MOST_PARAMS = 100  # parameters in one request
+_MOST_POINTS = 1000  # points in one request
 # MLflow allows only some characters in names.
 _WORDS = {"@": "_at_", "=": "_is_"}
 _REFUSED = re.compile(r"[^\w\-. /:]", re.ASCII)
@@ -59,8 +60,10 @@ class MLflow(Tracker):
         ]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
+        self._waiting: list[Any] = []
         for line in run.lines:
             self.add(line)
+        self.flush()
 
     def _experiment(self, run: TrackedRun, folder: Path) -> str:
         """Return the identifier of the experiment; create it if needed."""
@@ -75,11 +78,20 @@ class MLflow(Tracker):
 
         step, numbers = points(line)
         now = int(1000 * time.time())
-        new = [(self._key(name), float(value)) for name, value in numbers.items()]
-        new = [(key, value) for key, value in new if self._known.get(key, {}).get(step) != value]
-        self._client.log_batch(self._id, metrics=[Metric(key, value, now, step) for key, value in new])
-        for key, value in new:
-            self._known.setdefault(key, {})[step] = value
+        for name, number in numbers.items():
+            known = self._known.setdefault(self._key(name), {})
+            if known.get(step) != float(number):
+                known[step] = float(number)
+                self._waiting.append(Metric(self._key(name), known[step], now, step))
+
+    def flush(self) -> None:
+        """Send the points that wait.
+
+        If the tracker is behind, these are the points of many lines.
+        """
+        for start in range(0, len(self._waiting), _MOST_POINTS):
+            self._client.log_batch(self._id, metrics=self._waiting[start : start + _MOST_POINTS])
+        self._waiting.clear()
 
     def _key(self, name: str) -> str:
         """Return the key for a name, which may have characters that MLflow refuses."""

@@ -54,12 +54,11 @@ class TensorBoard(Tracker):
         from tensorboardX.proto.summary_pb2 import Summary
 
         step, numbers = points(line)
-        for name, value in numbers.items():
-            # Not made by tensorboardX, which would change characters such as @ in names.
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
-            with suppress(OSError):
-                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=summary))
+        # Not made by tensorboardX, which would change characters such as @ in names.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
         with suppress(OSError):
+            self._writer.write_event(event)
             self._writer.flush()
 
     def close(self, outcome: str) -> None:

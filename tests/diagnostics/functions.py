@@ -171,7 +171,3 @@ async def judged(response: str):
 
 def hinted(answer: str, level) -> str:
     return answer[: int(level)]
-
-
-class WithoutAdd:
-    def begin(self, run): ...

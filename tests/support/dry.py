@@ -421,7 +421,6 @@ class Mute:
     """Stands in for who only tells: the display, the metrics."""
 
     live = True
-    written = 0
     lines = ()
     bests = ()
 

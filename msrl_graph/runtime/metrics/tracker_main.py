@@ -29,7 +29,6 @@ from .metrics_file import parse_line
 
 PROGRAM = "msrl_graph.runtime.metrics.tracker_main"
 EVERY = 0.2  # seconds between two looks at the metrics file
-NICE = 10  # by which the process gives way to processes that compute
 
 
 @dataclass(frozen=True)
@@ -82,22 +81,31 @@ class TrackerLoop:
             if hasattr(tracker, "add_artefact"):
                 tracker.add_artefact(Path(path))
         for line in self._follow(texts):
-            tracker.add(line)
-            self._report_added()
+            if line is not None:
+                tracker.add(line)
+                self._report_added()
+            elif hasattr(tracker, "flush"):
+                tracker.flush()
         if hasattr(tracker, "close"):
             tracker.close(self.outcome)
 
-    def _follow(self, texts: Iterator[bytes]) -> Iterator[Line]:
+    def _follow(self, texts: Iterator[bytes]) -> Iterator[Line | None]:
         """Yield each line of the metrics file until the driver has reported the outcome.
 
-        Lines that the driver wrote before it reported the outcome are complete.
+        Lines that the driver wrote before it reported the outcome are complete. After the last line that there is, None
+        is yielded.
         """
+        has_new = True
         while True:
             ended = bool(self.outcome)
             for text in texts:
                 if not text:
                     break
+                has_new = True
                 yield parse_line(text)
+            if has_new:
+                has_new = False
+                yield None
             if ended:
                 return
             if select.select([sys.stdin], [], [], EVERY)[0]:
@@ -138,7 +146,6 @@ def _read_lines(path: Path) -> Iterator[bytes]:
 
 
 def main(path: str, status: int) -> NoReturn:
-    os.nice(NICE)
     os.environ.setdefault("DO_NOT_TRACK", "1")  # of the use of the packages
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the driver says when to end

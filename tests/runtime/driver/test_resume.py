@@ -129,7 +129,7 @@ def test_lines_that_are_lost_come_back_from_the_checkpoint(recorded, plan, told)
     assert path.read_bytes() == copy == b"".join(whole.splitlines(keepends=True)[:20])
     with closing(Recorder(path.parent, plan, 20)) as again:
         again.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 20, 0.5, [], {})
-    assert path.read_bytes() == whole and again.written == 21
+    assert path.read_bytes() == whole and again.file.written == 21
 
 
 @pytest.mark.parametrize("told", DAMAGE)
@@ -140,9 +140,9 @@ def test_damaged_lines_are_no_fault_of_ours(recorded, plan, told):
     outcome_of(plan, path.parent, False)
     with closing(Recorder(path.parent, plan, 20)) as again:
         pass
-    assert again.written == len(path.read_bytes().splitlines())
+    assert again.file.written == len(path.read_bytes().splitlines())
     assert [json.loads(x) for x in path.read_bytes().splitlines()] == [json.loads(x) for x in whole.splitlines()][
-        : again.written
+        : again.file.written
     ]
 
 
