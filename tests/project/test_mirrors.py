@@ -143,6 +143,7 @@ COVERED = {
         "runtime/metrics/tracker_main",
         "runtime/metrics/tracker_process",
         "trackers/__init__",
+        "trackers/mlflow",
     ),
     "runtime/process/test_memory.py": ("backends/activations", "backends/peaks"),
     "runtime/process/test_shipped_files.py": ("runtime/driver/user_modules",),

@@ -20,6 +20,7 @@ import msgspec
 from .tracker_main import PROGRAM, Assignment, TrackerProgress
 
 HANG = 120.0  # seconds that a tracker may take for one line, or to begin
+KNOWN = 0.01  # further seconds that it may take to begin, for each line that the run has
 
 
 class TrackerProcess:
@@ -33,7 +34,7 @@ class TrackerProcess:
         self.label = label
         self.say = say
         self.log = log
-        self.hang = HANG
+        self._begin = HANG + KNOWN * assignment.kept  # seconds
         self.sent = 0
         self.added = -1
         self.ended = False  # reported, or not needed any more
@@ -72,9 +73,10 @@ class TrackerProcess:
         if error or self._process.poll() is not None:
             error = error or self._read_reports() or f"its process ended, {describe_status(self._process.returncode)}"
             self._give_up(f"failed: {error}")
-        elif self.added < self.sent and time.monotonic() - self._since > self.hang:
-            what = f"line {self.added + 1}" if self.added >= 0 else "its begin"
-            self._give_up(f"hangs: {what} has taken more than {self.hang:g} s")
+            return
+        what, limit = (f"line {self.added + 1}", HANG) if self.added >= 0 else ("its begin", self._begin)
+        if self.added < self.sent and time.monotonic() - self._since > limit:
+            self._give_up(f"hangs: {what} has taken more than {limit:g} s")
 
     def finish(self, outcome: str) -> None:
         """Ask the process to end when the tracker has got all lines."""

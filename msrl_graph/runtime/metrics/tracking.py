@@ -7,6 +7,7 @@ shows a line on the terminal, on the page and for Prometheus.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
 import uuid
@@ -48,8 +49,12 @@ class Trackers:
         names = self.plan.deploy.run.track
         if not names:
             return
-        artefacts = self._write_artefacts() if any(map(_is_apart, names)) else []
-        run = describe_run(self.plan, self.out)
+        try:
+            run = describe_run(self.plan, self.out, find_id(self.out) if any(map(_is_apart, names)) else ("", False))
+            artefacts = self._write_artefacts(run) if run.id else []
+        except OSError as error:  # a full disk
+            self.display.say(f"warning: no tracker can begin: {error}; the run goes on without them")
+            return
         for name in names:
             if _is_apart(name):
                 self._start(name, run, len(lines), artefacts)
@@ -75,6 +80,9 @@ class Trackers:
         until = time.monotonic() + (INTERRUPTED if outcome == "interrupted" else CATCH_UP)
         for process in self.processes:
             process.wait(until)
+        if self.processes:
+            with suppress(OSError):
+                make_links_relative(self.out.absolute() / FOLDER)
 
     def _start(self, name: str, run: TrackedRun, kept: int, artefacts: list[str]) -> None:
         label = make_label(name)
@@ -91,23 +99,18 @@ class Trackers:
         except OSError as error:
             self.display.say(f"warning: the tracker `{label}` cannot start: {error}; the run goes on without it")
 
-    def _write_artefacts(self) -> list[str]:
+    def _write_artefacts(self, run: TrackedRun) -> list[str]:
         """Write the files that trackers get, and return their paths."""
-        folder = self.out / FOLDER
-        plan = self.out / "plan.json"
+        folder = (self.out / FOLDER).absolute()
+        suffix = Path(self.plan.deploy.span.file).suffix or ".rlg"  # .py: the program was built in Python
         texts = {
-            "program.rlg": program_text(self.plan),
-            "plan.txt": f"{self.plan}\n",
-            "plan.sha256": f"{hashlib.sha256(plan.read_bytes()).hexdigest()}  plan.json\n",
+            f"program{suffix}": run.program,
+            "plan.txt": f"{run.plan}\n",
+            "plan.sha256": f"{run.digest}  plan.json\n",
         }
-        try:
-            folder.mkdir(exist_ok=True)
-            for name, text in texts.items():
-                (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            self.display.say(f"warning: the files for trackers cannot be written: {error}")
-            return []
-        return [str((folder / name).absolute()) for name in texts] + [str(plan.absolute())]
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return [*(str(folder / name) for name in texts), str((self.out / "plan.json").absolute())]
 
     def _call(self, name: str, method: Callable[..., None], *arguments: Any) -> None:
         """Call a method of a tracker in this process.
@@ -124,24 +127,43 @@ class Trackers:
             self.display.say(f"warning: the tracker `{name}` {problem}; the run goes on without it")
 
 
-def describe_run(plan: Plan, out: Path) -> TrackedRun:
-    """Return what trackers know about a run; `out` is the run's folder."""
+def make_links_relative(folder: Path) -> None:
+    """Make the links of trackers relative, so that the run's folder can be moved.
+
+    Some trackers link to files in the run's folder by their absolute paths.
+    """
+    for path in folder.rglob("*"):
+        if path.is_symlink() and (target := path.readlink()).is_relative_to(folder.parent):
+            path.unlink()
+            path.symlink_to(os.path.relpath(target, path.parent))
+
+
+def find_id(out: Path) -> tuple[str, bool]:
+    """Return the identifier of the tracked run in a folder, and whether it was there before."""
     stored = out / FOLDER / "id"
-    resumed = stored.is_file()
-    if not resumed:
+    known = stored.is_file()
+    if not known:
         stored.parent.mkdir(exist_ok=True)
         stored.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+    return stored.read_text(encoding="utf-8").strip(), known
+
+
+def describe_run(plan: Plan, out: Path, identity: tuple[str, bool]) -> TrackedRun:
+    """Return what trackers know about a run; `out` is the run's folder.
+
+    `identity` is the run's identifier, and whether the run has begun before.
+    """
     digest = hashlib.sha256((out / "plan.json").read_bytes()).hexdigest()
     return TrackedRun(
         project=plan.deploy.name,
         name=out.absolute().name,
-        id=stored.read_text(encoding="utf-8").strip(),
+        id=identity[0],
         folder="",
         config={**settings(plan), "plan_sha256": digest},
         program=program_text(plan),
         plan=str(plan),
         digest=digest,
-        resumed=resumed,
+        resumed=identity[1],
     )
 
 
