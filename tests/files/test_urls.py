@@ -289,7 +289,13 @@ def test_a_run_from_urls_into_a_url_goes_on_from_there(place, server, cache):
     for name in ("train.jsonl", "test.jsonl"):
         shutil.copy(EXAMPLE / name, server.folder)
     names = [(f'"{n}"', f'"{server.url}/{n.removeprefix("./")}"') for n in ("./model", "train.jsonl", "test.jsonl")]
-    place.write(*names, *ONE_RANK, ("run { iterations", "run { save = 1, iterations"), evaluated=False)
+    (place.folder / "mine.py").write_text(
+        "from pathlib import Path\n\n\nclass Ids:\n    def begin(self, run):\n"
+        "        (Path(run.folder) / f'{run.id} {run.resumed} {len(run.lines)}').touch()\n\n"
+        "    def add(self, line): ...\n"
+    )
+    run = 'run { save = 1, track = ["mine.py:Ids"], iterations'
+    place.write(*names, *ONE_RANK, ("run { iterations", run), evaluated=False)
     there = place.folder / "bucket" / "run"
     url = f"file://{there}"
     environment = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
@@ -302,6 +308,9 @@ def test_a_run_from_urls_into_a_url_goes_on_from_there(place, server, cache):
     assert code == 0 and f"results in {url}\n" in out, err
     assert metrics(there)[:2] == first and len(metrics(there)) == 3
     assert sorted(p.name for p in (there / "checkpoints").iterdir()) == ["000002", "000003"]
+    tracked = (there / "trackers" / "id").read_text()
+    begun = sorted(p.name for p in (there / "trackers" / "mine-Ids").iterdir())
+    assert begun == [f"{tracked} False 0", f"{tracked} True 2"]
     assert not list((cache.parent / "runs").iterdir())
     assert len([p for c, p in server.asked if c == "GET" and p == "/model/model.safetensors"]) == 1
     place.assert_clean()

@@ -25,6 +25,7 @@ from ...diagnostics import Diagnostic, Fault
 from ...files import urls
 from ...ir.plan import Plan
 from ..data import row_files as rows
+from ..metrics import tracking
 from ..metrics.recorder import Recorder
 from ..process import fault_points
 from ..weights import checkpoint, checkpoint_parts
@@ -136,7 +137,7 @@ class DistributedCheckpoint:
             for place in sorted(self.written_files, reverse=True)
         ]
         _raise_first([self._result(answer) for answer in answers])
-        urls.send(run, url, ("metrics.jsonl", "plan.json", run_inputs.FILE))
+        urls.send(run, url, ("metrics.jsonl", "plan.json", run_inputs.FILE, f"{tracking.FOLDER}/{tracking.ID}"))
         urls.send(folder, target, (checkpoint.DIGEST,))
         urls.send(folder, target, (checkpoint.MANIFEST,), atomic=True)
         kept_names = {path.name for path in checkpoint.list_checkpoints(run)}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault, Span
 from ...files import private, urls
+from ..metrics import tracking
 from ..weights import checkpoint
 from .run_folder import MADE
 
@@ -100,6 +101,9 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
             urls.fetch(run, {name: None}, copy / "of")
             (copy / "of" / name).rename(copy / name)
             (copy / "of").rmdir()
+        tracked = urls.join(run, tracking.FOLDER)
+        if tracking.ID in urls.names(tracked):
+            urls.fetch(tracked, {tracking.ID: None}, copy / tracking.FOLDER)
     try:
         manifest = checkpoint.verify(folder)
         lost = next((file.name for file in manifest.files if file.name not in listing.files), "")

@@ -25,6 +25,7 @@ from .tracker_main import Assignment
 from .tracker_process import TrackerProcess
 
 FOLDER = "trackers"  # within a run's folder
+ID = "id"  # within this folder
 CATCH_UP = 30.0  # seconds that trackers have to catch up when a run ends
 INTERRUPTED = 5.0  # seconds that they have when a signal ends the run
 # The sections of a plan's facts that are settings of a run.
@@ -139,8 +140,8 @@ def make_links_relative(folder: Path) -> None:
 
 
 def find_id(out: Path) -> tuple[str, bool]:
-    """Return the identifier of the tracked run in a folder, and whether it was there before."""
-    stored = out / FOLDER / "id"
+    """Return the identifier of the run in a folder, and whether it was there."""
+    stored = out / FOLDER / ID
     known = stored.is_file()
     if not known:
         stored.parent.mkdir(exist_ok=True)
