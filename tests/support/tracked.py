@@ -120,18 +120,24 @@ def read_tensorboard(out):
 
 
 def assert_holds(tracker, out):
-    """A tracker holds what metrics.jsonl has, each point once; of MLflow, which forgets nothing, the last of a step."""
+    """A tracker holds what metrics.jsonl has, each point once; of MLflow, which forgets nothing, the last of a step.
+
+    Returns how many points it holds.
+    """
+    found = READERS[tracker](out)
     if tracker == "mlflow":
-        found = read_mlflow(out)
         assert {key: values[-1:] for key, values in found.items()} == expected(out, rename_for_mlflow)
     elif tracker == "tensorboard":
-        right = {key: [float(np.float32(value))] for key, (value,) in expected(out).items()}
-        found = read_tensorboard(out)
-        assert found == right
+        assert found == {key: [float(np.float32(value))] for key, (value,) in expected(out).items()}
     else:
-        found = READERS[tracker](out)
         assert found == expected(out)
     return sum(map(len, found.values()))
 
 
-READERS = {"wandb": read_wandb, "swanlab": read_swanlab, "trackio": read_trackio}
+READERS = {
+    "mlflow": read_mlflow,
+    "swanlab": read_swanlab,
+    "tensorboard": read_tensorboard,
+    "trackio": read_trackio,
+    "wandb": read_wandb,
+}

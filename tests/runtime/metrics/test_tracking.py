@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import tracked
@@ -125,8 +126,9 @@ def evaluation_of(done):
 class Attempt:
     """An attempt of a run that keeps some lines of the one before; there are no ranks."""
 
-    def __init__(self, folder, tracks, keep=0):
-        (folder / "mine.py").write_text(MINE)
+    def __init__(self, folder, tracks, keep=0, more=MappingProxyType({})):
+        for name, text in {"mine.py": MINE, **more}.items():
+            (folder / name).write_text(text)
         (folder / "attempt").mkdir(exist_ok=True)
         self.out = folder / "results"
         self.out.mkdir(exist_ok=True)
@@ -201,10 +203,13 @@ def test_a_tracker_holds_the_lines_of_a_run_that_was_killed_and_resumed(name, tm
     assert not again.warnings, (tmp_path / "results" / "logs" / f"tracker-{name}.log").read_text()
     links = [path.readlink() for path in again.out.rglob("*") if path.is_symlink()]
     assert not any(link.is_absolute() for link in links) and (links or name not in ("wandb", "swanlab"))
+    if name not in tracked.READERS:
+        return  # of a new tracker: it has run
     held = tracked.assert_holds(name, again.out)
-    # Per line of an iteration six numbers, per evaluation three. MLflow keeps the times of three iterations twice: of
-    # each `seconds` and the phase that goes with it.
-    assert held == 7 * 6 + 2 * 3 + (3 * 2 if name == "mlflow" else 0)
+    # Per line of an iteration six numbers, per evaluation three. MLflow may hold twice the times of the three iterations
+    # that were computed again: `seconds`, and the phase that goes with it.
+    twice = held - (7 * 6 + 2 * 3)
+    assert twice == 0 or (name == "mlflow" and twice <= 3 * 2)
 
 
 def test_a_class_of_the_user_gets_the_run_its_lines_and_artefacts(tmp_path):
@@ -227,6 +232,21 @@ def test_a_class_of_the_user_gets_the_run_its_lines_and_artefacts(tmp_path):
     assert (folder / "artefact-plan.sha256").read_text() == f"{before['digest']}  plan.json\n"
     assert (folder / "artefact-plan.json").read_bytes() == (again.out / "plan.json").read_bytes()
     assert (folder / "plan.txt").read_text() + "\n" == (folder / "artefact-plan.txt").read_text()
+
+
+def test_the_class_of_the_guide_runs(tmp_path):
+    guide = (ROOT / "docs" / "guides" / "tracking.md").read_text()
+    first = Attempt(
+        tmp_path, ['"guide.py:MyTracker"'], more={"guide.py": guide.split("```python\n")[1].split("```")[0]}
+    )
+    first.add(line_of(0, 1.0), line_of(1, 1.0))
+    first.close("interrupted")
+    again = Attempt(tmp_path, ['"guide.py:MyTracker"'], keep=1, more={})
+    again.add(line_of(1, 2.0), evaluation_of(2))
+    again.close("done")
+    assert not first.warnings + again.warnings
+    text = (again.out / "trackers" / "guide-MyTracker" / "lines.txt").read_text()
+    assert text.splitlines() == ["0 0.0", f"1 {1 / 7}", f"None {2 / 3}"]
 
 
 @pytest.mark.parametrize(
