@@ -206,8 +206,8 @@ def test_a_tracker_holds_the_lines_of_a_run_that_was_killed_and_resumed(name, tm
     if name not in tracked.READERS:
         return  # of a new tracker: it has run
     held = tracked.assert_holds(name, again.out)
-    # Per line of an iteration six numbers, per evaluation three. MLflow may hold twice the times of the three iterations
-    # that were computed again: `seconds`, and the phase that goes with it.
+    # Per line of an iteration six numbers, per evaluation three. MLflow may hold twice the times of three iterations
+    # that were computed again: `seconds`, and a phase that goes with it.
     twice = held - (7 * 6 + 2 * 3)
     assert twice == 0 or (name == "mlflow" and twice <= 3 * 2)
 
