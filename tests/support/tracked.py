@@ -14,6 +14,7 @@ import numpy as np
 from msrl_graph.runtime.metrics.metrics_file import parse_line
 from msrl_graph.trackers import points
 
+os.environ["DO_NOT_TRACK"] = os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # nothing is sent of the tests' reading
 READ_TRACKIO = """
 import json, sys
 from trackio import Api
