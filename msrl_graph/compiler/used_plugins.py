@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .. import algorithms
+from .. import algorithms, trackers
 from ..backends import ENGINES
 from ..files.plugins import PlugIn, find_entry_points
 from ..hardware.cluster import DEVICES
@@ -25,6 +25,7 @@ def find_plugins(plan: Plan) -> tuple[PlugIn, ...]:
 def _iterate_plugins(plan: Plan) -> Iterator[PlugIn | None]:
     yield from (ENGINES.find_plug_in(placed.engine.name) for placed in plan.placements if placed.pool != FUNCTIONS)
     yield from (FAMILIES.find_plug_in(model.family) for model in plan.deploy.models.values())
+    yield from (trackers.find_plug_in(name) for name in plan.deploy.run.track)
     yield DEVICES.find_plug_in(plan.cluster.device.name)
     yield DEVICE_KINDS.find_plug_in(plan.cluster.device.backend)
     expressions = (expr for node in plan.graph.nodes for expr in node.attributes.values())

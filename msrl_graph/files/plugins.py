@@ -26,6 +26,7 @@ GROUPS = {
     "msrl_graph.device_kinds": "a DeviceKind",
     "msrl_graph.devices": "a Device",
     "msrl_graph.functions": "a module of functions, loss terms and optimizers",
+    "msrl_graph.trackers": "a subclass of Tracker",
 }
 T = TypeVar("T")
 
@@ -77,6 +78,23 @@ def load(group: str, name: str) -> Any:
         raise Fault(Diagnostic("not-installed", message, help=help)) from error
 
 
+def load_class(group: str, name: str, base: type[T]) -> type[T]:
+    """Import a plug-in that is a subclass of `base`.
+
+    Raises KeyError if no installed package provides it, and Fault if it is broken.
+    """
+    loaded = load(group, name)
+    if isinstance(loaded, type) and issubclass(loaded, base):
+        return loaded
+    raise _make_fault(group, name, f"is not {GROUPS[group]}")
+
+
+def _make_fault(group: str, name: str, wrong: str) -> Fault:
+    source = describe(group, name)
+    message = f"the plug-in `{name}` of the package {source.package} {source.version} {wrong}"
+    return Fault(Diagnostic("not-installed", message, help=f"report it to the authors of {source.package}"))
+
+
 class PlugInTable(MutableMapping[str, T]):
     """Objects by name: the built-in ones, and those that installed packages provide.
 
@@ -124,8 +142,6 @@ class PlugInTable(MutableMapping[str, T]):
         if not wrong and loaded.name != name:
             wrong = f"calls itself `{loaded.name}`"
         if wrong:
-            source = describe(self.group, name)
-            message = f"the plug-in `{name}` of the package {source.package} {source.version} {wrong}"
-            raise Fault(Diagnostic("not-installed", message, help=f"report it to the authors of {source.package}"))
+            raise _make_fault(self.group, name, wrong)
         result: T = loaded
         return result

@@ -296,11 +296,9 @@ def _models() -> str:
     lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
     for name in presets.PRESETS:
         model = models.load(name, Path())
-        size = model.parameters
-        lines.append(
-            f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
-            f"{presets.find_tokenizer_name(name) or 'its own'} |"
-        )
+        tokenizer = presets.find_tokenizer_name(name) or "its own"
+        shape = f"{model.parameters / 1e9:.3g} B | {model.layers} | {model.hidden}"
+        lines.append(f"| `{name}` | {model.family} | {shape} | {tokenizer} |")
     architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES.built_in.values())
     return "\n".join([*lines, "", f"A folder can have a model of these architectures: {architectures}."])
 
@@ -314,9 +312,15 @@ def _engines() -> str:
         can = engine.capabilities
         zero = ", ".join(map(str, can.zero)) if "update" in engine.verbs else ""
         here = "yes" if can_build(name) else "no: planned and simulated"
-        verbs = ", ".join(engine.verbs)
         lacks = ", ".join(words for feature, words in FEATURES.items() if feature not in can.features)
-        cells = (verbs, join_words(can.axes, ", "), zero, join_words(can.options, ", "), lacks or "-", here)
+        cells = (
+            ", ".join(engine.verbs),
+            join_words(can.axes, ", "),
+            zero,
+            join_words(can.options, ", "),
+            lacks or "-",
+            here,
+        )
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     host, other = (
         join_words(tuple(spec.name for spec in ENGINES.built_in.values() if where in spec.capabilities.chosen), ", ")

@@ -1,7 +1,7 @@
 """Trackers: programs and services to which a run reports its metrics.
 
 A file NAME.py of this folder has one subclass of `Tracker`, and a program names it in `run { track = [NAME] }`. To add
-a tracker, add its file. Nothing else lists trackers.
+a tracker, add its file. Nothing else lists trackers. Other packages can add trackers too (files/plugins.py).
 
 Invariant: no package of a tracker is imported before `begin` is called, so the compiler can read this package.
 metrics.jsonl is complete without any tracker: a tracker may fail, hang or be killed.
@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..files.plugins import PlugIn, describe, find_entry_points, load_class
+
+PLUG_INS = "msrl_graph.trackers"
 Line = Mapping[str, Any]  # a line of metrics.jsonl; NaN stands for `null`
 _STEPS = ("iteration", "after_iterations")
 
@@ -85,17 +88,27 @@ class Tracker:
 
 
 def tracker_names() -> list[str]:
-    """Return the names of all trackers of the package."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Return the names of all trackers, of this package and of others."""
+    return sorted({*_list_files(), *find_entry_points(PLUG_INS)})
+
+
+def _list_files() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(__path__)]
+
+
+def find_plug_in(name: str) -> PlugIn | None:
+    """Return the package that provides a tracker; None if this package does."""
+    is_provided = name not in _list_files() and name in find_entry_points(PLUG_INS)
+    return describe(PLUG_INS, name) if is_provided else None
 
 
 def find_tracker(name: str) -> type[Tracker]:
-    """Return the class of a tracker of the package, by the name that a program uses.
+    """Return the class of a tracker, by the name that a program uses.
 
-    Raises KeyError if there is no such tracker.
+    Raises KeyError if there is no such tracker, and Fault if the package that provides it is broken.
     """
-    if name not in tracker_names():
-        raise KeyError(name)
+    if name not in _list_files():
+        return load_class(PLUG_INS, name, Tracker)
     module = importlib.import_module(f"{__name__}.{name}")
     return next(
         value

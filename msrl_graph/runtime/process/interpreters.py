@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ... import trackers
 from ...backends import ENGINES
 from ...backends.packages import ALIASES
 from ...diagnostics import Diagnostic
@@ -38,7 +39,8 @@ def packages(plan: Plan, python: str = "") -> Packages:
         ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
     )
     needed = [*NEEDED, *(package for engine in engines for package in engine.capabilities.needs)]
-    needed += [plug_in.package for plug_in in plan.plugins]
+    # Trackers run next to the driver, which has loaded them.
+    needed += [plug_in.package for plug_in in plan.plugins if plug_in.group != trackers.PLUG_INS]
     return {name: ALIASES.get(name, (name,)) for name in plan.cluster.device.kind.packages(needed)}
 
 
