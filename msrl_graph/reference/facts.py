@@ -13,24 +13,18 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import get_args
 
 from .. import algorithms
-from ..backends import ENGINES, can_build
 from ..dsl import expressions
 from ..hardware.cluster import DEVICES, SHARES, Device, Figure
-from ..hardware.device_kinds import Where
 from ..ir.attribute_schema import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
 from ..ir.kinds import FlagKind, FormKind, QuantityKind, TrackersKind, WordsKind, join_words
 from ..ir.options import ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
 from ..ir.statements import STATEMENTS
-from ..model import models, presets
-from ..model.families import FAMILIES
-from ..model.features import FEATURES
 from . import syntax
+from .preset_tables import engines_table, models_table
 
 # These figures differ between machines, so the document states their origin instead.
 MACHINES = ("cpu", "here")
@@ -292,59 +286,6 @@ def _devices() -> str:
     return "\n".join(lines)
 
 
-def _models() -> str:
-    lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
-    for name in presets.PRESETS:
-        model = models.load(name, Path())
-        tokenizer = presets.find_tokenizer_name(name) or "its own"
-        shape = f"{model.parameters / 1e9:.3g} B | {model.layers} | {model.hidden}"
-        lines.append(f"| `{name}` | {model.family} | {shape} | {tokenizer} |")
-    architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES.built_in.values())
-    return "\n".join([*lines, "", f"A folder can have a model of these architectures: {architectures}."])
-
-
-def _engines() -> str:
-    lines = [
-        "| engine | verbs | shards along | zero | options | features of models that it lacks | runs here |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, engine in ENGINES.built_in.items():
-        can = engine.capabilities
-        zero = ", ".join(map(str, can.zero)) if "update" in engine.verbs else ""
-        here = "yes" if can_build(name) else "no: planned and simulated"
-        lacks = ", ".join(words for feature, words in FEATURES.items() if feature not in can.features)
-        cells = (
-            ", ".join(engine.verbs),
-            join_words(can.axes, ", "),
-            zero,
-            join_words(can.options, ", "),
-            lacks or "-",
-            here,
-        )
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    host, other = (
-        join_words(tuple(spec.name for spec in ENGINES.built_in.values() if where in spec.capabilities.chosen), ", ")
-        for where in get_args(Where)
-    )
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "How `ep` and `etp` shard the experts of a layer:",
-            "",
-            *(f"- `{name}`: {spec.sharding.spread.words}." for name, spec in ENGINES.built_in.items()),
-            "",
-            (
-                f"If the file names no engine, the planner chooses one: on CPUs among {host}, on "
-                f"other devices among {other}; if "
-                "none of these supports the model's family or the layout, among the others. If "
-                "several fit, it takes the one with "
-                "the fastest iteration."
-            ),
-        ]
-    )
-
-
 # Words of the language
 
 
@@ -380,8 +321,8 @@ LISTS: dict[str, Callable[[], str]] = {
     "schedules": lambda: _list_functions("schedule"),
     "values": lambda: _list_functions("option"),
     "devices": _devices,
-    "models": _models,
-    "engines": _engines,
+    "models": models_table,
+    "engines": engines_table,
     "kinds": _kinds,
     "elements": _elements,
 }
@@ -412,8 +353,8 @@ def entries() -> Iterator[tuple[str, str, str]]:
     for name, device in DEVICES.built_in.items():
         yield "devices", name, f"A preset of `device`.\n\n{_device(device)}"
     for list_name, what, table_text in (
-        ("models", "A preset of `model`.", _models()),
-        ("engines", "An engine.", _engines()),
+        ("models", "A preset of `model`.", models_table()),
+        ("engines", "An engine.", engines_table()),
     ):
         header = table_text.splitlines()[:2]
         rows = table_text.splitlines()[2:]
