@@ -17,13 +17,13 @@ from side import COLUMNS, NODES, Setup, Side, Times, actor_options, check, elaps
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan, from_json
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, offsets_from_lengths, texts
-from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.host import DockHost
 from msrl_graph.runtime.dock.messages import DockAddress
 from msrl_graph.runtime.dock.readers import list_members, list_node_reads
 from msrl_graph.runtime.dock.segments import room_name
 from msrl_graph.runtime.process.processes import SHARED
+from msrl_graph.runtime.process.run_key import new_key
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
 

@@ -6,8 +6,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.rpc import AsyncRpcConnection, RpcConnections, RpcServer
+from msrl_graph.runtime.process.run_key import new_key
 from msrl_graph.runtime.process.task_report import RunError
 
 KEY = new_key()

@@ -48,6 +48,7 @@ from ..metrics.recorder import Recorder
 from ..process import compute_setup
 from ..process.cluster_join import job_config, without_idle_servers
 from ..process.processes import RAY, Temporary, worker_niceness
+from ..process.run_key import make_ray_key
 from ..process.start_variables import MARK, own_ray, waits
 from ..process.task import Task
 from ..process.task_report import Event, Report
@@ -81,7 +82,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
             str(rounds),
             str(most),
         ]
-        environment = {**os.environ, **own_ray(), MARK: str(folder), "TMPDIR": str(folder)}
+        environment = {**os.environ, **own_ray(), **make_ray_key(folder), MARK: str(folder), "TMPDIR": str(folder)}
         with log.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment

@@ -19,18 +19,16 @@ import secrets
 import socket
 import ssl
 import stat
-import struct
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import cache
 from typing import NamedTuple
 
 from ..process.connection_gate import PATIENCE, Gate, accept, listen
+from ..process.preload import peer_user
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 # TCP keep-alive (seconds, seconds, count): how soon a dead host is noticed, whether idle or with unacknowledged data.
 _KEEPALIVE_IDLE = 5
 _KEEPALIVE_INTERVAL = 5
@@ -54,29 +52,6 @@ class Address(NamedTuple):
 
 class Impostor(ConnectionError):
     """The process that answers does not belong to this run."""
-
-
-def new_key() -> bytes:
-    """Make a private key and its certificate; return both as one PEM text.
-
-    If a run has several hosts, its processes authenticate each other with this key.
-    """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "msrl-run")])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        # Valid for the whole run, whatever the clocks of the hosts show.
-        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
-        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(serialization.Encoding.PEM, *form)
 
 
 @cache
@@ -242,9 +217,7 @@ def _open_private_folder(folder: str) -> Iterator[str]:
 
 def _check_user(connection: socket.socket) -> None:
     """Raise Impostor if another user owns the process at the other end of the socket."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(credentials)[1]
-    if user != os.geteuid():
+    if (user := peer_user(connection)) != os.geteuid():
         raise Impostor(f"the other end is a process of user {user}")
 
 

@@ -26,12 +26,12 @@ from ...hardware.device_kinds import HOST
 from ...ir.async_schedule import count_lanes
 from ...ir.plan import Plan
 from ...ir.plan_paths import has_urls
-from ..dock.channel import new_key
 from ..dock.readers import list_members, list_node_reads
 from ..process import cluster_join, heartbeat, shipped_files
 from ..process.cluster_join import NoResources
 from ..process.host_requirements import RANKS_A_CORE, row_memory
 from ..process.processes import RAY, is_alive
+from ..process.run_key import new_key
 from ..process.task_report import RunError
 from . import device_reservation, function_hosts
 from .cluster_probe import probe

@@ -38,6 +38,7 @@ from ..process.cluster_join import NoResources
 from ..process.heartbeat import Limits
 from ..process.preload import PreloadServer
 from ..process.processes import Temporary, is_stopped, sweep, worker_niceness
+from ..process.run_key import make_ray_key
 from ..process.start_variables import MARK, own_ray
 from ..weights import checkpoint
 from . import preloading, remote_folder, run_inputs, shipping, watchdog
@@ -320,7 +321,7 @@ class Supervisor:
         environment = {
             **os.environ,
             **worker_niceness(attempt.options.nice),
-            **({} if os.environ.get("RAY_ADDRESS") else own_ray()),
+            **({} if os.environ.get("RAY_ADDRESS") else own_ray() | make_ray_key(Path(attempt.folder))),
             MARK: attempt.folder,
             "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         }

@@ -6,6 +6,7 @@ way.
 - The server does not import modules that start threads, because a fork loses threads.
 - The server does not import Ray, because Ray reads a worker's environment variables at import.
 - The server ends when the process that started it ends, because the socket between the two processes then closes.
+- A launcher and the server accept each other only if both belong to the same user. A launcher sends secrets of the run.
 - This file is run as a program and imports nothing of msrl_graph.
 
 Ray starts a worker with `python setup_worker.py default_worker.py ...`. After `PreloadAddress.use`, Ray runs this file
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -32,6 +34,7 @@ SOCKET = "MSRL_PRELOAD"  # in the environment of Ray's servers: the server's soc
 PATIENCE = 60.0  # seconds that a launcher waits for the server, which may still be importing
 TALK = 5.0  # seconds that the server waits for the request of a connected launcher
 _OOM = "/proc/self/oom_score_adj"
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class PreloadAddress(NamedTuple):
@@ -117,6 +120,19 @@ class PreloadServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def peer_user(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
+    return user
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raise PermissionError if the other end belongs to another user."""
+    if (user := peer_user(connection)) != os.geteuid():
+        raise PermissionError(f"the other end is a process of user {user}")
+
+
 def start_server(
     listening: socket.socket, control: socket.socket, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
@@ -176,6 +192,7 @@ def _connected(arguments: list[str]) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(PATIENCE)
         connection.connect(os.environ.get(SOCKET, ""))
+        _check_user(connection)  # the folder of a server that has ended may be another user's by now
         score = ""
         with suppress(OSError):
             score = Path(_OOM).read_text()
@@ -283,6 +300,7 @@ def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
     """
     import json
 
+    _check_user(connection)
     connection.settimeout(TALK)
     files += socket.recv_fds(connection, 1, 3)[1]
     pieces = []

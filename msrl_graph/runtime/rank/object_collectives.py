@@ -19,7 +19,7 @@ from ..process.task_report import RunError
 
 T = TypeVar("T")
 _DIGEST = 32  # bytes, of SHA-256
-_token = b""
+_token = b""  # none: nothing is sealed or unsealed
 
 
 def seal_with(token: bytes) -> None:
@@ -31,7 +31,7 @@ def seal_with(token: bytes) -> None:
 def seal(value: Any) -> torch.Tensor:
     """Return the pickled value as bytes that begin with a digest."""
     data = pickle.dumps(value, protocol=5)
-    sealed = bytearray(hmac.digest(_token, data, "sha256") + data)
+    sealed = bytearray(_digest(memoryview(data)) + data)
     return torch.from_numpy(np.frombuffer(sealed, np.uint8))
 
 
@@ -41,9 +41,15 @@ def unseal(sealed: torch.Tensor) -> Any:
     Raises RunError if no rank of this run made these bytes.
     """
     data = sealed.numpy().data
-    if not hmac.compare_digest(data[:_DIGEST], hmac.digest(_token, data[_DIGEST:], "sha256")):
+    if not hmac.compare_digest(data[:_DIGEST], _digest(data[_DIGEST:])):
         raise RunError("a collective delivered data that no rank of this run sent: another program is connected to it")
     return pickle.loads(data[_DIGEST:])
+
+
+def _digest(data: memoryview) -> bytes:
+    if not _token:  # everybody can compute digests without a secret
+        raise RunError("this rank has no token of its run")
+    return hmac.digest(_token, data, "sha256")
 
 
 def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:

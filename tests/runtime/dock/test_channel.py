@@ -1,5 +1,6 @@
 """Strangers between and beside the processes of a run: none of them is heard, believed, or has a message read."""
 
+import asyncio
 import os
 import pickle
 import socket
@@ -16,9 +17,10 @@ import pytest
 from called import AWAY, HERE, KEY, Place
 
 from msrl_graph.runtime.dock import rpc
-from msrl_graph.runtime.dock.channel import Address, Impostor, connect, new_key
-from msrl_graph.runtime.dock.rpc import RpcConnections, frame_message, greeting_bytes
+from msrl_graph.runtime.dock.channel import Address, Impostor, connect
+from msrl_graph.runtime.dock.rpc import AsyncRpcConnection, RpcConnections, frame_message, greeting_bytes
 from msrl_graph.runtime.process.connection_gate import MOST
+from msrl_graph.runtime.process.run_key import new_key
 from msrl_graph.runtime.process.task_report import RunError
 
 NOBODY = 65534
@@ -88,17 +90,28 @@ def answers_nonce(raw):
     return raw
 
 
+def calls_from_a_thread(server):
+    line = RpcConnections(lambda name: at(server), HERE, KEY).connection_to("there")
+    return line.send("echo", b"a secret of the run").get()
+
+
+def calls_from_a_coroutine(server):
+    async def find(name):
+        return at(server)
+
+    return asyncio.run(AsyncRpcConnection("there", find, HERE, KEY).send("echo", b"a secret of the run"))
+
+
+@pytest.mark.parametrize("calls", [calls_from_a_thread, calls_from_a_coroutine])
 @pytest.mark.parametrize(
     "hello", [lambda raw: raw, answers_nonce, answers_tls(OTHER)], ids=["plain", "nonce", "another run's key"]
 )
-def test_a_false_server_is_told_nothing_and_not_believed(tmp_path, monkeypatch, hello):
+def test_a_false_server_is_told_nothing_and_not_believed(tmp_path, monkeypatch, hello, calls):
     monkeypatch.setattr(rpc, "_IMPOSTOR_GRACE", 0.3)
     false = False_(hello, Bomb(tmp_path / "harm"))
     false.start()
-    with closing(false.listening):
-        line = RpcConnections(lambda name: at(false.listening), HERE, KEY).connection_to("there")
-        with pytest.raises(RunError, match="is not the there of this run"):
-            line.send("echo", b"a secret of the run").get()
+    with closing(false.listening), pytest.raises(RunError, match="is not the there of this run"):
+        calls(false.listening)
     assert not (tmp_path / "harm").exists()
     assert b"secret" not in false.got and b"there" not in false.got
 

@@ -12,11 +12,11 @@ import pytest
 from dock_readers import reader
 
 from msrl_graph.ir.rowsets import Sieve
-from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.controller import ControllerRequest, RefillRequest
 from msrl_graph.runtime.dock.host import DockFull, DockHost, DockTimeout
 from msrl_graph.runtime.dock.messages import DockAddress, Member, RowLocation, RowsReady
 from msrl_graph.runtime.dock.segments import Activity, Room
+from msrl_graph.runtime.process.run_key import new_key
 from msrl_graph.runtime.process.task import Task
 
 pytestmark = pytest.mark.slow

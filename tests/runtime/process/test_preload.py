@@ -6,11 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import stranger
 
 from msrl_graph.runtime.process import preload
 
@@ -251,3 +253,65 @@ def test_no_server_starts_where_its_socket_has_no_room(folder, monkeypatch):
     with pytest.raises(OSError):
         started()
     assert not list(deep.iterdir())
+
+
+SERVES = """
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("ready", flush=True)
+connection = server.accept()[0]
+connection.settimeout(20)
+print(len(connection.recv(1 << 16)), flush=True)
+"""
+ASKS = """
+line = socket.socket(socket.AF_UNIX)
+line.settimeout(20)
+line.connect(sys.argv[1])
+socket.send_fds(line, [b" "], [1, 1, 1])
+line.sendall(sys.argv[2].encode())
+line.shutdown(socket.SHUT_WR)
+try:
+    print(line.recv(1))
+except OSError:
+    print(b"")
+"""
+
+
+@pytest.fixture
+def public(monkeypatch):
+    """A folder for temporary files that other users can enter, as /tmp is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o1777)
+        monkeypatch.setattr("tempfile.tempdir", name)
+        yield Path(name)
+
+
+@stranger.needed
+def test_a_server_of_another_user_is_told_nothing(folder, public):
+    """It may stand where the server of the run was: a worker's environment has the run's secrets."""
+    path = public / "preload"
+    command = [sys.executable, "-I", "-S", "-c", stranger.BECOME + SERVES, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as false:
+        assert false.stdout.readline() == "ready\n"
+        worker, found = launched(folder, **{preload.SOCKET: str(path)})
+        assert false.stdout.readline() == "0\n"
+    assert found["environment"]["SET_UP"] == "by Ray"
+    worker.communicate()
+
+
+@stranger.needed
+def test_a_launcher_of_another_user_is_not_served(folder, public):
+    """Even where the folder lets it in, by whatever mistake."""
+    server = started()
+    try:
+        server.folder.chmod(0o755)
+        Path(server.address.socket).chmod(0o777)
+        (public / "default_worker.py").write_text("open('harm', 'w').close()")
+        request = {"arguments": [str(public / "default_worker.py")], "environment": {}, "folder": str(public)}
+        asked = json.dumps({**request, "niceness": 0, "oom": ""})
+        assert stranger.act(ASKS, server.address.socket, asked).strip() == "b''"
+        assert psutil.Process(server.address.session).children() == []
+        assert not (public / "harm").exists()
+    finally:
+        server.close()
