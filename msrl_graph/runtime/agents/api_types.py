@@ -7,16 +7,19 @@ agent, decides how tokens are drawn. If a request has sampling parameters, these
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...data.characters import half_character_within
-from ...data.chat import Messages, are_messages
+from ...data.chat import Messages
 from ..data.columns import Array
 from .tool_calls import Call
 
@@ -62,6 +65,56 @@ class RequestRefused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+TEMPLATE_VARIABLES = {"messages", "tokenize", "add_generation_prompt", "tools"}  # those that the endpoint sets
+
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+Stop = Annotated[str, Meta(min_length=1)]
+
+
+class _Function(Struct):
+    name: str
+
+
+class _Tool(Struct):  # or a call of it
+    function: _Function
+
+
+class _TextPart(Struct):
+    text: str
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[_TextPart] | UnsetType | None = UNSET
+    tool_calls: list[_Tool] | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        if self.content is UNSET and self.tool_calls is UNSET:
+            raise ValueError("Object has neither `content` nor `tool_calls`")
+
+
+class _Fields(Struct):
+    """The types of the parameters that the endpoint reads."""
+
+    tools: list[_Tool] = []
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: Stop | list[Stop] = []
+    logprobs: bool | int = False
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    return_token_ids: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class _ChatFields(_Fields, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+
+
+class _CompletionFields(_Fields, kw_only=True):
+    prompt: str | list[str | Token | list[Token]]
+
+
 @dataclass(frozen=True)
 class CompletionRequest:
     """A parsed request for a chat answer or for a completion.
@@ -102,49 +155,46 @@ def parse_request(body: Any, chat: bool, model: str) -> CompletionRequest:
         raise RequestRefused(
             f"there is no model {body.get('model')!r} here, only {model!r}", "model_not_found", "model", 404
         )
-    fields = {key: value for key, value in body.items() if value is not None}
+    given = {key: value for key, value in body.items() if value is not None}
     for name, values in REFUSED.items():
-        if name in fields and fields[name] not in values:
-            asks = f"`{name}` = {json.dumps(fields[name])}"
+        if name in given and given[name] not in values:
+            asks = f"`{name}` = {json.dumps(given[name])}"
             raise RequestRefused(f"{asks} is not supported: {_refusal_reason(name)}", "unsupported", name)
-    stop = fields.get("stop", ())
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
-    if not all(isinstance(text, str) and text for text in stops) or (stop and not stops):
-        raise RequestRefused("`stop` takes a string, or a list of strings", "invalid_type", "stop")
-    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise RequestRefused("`max_tokens` takes a whole number of 1 or more", "invalid_type", "max_tokens")
-    logprobs = fields.get("logprobs", False)
-    if not chat and logprobs not in (False, 0):
+    fields = _check_types(given, _ChatFields if chat else _CompletionFields)
+    if not chat and fields.logprobs not in (False, 0):
         message = "`logprobs` of other tokens than the drawn one are not supported: 0 returns those of the drawn token"
         raise RequestRefused(message, "unsupported", "logprobs")
-    tools = fields.get("tools", []) if fields.get("tool_choice") != "none" else []
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
-        raise RequestRefused("`tools` takes a list of functions, each with a name", "invalid_type", "tools")
-    template_arguments = fields.get("chat_template_kwargs", {})
-    if not isinstance(template_arguments, dict) or template_arguments.keys() & {
-        "messages",
-        "tokenize",
-        "add_generation_prompt",
-        "tools",
-    }:
-        raise RequestRefused(
-            "`chat_template_kwargs` takes an object of the template's variables", "invalid_type", "chat_template_kwargs"
-        )
-    options = fields.get("stream_options", {})
+    if own := fields.chat_template_kwargs.keys() & TEMPLATE_VARIABLES:
+        message = f"`chat_template_kwargs`: the endpoint itself sets the template's variable `{min(own)}`"
+        raise RequestRefused(message, "invalid_type", "chat_template_kwargs")
+    tools = given.get("tools", []) if given.get("tool_choice") != "none" else []
     return CompletionRequest(
-        messages=prepare_messages(fields.get("messages")) if chat else [],
-        prompt="" if chat else _parse_prompt(fields.get("prompt")),
+        messages=prepare_messages(given["messages"]) if chat else [],
+        prompt="" if chat else _prompt(given["prompt"]),
         tools=tuple(tools),
-        more={**template_arguments, **({"tools": tools} if tools else {})},
-        most=most,
-        stop=stops,
-        logprobs=logprobs is True or (not chat and logprobs == 0 and logprobs is not False),
-        stream=fields.get("stream") is True,
-        usage=isinstance(options, dict) and options.get("include_usage") is True,
-        ids=fields.get("return_token_ids") is True,
-        left_out=tuple(sorted(fields.keys() - NOTED)),
+        more={**fields.chat_template_kwargs, **({"tools": tools} if tools else {})},
+        most=fields.max_completion_tokens or fields.max_tokens,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        logprobs=fields.logprobs is True or (not chat and fields.logprobs is not False),
+        stream=fields.stream,
+        usage=fields.stream_options.get("include_usage") is True,
+        ids=fields.return_token_ids,
+        left_out=tuple(sorted(given.keys() - NOTED)),
     )
+
+
+def _check_types(given: Mapping[str, Any], kind: type[_Fields]) -> _Fields:
+    """Return the parameters of a request that the endpoint reads.
+
+    Raises RequestRefused for the first parameter whose value has another type. The message names the place of the
+    value, such as `messages[1].role`.
+    """
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at ")
+        place = place.strip("`$.") or problem.split("`")[1]  # a missing parameter has no place
+        raise RequestRefused(f"`{place}`: {problem}", "invalid_type", re.split(r"[.\[]", place)[0]) from None
 
 
 def _refusal_reason(name: str) -> str:
@@ -159,47 +209,24 @@ def _refusal_reason(name: str) -> str:
     )
 
 
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def prepare_messages(value: Any) -> Messages:
+def prepare_messages(messages: Messages) -> Messages:
     """Convert the messages of a request to the form that chat templates expect.
 
-    The content of a message becomes text, and the arguments of its tool calls become objects. Raises RequestRefused if
-    a message cannot be used.
+    The content of a message becomes text, and the arguments of its tool calls become objects.
     """
-    if not are_messages(value):
-        raise RequestRefused(
-            "`messages` takes a list of messages, each with a role and content", "invalid_type", "messages"
-        )
-    messages = []
-    for message in value:
+    prepared = []
+    for message in messages:
         fields = {key: item for key, item in message.items() if item is not None}
         fields["role"] = "system" if fields["role"] == "developer" else fields["role"]
-        fields["content"] = _content_text(message.get("content"))
+        content = message.get("content") or ""
+        fields["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
         if calls := fields.pop("tool_calls", None):
             fields["tool_calls"] = [_normalize_call(call) for call in calls]
-        messages.append(fields)
-    return messages
+        prepared.append(fields)
+    return prepared
 
 
-def _content_text(content: Any) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise RequestRefused("a message's content must be text, or parts of text", "unsupported", "messages")
-
-
-def _normalize_call(call: Any) -> dict[str, Any]:
-    if not _is_tool(call):
-        raise RequestRefused(
-            "each of `tool_calls` needs a function with a name and arguments", "invalid_type", "messages"
-        )
+def _normalize_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["function"].get("arguments", "")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # a template renders text that is not JSON unchanged
@@ -208,14 +235,18 @@ def _normalize_call(call: Any) -> dict[str, Any]:
     return {**call, "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
 
 
-def _parse_prompt(value: Any) -> str | Array:
+def _prompt(value: str | list[Any]) -> str | Array:
+    """Return a prompt as text, or as the array of its tokens.
+
+    The prompt may be the only element of a list. Raises RequestRefused for several prompts.
+    """
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(type(token) is int and 0 <= token < 2**31 for token in value):
-        return np.array(value, np.int32)
-    raise RequestRefused("`prompt` takes one text, or a list of tokens", "invalid_type", "prompt")
+    if not value or not all(isinstance(token, int) for token in value):
+        raise RequestRefused("`prompt`: Expected one text, or a list of tokens", "invalid_type", "prompt")
+    return np.array(value, np.int32)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import openai
 import pytest
 from templates import PLAIN, QWEN, TOOL
 
+from msrl_graph.runtime.agents.api_types import RequestRefused, parse_request
 from msrl_graph.runtime.agents.conversations import Conversations
 from msrl_graph.runtime.agents.server import Endpoint, OpenRow
 from msrl_graph.runtime.agents.template import ChatTemplate
@@ -203,22 +204,32 @@ def test_an_answer_is_as_long_as_may_be(served):
         ),
         ({"extra_body": {"structured_outputs": {"json": {}}}}, openai.BadRequestError, "unsupported", RULES_OUT),
         ({"presence_penalty": 0.5}, openai.BadRequestError, "unsupported", "`presence_penalty` = 0.5"),
-        ({"max_tokens": 0}, openai.BadRequestError, "invalid_type", "`max_tokens` takes a whole number of 1 or more"),
-        ({"stop": [""]}, openai.BadRequestError, "invalid_type", "`stop` takes a string, or a list of strings"),
-        ({"tools": [{"type": "web"}]}, openai.BadRequestError, "invalid_type", "`tools` takes a list of functions"),
-        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "invalid_type", "`messages` takes a list"),
+        ({"max_tokens": 0}, openai.BadRequestError, "invalid_type", "`max_tokens`: Expected `int` >= 1"),
+        ({"stop": [""]}, openai.BadRequestError, "invalid_type", "`stop[0]`: Expected `str` of length >= 1"),
+        (
+            {"tools": [{"type": "web"}]},
+            openai.BadRequestError,
+            "invalid_type",
+            "`tools[0]`: Object missing required field `function`",
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            openai.BadRequestError,
+            "invalid_type",
+            "`messages[0]`: Object has neither `content` nor",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             openai.BadRequestError,
-            "unsupported",
-            "a message's content must be text",
+            "invalid_type",
+            "`messages[0].content[0]`: Object missing required field `text`",
         ),
         ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found", "there is no model 'gpt-5' here, only 'policy'"),
         (
             {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
             openai.BadRequestError,
             "invalid_type",
-            "takes an object of the template's variables",
+            "the endpoint itself sets the template's variable `tokenize`",
         ),
     ],
 )
@@ -227,6 +238,41 @@ def test_what_is_not_there_is_refused_by_name(served, more, error, code, says):
     with pytest.raises(error) as told:
         client.chat.completions.create(**{"model": "policy", "messages": [USER], **more})
     assert told.value.code == code and says in told.value.message
+    assert told.value.param
+
+
+WRONG = {
+    "messages": [None, [], "x", [3], [{"content": "x"}], [{"role": "user", "content": [3]}], [{**USER, "role": 3}]],
+    "tools": [{}, [3], [{"function": {}}]],
+    "max_tokens": [-1, 1.5, "3", True],
+    "max_completion_tokens": [0],
+    "stop": ["", 3, [3]],
+    "stream": ["yes", 1],
+    "stream_options": [3],
+    "logprobs": ["x"],
+    "return_token_ids": [1],
+    "chat_template_kwargs": [3, {"tools": []}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_value_of_another_type_is_refused_with_the_name_of_its_parameter(name, value):
+    with pytest.raises(RequestRefused) as told:
+        parse_request({"model": "policy", "messages": [USER], name: value}, True, "policy")
+    error = told.value.body()["error"]
+    assert (error["param"], error["code"], error["type"]) == (name, "invalid_type", "invalid_request_error")
+    assert error["message"].startswith(f"`{name}")
+
+
+@pytest.mark.parametrize("value", [None, 3, [], [-1], [1.5], [2**31], ["a", "b"], [[1], [2]], [[]], [1, "a"]])
+def test_a_prompt_is_one_text_or_a_list_of_tokens(value):
+    with pytest.raises(RequestRefused) as told:
+        parse_request({"model": "policy", "prompt": value}, False, "policy")
+    assert (told.value.param, told.value.code) == ("prompt", "invalid_type")
+    for prompt in ("a", ["a"]):
+        assert parse_request({"model": "policy", "prompt": prompt}, False, "policy").prompt == "a"
+    for prompt in ([1, 2], [[1, 2]]):
+        assert parse_request({"model": "policy", "prompt": prompt}, False, "policy").prompt.tolist() == [1, 2]
 
 
 HALF = rb"half \ud83d"  # as JSON has it
