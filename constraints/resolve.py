@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from msrl_graph.hardware.stacks import STACKS, Stack
 
 HERE = Path(__file__).parent
@@ -61,11 +63,7 @@ def resolved(stack: Stack, python: str, lock: Path | None = None) -> dict[str, s
 
 def locked(path: Path) -> dict[str, str]:
     lines = path.read_text().splitlines()
-    return {_name(n): v for n, _, v in (line.partition("==") for line in lines if not line.startswith("#"))}
-
-
-def _name(package: str) -> str:
-    return package.lower().replace("_", "-")
+    return {canonicalize_name(n): v for n, _, v in (line.partition("==") for line in lines if not line.startswith("#"))}
 
 
 def look(stack: Stack) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from .device_kinds import ASCEND, CUDA, HOST
-from .version_pairs import PYTHON, numbers
+from .version_pairs import PYTHON
 
 
 @dataclass(frozen=True)
@@ -121,37 +121,15 @@ STACKS = {
 
 
 @dataclass(frozen=True)
-class VersionRange:
-    """Versions that are at least `least` and lower than `below`; "" means no bound."""
-
-    least: str = ""
-    below: str = ""
-
-    def __str__(self) -> str:
-        bounds = (f">= {self.least}" * bool(self.least), f"< {self.below}" * bool(self.below))
-        return ", ".join(bound for bound in bounds if bound)
-
-    def meets(self, other: VersionRange) -> bool:
-        """Return whether some version is both in this range and in `other`."""
-        least = max(numbers(self.least), numbers(other.least))
-        return all(least < numbers(versions.below) for versions in (self, other) if versions.below)
-
-
-def _exact_range(version: str) -> VersionRange:
-    *parts, last = version.split(".")
-    return VersionRange(version, ".".join((*parts, str(int(last) + 1))))
-
-
-@dataclass(frozen=True)
 class Release:
     """A package's release, and the versions of Python and other packages it needs.
 
-    `source` says where these needs are documented.
+    `wants` has a version specifier (PEP 440) for each package. `source` says where these needs are documented.
     """
 
     package: str
     version: str
-    wants: Mapping[str, VersionRange]
+    wants: Mapping[str, str]
     source: str
 
 
@@ -161,48 +139,42 @@ RELEASES = (
         "msrl-graph",
         "0.1",
         {
-            PYTHON: VersionRange("3.11"),
-            "torch": VersionRange("2.10"),
-            "ray": VersionRange("2.52"),
-            "transformers": VersionRange("5.5.4"),
-            "numpy": VersionRange("2.0"),
-            "tensordict": VersionRange("0.11"),
+            PYTHON: ">= 3.11",
+            "torch": ">= 2.10",
+            "ray": ">= 2.52",
+            "transformers": ">= 5.5.4",
+            "numpy": ">= 2.0",
+            "tensordict": ">= 0.11",
         },
         "pyproject.toml",
     ),
     Release(
         "vllm-ascend",
         "0.23.0",
-        {PYTHON: VersionRange("3.10", "3.13"), "torch": _exact_range("2.10.0"), "transformers": _exact_range("5.5.4")},
+        {PYTHON: ">= 3.10, < 3.13", "torch": "== 2.10.0.*", "transformers": "== 5.5.4.*"},
         STACKS[ASCEND.name].source,
     ),
-    Release(
-        "ray-ascend", "0.1", {PYTHON: VersionRange("3.10", "3.12"), "ray": VersionRange("2.55")}, "ray-ascend, README"
-    ),
+    Release("ray-ascend", "0.1", {PYTHON: ">= 3.10, < 3.12", "ray": ">= 2.55"}, "ray-ascend, README"),
     Release(
         "megatron-bridge",
         "0.3.1",
-        {"transformers": VersionRange(below="5.0"), "torch": VersionRange("2.6")},
+        {"transformers": "< 5.0", "torch": ">= 2.6"},
         "its metadata on PyPI",
     ),
-    Release(
-        "megatron-bridge", "0.6.0", {PYTHON: VersionRange("3.12", "3.13")}, "Megatron-Bridge 0.6.0, pyproject.toml"
-    ),
+    Release("megatron-bridge", "0.6.0", {PYTHON: ">= 3.12, < 3.13"}, "Megatron-Bridge 0.6.0, pyproject.toml"),
     Release(
         "mindspeed",
         "26.1.0_core_r0.12.1",
         {
-            PYTHON: _exact_range("3.10"),
-            "torch": _exact_range("2.7.1"),
-            "megatron-core": _exact_range("0.12.1"),
-            "numpy": VersionRange(below="1.26.1"),
+            PYTHON: "== 3.10.*",
+            "torch": "== 2.7.1.*",
+            "megatron-core": "== 0.12.1.*",
+            "numpy": "< 1.26.1",
         },
         "MindSpeed 26.1.0, docs/zh/release_notes_core.md and requirements.txt",
     ),
     # Its README names Python 3.10 and torch 2.7.1 too; verl runs it with Python 3.12 and torch 2.10.
-    Release(
-        "mindspeed", "core_r0.16.0", {"megatron-core": VersionRange("0.16", "0.17")}, "verl, ascend_tutorial/get_start"
-    ),
+    Release("mindspeed", "core_r0.16.0", {"megatron-core": ">= 0.16, < 0.17"}, "verl, ascend_tutorial/get_start"),
 )
 
 
@@ -246,12 +218,14 @@ def find_conflict(packages: Collection[str]) -> VersionConflict | None:
 
 
 def _find_conflict(first: Release, second: Release) -> VersionConflict | None:
+    from packaging.specifiers import SpecifierSet  # later, because most plans need no comparison
+
     both = (package for package in first.wants if package in second.wants)
     return next(
         (
             VersionConflict(first, second, package)
             for package in both
-            if not first.wants[package].meets(second.wants[package])
+            if SpecifierSet(f"{first.wants[package]}, {second.wants[package]}").is_unsatisfiable()
         ),
         None,
     )

@@ -56,7 +56,8 @@ class VersionPair:
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version.
 
-    For example, `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu` all give (2, 10, 0).
+    For example, `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu` all give (2, 10, 0). The package `packaging` rejects some
+    versions of drivers and CANN, such as `25.0.rc1.1` and `8.0.RC3.alpha001`.
     """
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
