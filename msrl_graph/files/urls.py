@@ -5,8 +5,8 @@ Each file's size is compared with the size that the file system reported, and th
 copy contains a digest of the URL and the version, so a copy never changes. If several processes of a host need the same
 copy, one fetches it and the others wait. fsspec is imported only when a URL is read.
 
-fsspec's own caches (`filecache`, `simplecache`) do not keep this invariant: they write a file under its final name while
-it is fetched, fetch it once for each process, and may return another version than the one that a run began with.
+fsspec's own caches (`filecache`, `simplecache`) do not keep this invariant: they write a file under its final name
+while it is fetched, fetch it once for each process, and may return another version than that with which a run began.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ COVERED = {
         "runtime/dock/row_tables",
         "runtime/dock/warehouse",
     ),
+    "runtime/dock/test_rpc.py": ("runtime/dock/wire_format",),
     "runtime/dock/test_segments.py": ("runtime/dock/segment_file",),
     "runtime/doctor/test_machine.py": (
         "runtime/doctor/ascend",

@@ -5,26 +5,45 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
+from msrl_graph.runtime.data.columns import Array
 from msrl_graph.runtime.dock.rpc import AsyncRpcConnection, RpcConnections, RpcServer
+from msrl_graph.runtime.dock.wire_format import Method, Methods
 from msrl_graph.runtime.process.run_key import new_key
-from msrl_graph.runtime.process.task_report import RunError
+from msrl_graph.runtime.process.task_report import ProcessLost, RunError
 
 KEY = new_key()
 HERE, AWAY = 0, 1  # hosts, as a process of host 0 sees them
 
 
+METHODS = Methods(
+    {
+        "echo": Method("echo", tuple[Any], Any),
+        "arrays": Method("echo", tuple[list[Array]], list[Array]),
+        "fail": Method("fail", tuple[str], None),
+        "fail_badly": Method("fail_badly", tuple[str], None),
+        "number": Method("echo", tuple[int], int),
+        "wait": Method("wait", tuple[()], str),
+    }
+)
+
+
 class Served:
     def __init__(self):
         self.heard = []
+        self.answers = None  # what `echo` answers instead of its argument
         self.gate = asyncio.Event()
 
     async def echo(self, value):
         self.heard.append(value)
-        return value
+        return value if self.answers is None else self.answers
 
     async def fail(self, words):
-        raise RunError(words)
+        raise ProcessLost(words) if words == "lost" else RunError(words)
+
+    async def fail_badly(self, words):
+        raise ZeroDivisionError(words)
 
     async def wait(self):
         self.heard.append("wait")
@@ -58,7 +77,7 @@ class Place:
 
     async def _start(self):
         self.served = Served()
-        self.server = RpcServer(self.name, self.served, ("echo", "fail", "wait"), self.key)
+        self.server = RpcServer(self.name, self.served, METHODS, self.key)
         self.address = self.server.address(self.host, self.folder, "127.0.0.1")
 
     def find(self, name):
@@ -82,11 +101,11 @@ class Place:
 
     def line(self):
         """A line of this thread."""
-        self.lines.append(RpcConnections(self.find, HERE, KEY).connection_to("there"))
+        self.lines.append(RpcConnections(self.find, HERE, KEY, METHODS).connection_to("there"))
         return self.lines[-1]
 
     def post(self):
-        self.posts.append(AsyncRpcConnection("there", self._found, HERE, KEY))
+        self.posts.append(AsyncRpcConnection("there", self._found, HERE, KEY, METHODS))
         return self.posts[-1]
 
     async def _found(self, name):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,8 +71,7 @@ class ColumnData:
         return ColumnData(self.values[index], offsets)
 
 
-@dataclass(frozen=True)
-class ColumnRows:
+class ColumnRows(msgspec.Struct, frozen=True, tag=True, eq=False):
     """Rows of a column with their numbers, as processes exchange them.
 
     `rows` are the row numbers, and `column` has the values of these rows in the same order. In
@@ -91,8 +91,7 @@ class ColumnRows:
         return self.column.lengths
 
 
-@dataclass(frozen=True)
-class Verdicts(ColumnRows):
+class Verdicts(ColumnRows, frozen=True, tag=True, eq=False):
     """The verdicts of a filter: how often each row continues.
 
     0: the row is dropped. 1: the row continues. 2: the row and one repeat of the row continue.

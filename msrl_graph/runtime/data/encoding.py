@@ -7,7 +7,9 @@ where the bytes come from. Arrays contain numbers or booleans and are read-only 
 from __future__ import annotations
 
 import math
-from functools import cache
+import threading
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,30 +19,45 @@ from .columns import Array
 
 T = TypeVar("T")
 NUMBERS = "biuf"  # kinds of numpy types that an array may have: no objects, no records
-_ARRAY = 1  # the MessagePack extension type of an array
+# The MessagePack extension types of an array: its bytes are in the extension, or in a buffer next to the message.
+_ARRAY = 1
+_OUTER_ARRAY = 2
+_INLINE_LIMIT = 1 << 12  # bytes; smaller arrays stay inside a message
 
 
 class DecodeError(ValueError):
     """An error in encoded bytes."""
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any, buffers: list[memoryview] | None = None) -> bytes:
     """Encode a value that consists of dataclasses, tuples, containers and arrays.
 
-    The value may also contain named tuples and scalars.
+    The value may also contain named tuples and scalars. If `buffers` is given, the bytes of large arrays are not
+    copied: the function appends views of them to `buffers`, and the result refers to these by their index.
     """
-    return _encoder.encode(value)
+    if buffers is None:
+        return _encoder.encode(value)
+    return msgspec.msgpack.Encoder(enc_hook=partial(_encode_array, buffers=buffers)).encode(value)
 
 
-def decode(data: bytes | memoryview, type: type[T]) -> T:
+def decode(data: Any, type: type[T], buffers: Sequence[Any] = ()) -> T:
     """Decode bytes that `encode` has returned into a value of the type `type`.
 
-    Raises DecodeError.
+    `buffers` are those that belong to the message. Raises DecodeError.
     """
+    _current.buffers = buffers
     try:
-        return msgspec.msgpack.decode(data, type=type, ext_hook=_decode_extension, dec_hook=_check_array)
+        value: T = _decoder(type).decode(data)  # type: ignore[arg-type]  # types can be hashed
+        return value
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise DecodeError(str(error)) from None
+    finally:
+        _current.buffers = ()
+
+
+@cache
+def _decoder(type: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(type, ext_hook=_decode_extension, dec_hook=_check_array)
 
 
 def view(buffer: Any, dtype: str, shape: tuple[int, ...], offset: int = 0) -> Array:
@@ -65,8 +82,12 @@ def _number_dtype(dtype: str) -> np.dtype[Any]:
     return kind
 
 
-def _encode_array(value: Any) -> Any:
+def _encode_array(value: Any, buffers: list[memoryview] | None = None) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS:
+        if buffers is not None and value.nbytes >= _INLINE_LIMIT:
+            buffers.append(np.ascontiguousarray(value).data.cast("B"))
+            head = (value.dtype.str, value.shape, len(buffers) - 1)
+            return msgspec.msgpack.Ext(_OUTER_ARRAY, msgspec.msgpack.encode(head))
         return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((value.dtype.str, value.shape, value.tobytes())))
     if isinstance(value, np.generic):
         return value.item()
@@ -74,10 +95,15 @@ def _encode_array(value: Any) -> Any:
 
 
 def _decode_extension(code: int, data: memoryview) -> Any:
-    if code != _ARRAY:
-        raise DecodeError(f"unknown extension type {code}")
-    dtype, shape, content = _array_decoder.decode(data)
-    return view(content, dtype, shape)
+    if code == _ARRAY:
+        dtype, shape, content = _array_decoder.decode(data)
+        return view(content, dtype, shape)
+    if code == _OUTER_ARRAY:
+        dtype, shape, index = _outer_array_decoder.decode(data)
+        if not 0 <= index < len(_current.buffers):
+            raise DecodeError(f"there is no buffer {index}")
+        return view(_current.buffers[index], dtype, shape)
+    raise DecodeError(f"unknown extension type {code}")
 
 
 def _check_array(kind: Any, value: Any) -> Any:
@@ -88,3 +114,5 @@ def _check_array(kind: Any, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes])
+_outer_array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int])
+_current = threading.local()  # the buffers of the message that this thread decodes

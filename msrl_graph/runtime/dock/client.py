@@ -28,6 +28,7 @@ from ..process.task_report import Event, Report
 from .channel import Address
 from .controller import ControllerRequest, RefillRequest, ShareRequest
 from .messages import Batch, DockAddress, Share
+from .methods import DOCK_METHODS
 from .readers import NodeReads
 from .rpc import RpcConnections
 from .segments import Activity, Room, Segments
@@ -49,7 +50,7 @@ class Client:
         self.host = host
         self.dock_address = dock_address
         self.readers = {reader.node: reader for reader in readers}
-        self.lines = RpcConnections(look_up_address, host, dock_address.key)
+        self.lines = RpcConnections(look_up_address, host, dock_address.key, DOCK_METHODS)
         self.home = dock_address.hosts.index(host) if host in dock_address.hosts else 0
         self.segments: Segments | None = None  # of this host; None until they are first needed
         self.activity: Activity | None = None
@@ -87,7 +88,7 @@ class Client:
         log.set_node(activity)
         self._activity = activity
         if self._local_segments() is None:
-            self.pending.append(self._connection(self.home).send("at", self.process, activity))
+            self.pending.append(self._connection(self.home).send("at", self.process, activity, 0, 0, ""))
         elif self.activity is not None:
             self.activity.set_activity(activity)
 
@@ -111,7 +112,7 @@ class Client:
         if line is not home:
             home.flush()
         start = time.perf_counter()
-        answer: T = line.send("ask", question).get()
+        answer: T = line.send(type(question).__name__, question).get()
         details: dict[str, str | int] = {
             "asked": self.dock_address.controllers[question.node],
             "group": question.group_index,
@@ -266,7 +267,7 @@ class Client:
         for warehouse, name, segment_pieces in self._place_segments(node, task, pieces):
             if warehouse == self.home and segments is not None:
                 segments.write(task.key, name, node, segment_pieces)
-                self.pending.append(self._connection(warehouse).send("put", task.key, node, name, wait=asks))
+                self.pending.append(self._connection(warehouse).send("put", task.key, node, name, None, wait=asks))
             else:
                 self.pending.append(self._connection(warehouse).send("put", task.key, node, name, dict(segment_pieces)))
         for piece in pieces.values():

@@ -21,13 +21,14 @@ from ..data.columns import ColumnRows
 from ..process import fault_points, heartbeat
 from ..process.heartbeat import Heart, Limits
 from ..process.task import Task
-from ..process.task_report import RunError
 from .channel import Address
 from .controller import Controller, ControllerRequest, ShareRequest
 from .dock_status import take_snapshot
 from .messages import (
     CurrentActivity,
     DockAddress,
+    DockFull,
+    DockTimeout,
     Member,
     ProcessStatus,
     Round,
@@ -36,6 +37,7 @@ from .messages import (
     Wait,
     WarehouseInventory,
 )
+from .methods import DOCK_METHODS
 from .readers import NodeReads
 from .rpc import AsyncRpcConnection, RpcServer
 from .segments import Room, Segments
@@ -43,15 +45,6 @@ from .warehouse import SPLIT, Warehouse
 
 T = TypeVar("T")
 PEER_TIMEOUT = 3.0  # seconds within which other hosts must report when a row last moved on them
-SERVED = ("ask", "at", "folder", "free", "get", "heard", "known", "leave", "place", "promise", "put", "still", "whole")
-
-
-class DockTimeout(RunError):
-    """A process has waited for the dock longer than the run's deadline."""
-
-
-class DockFull(RunError):
-    """There is no space for rows, and no open task can end and release space."""
 
 
 # Every process of a run may wait at the same time, and news must still get through.
@@ -90,11 +83,11 @@ class DockHost:
         self.warehouse = Warehouse(members[index].warehouse, Segments(self.room), dock_address.capacity)
         self.hears = members[index].needed_columns
         self.others = [
-            (member, AsyncRpcConnection(member.name, _look_up, self.host, dock_address.key))
+            (member, AsyncRpcConnection(member.name, _look_up, self.host, dock_address.key, DOCK_METHODS))
             for i, member in enumerate(members)
             if i != index
         ]
-        self.server = RpcServer(self.process, self, SERVED, dock_address.key)
+        self.server = RpcServer(self.process, self, DOCK_METHODS, dock_address.key)
         self.stale = ray.get_runtime_context().was_current_actor_reconstructed
         self.restoring = asyncio.Lock()
         self.changed = asyncio.Condition()

@@ -15,6 +15,15 @@ from typing import NamedTuple
 
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..process.task import Task
+from ..process.task_report import RunError
+
+
+class DockTimeout(RunError):
+    """A process has waited for the dock longer than the run's deadline."""
+
+
+class DockFull(RunError):
+    """There is no space for rows, and no open task can end and release space."""
 
 
 @dataclass(frozen=True)

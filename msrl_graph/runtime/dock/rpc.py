@@ -13,7 +13,6 @@ milliseconds of CPU time, and a call of this module a tenth of that time.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import select
 import socket
 import ssl
@@ -25,39 +24,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
-import numpy as np
+import msgspec
 
+from ..data import encoding
 from ..process.task_report import RunError
+from . import wire_format
 from .channel import Address, Impostor, Listener, connect, open_streams
+from .wire_format import Answer, Call, Message, Methods
 
 Find = Callable[[str], Address]
-Call = tuple[str, Sequence[Any]]
 
 T = TypeVar("T")
 
-_HEADER = struct.Struct("<IQ")  # the number of buffers that follow a message, and the bytes of the message itself
 _NAME_SIZE = struct.Struct("<H")  # bytes of the name that a connection begins with
-_INLINE_LIMIT = 1 << 12  # bytes; smaller buffers stay inside the message
-_SEND_CHUNK = 1 << 18  # bytes that a coroutine writes at a time
 _WAIT_SLICE = 0.5  # seconds between reads of a thread's own connections while it waits for another thread
 _RETRY_PAUSE = 0.05  # seconds between attempts to reach a process that is restarting
 _IMPOSTOR_GRACE = 30.0  # seconds for which something other than the expected process may answer
-
-
-def frame_message(message: Any) -> list[Any]:
-    """Serialize a message into the buffers to send; large arrays are not copied."""
-    buffers: list[pickle.PickleBuffer] = []
-
-    def keep_inline(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < _INLINE_LIMIT:
-            return True
-        buffers.append(buffer)
-        return False
-
-    data = pickle.dumps(message, protocol=5, buffer_callback=keep_inline)
-    views = [large_buffer.raw() for large_buffer in buffers]
-    sizes = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
-    return [_HEADER.pack(len(views), len(data)) + sizes + data, *views]
 
 
 def greeting_bytes(name: str) -> bytes:
@@ -69,14 +51,14 @@ def greeting_bytes(name: str) -> bytes:
 class RpcServer:
     """A server through which other processes call methods of the object `served`.
 
-    `methods` are the names of the methods that can be called. These methods are coroutines. The server has a name and
-    answers only processes that have the run's key.
+    `methods` are the methods that can be called. They are coroutines. The server has a name and answers only processes
+    that have the run's key.
     """
 
-    def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
+    def __init__(self, name: str, served: Any, methods: Methods, key: bytes) -> None:
         self.name = name
         self.served = served
-        self.methods = frozenset(methods)
+        self.methods = methods
         self.listener = Listener(key, self._serve)
         self.messages = 0
         self._address: Address | None = None
@@ -96,21 +78,25 @@ class RpcServer:
             if await reader.readexactly(size) != self.name.encode():
                 return
             while True:
-                calls = await _read(reader)
+                message = await wire_format.read(reader)
                 self.messages += 1
-                await _write(writer, frame_message([await self._run_call(*call) for call in calls]))
+                replies: list[memoryview] = []  # buffers of all answers
+                answers = [await self._run_call(*call, message, replies) for call in wire_format.read_calls(message)]
+                await wire_format.write(writer, wire_format.frame(encoding.encode(answers), replies))
         except (OSError, asyncio.IncompleteReadError):
             pass  # the caller is gone
         finally:
             writer.close()
 
-    async def _run_call(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
+    async def _run_call(self, name: str, data: msgspec.Raw, message: Message, replies: list[memoryview]) -> Answer:
         try:
-            if method not in self.methods:
-                raise AttributeError(f"{type(self.served).__name__} does not serve {method}")
-            return True, await getattr(self.served, method)(*arguments)
+            if (method := self.methods.methods.get(name)) is None:
+                raise AttributeError(f"{type(self.served).__name__} does not serve {name}")
+            arguments = encoding.decode(data, method.arguments, message[1])
+            answer = await getattr(self.served, method.name)(*arguments)
+            return True, msgspec.Raw(encoding.encode(answer, replies))
         except Exception as error:
-            return False, error
+            return False, msgspec.Raw(encoding.encode((self.methods.error_name(error), str(error))))
 
 
 class UnprovedPeer:
@@ -141,14 +127,17 @@ class UnprovedPeer:
 class AsyncRpcConnection:
     """A connection from coroutines on the host `host` to the process `name`.
 
-    The connection sends one call at a time. `find` returns the address of a process.
+    The connection sends one call at a time. `find` returns the address of a process. `methods` are those of the server.
     """
 
-    def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
+    def __init__(
+        self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes, methods: Methods
+    ) -> None:
         self.name = name
         self.find = find
         self.host = host
         self.key = key
+        self.methods = methods
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
         self._doubt = UnprovedPeer(name)
@@ -159,15 +148,14 @@ class AsyncRpcConnection:
             while True:
                 try:
                     reader, writer = self._streams = self._streams or await self._connect()
-                    await _write(writer, frame_message([(method, arguments)]))
-                    ((done, value),) = await _read(reader)
+                    await wire_format.write(writer, wire_format.frame_calls([(method, arguments)]))
+                    message = await wire_format.read(reader)
                     break
                 except (OSError, asyncio.IncompleteReadError):
                     self.close()
                     await asyncio.sleep(_RETRY_PAUSE)
-        if not done:
-            raise value
-        return value
+        (answer,) = wire_format.read_answers(message)
+        return self.methods.read_answer(method, answer, message[1])
 
     def close(self) -> None:
         if self._streams is not None:
@@ -207,18 +195,22 @@ class PendingReply:
 class RpcConnection:
     """A thread's connection to the process `name`.
 
-    `find` returns the address of a process. A reply is read when its value is requested.
+    `find` returns the address of a process, and `methods` are those of the server. A reply is read when its value is
+    requested.
 
     `lines` has all connections of the thread. A reply on one connection may depend on a call that was lost on another
     connection. So while the thread waits for a reply, it reads the replies on all its connections and repairs broken
     connections.
     """
 
-    def __init__(self, name: str, find: Find, host: int, key: bytes, lines: Mapping[str, RpcConnection]) -> None:
+    def __init__(
+        self, name: str, find: Find, host: int, key: bytes, methods: Methods, lines: Mapping[str, RpcConnection]
+    ) -> None:
         self.name = name
         self.find = find
         self.host = host
         self.key = key
+        self.methods = methods
         self.lines = lines
         self._doubt = UnprovedPeer(name)
         self._socket: socket.socket | None = None
@@ -243,7 +235,7 @@ class RpcConnection:
         self._queued = []
         try:
             if self._socket is not None:
-                _send(self._socket, frame_message([call for _, call in self._unanswered[-1]]))
+                wire_format.send(self._socket, wire_format.frame_calls([call for _, call in self._unanswered[-1]]))
         except OSError:
             self.close()
         if self._socket is None:
@@ -266,16 +258,18 @@ class RpcConnection:
         while True:
             try:
                 assert self._socket is not None
-                replies = _receive(self._socket)
+                message = wire_format.receive(self._socket)
                 break
             except OSError:
                 self._connect()
-        for (answer, _), (done, value) in zip(self._unanswered.popleft(), replies, strict=True):
-            answer.done = True
-            if done:
-                answer.value = value
-            else:
-                answer.error = value
+        for (reply, (method, _)), answer in zip(
+            self._unanswered.popleft(), wire_format.read_answers(message), strict=True
+        ):
+            reply.done = True
+            try:
+                reply.value = self.methods.read_answer(method, answer, message[1])
+            except Exception as error:
+                reply.error = error
 
     def _connect(self) -> None:
         """Open a new connection and send all unanswered calls again."""
@@ -287,7 +281,7 @@ class RpcConnection:
                 self._doubt.settled()
                 self._socket.sendall(greeting_bytes(self.name))
                 for calls in self._unanswered:
-                    _send(self._socket, frame_message([call for _, call in calls]))
+                    wire_format.send(self._socket, wire_format.frame_calls([call for _, call in calls]))
                 return
             except OSError as error:
                 self.close()
@@ -298,19 +292,21 @@ class RpcConnection:
 class RpcConnections:
     """The connections of a process on the host `host` to other processes.
 
-    Each thread has its own connections. `find` returns the address of the process with a given name.
+    Each thread has its own connections. `find` returns the address of the process with a given name. `methods` are
+    those of the processes.
     """
 
-    def __init__(self, find: Find, host: int, key: bytes) -> None:
+    def __init__(self, find: Find, host: int, key: bytes, methods: Methods) -> None:
         self.find = find
         self.host = host
         self.key = key
+        self.methods = methods
         self._thread_local = threading.local()
 
     def connection_to(self, name: str) -> RpcConnection:
         known: dict[str, RpcConnection] = self._thread_local.__dict__.setdefault("lines", {})
         if name not in known:
-            known[name] = RpcConnection(name, self.find, self.host, self.key, known)
+            known[name] = RpcConnection(name, self.find, self.host, self.key, self.methods, known)
         return known[name]
 
     def wait(self, future: futures.Future[T]) -> T:
@@ -340,51 +336,3 @@ def _readable(lines: Sequence[RpcConnection], patience: int | None) -> list[RpcC
     for number in by_descriptor:
         poll.register(number, select.POLLIN)
     return buffered or [by_descriptor[number] for number, _ in poll.poll(patience)]
-
-
-def _send(connection: socket.socket, parts: list[Any]) -> None:
-    if isinstance(connection, ssl.SSLSocket):
-        for part in parts:
-            connection.sendall(part)
-        return
-    views = deque(memoryview(buffer).cast("B") for buffer in parts if memoryview(buffer).nbytes)
-    while views:
-        sent = connection.sendmsg([view for _, view in zip(range(64), views)])  # noqa: B905
-        while sent:
-            if sent < len(views[0]):
-                views[0] = views[0][sent:]
-                break
-            sent -= len(views.popleft())
-
-
-async def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
-    """Send a message in chunks, so that neither asyncio nor TLS copies it as a whole."""
-    for part in parts:
-        view = memoryview(part).cast("B")
-        for begin in range(0, len(view), _SEND_CHUNK):
-            writer.write(view[begin : begin + _SEND_CHUNK])
-            await writer.drain()
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> memoryview:
-    buffer = np.empty(size, np.uint8).data
-    received = 0
-    while received < size:
-        if not (count := connection.recv_into(buffer[received:])):
-            raise ConnectionResetError
-        received += count
-    return buffer
-
-
-def _receive(connection: socket.socket) -> Any:
-    count, size = _HEADER.unpack(_receive_exactly(connection, _HEADER.size))
-    rest = _receive_exactly(connection, 8 * count + size)
-    sizes = struct.unpack(f"<{count}Q", rest[: 8 * count])
-    return pickle.loads(rest[8 * count :], buffers=[_receive_exactly(connection, buffer_size) for buffer_size in sizes])
-
-
-async def _read(reader: asyncio.StreamReader) -> Any:
-    count, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    rest = memoryview(await reader.readexactly(8 * count + size))
-    sizes = struct.unpack(f"<{count}Q", rest[: 8 * count])
-    return pickle.loads(rest[8 * count :], buffers=[await reader.readexactly(buffer_size) for buffer_size in sizes])

@@ -19,7 +19,7 @@ import msgspec
 
 from ...diagnostics import Fault
 from ...emit.text_page import WIDTH
-from ..dock.host import DockTimeout
+from ..dock.messages import DockTimeout
 from ..metrics.display import Display, Screen, Tail
 from ..metrics.http_server import StatusServer
 from ..process.heartbeat import DRIVER, Heart, Limits

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.runtime.data import encoding
-from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, texts
+from msrl_graph.runtime.data.columns import Array, ColumnData, ColumnRows, Verdicts, texts
 from msrl_graph.runtime.dock.messages import Round, WorkShare
 from msrl_graph.runtime.dock.segments import Room, Segments
 from msrl_graph.runtime.process.task import CutPrompt, Task, WeightFetch
@@ -46,6 +46,42 @@ def same(one, other):
 )
 def test_a_note_is_read_as_it_was_written(value, kind):
     assert same(value, encoding.decode(encoding.encode(value), kind))
+
+
+ARRAYS = (
+    np.arange(2000),
+    np.zeros((3, 0), np.float32),
+    np.arange(6000, dtype=np.int16).reshape(2, 3, -1)[:, ::2],
+    ROUND,
+)
+KIND = tuple[Array, Array, Array, Round]
+
+
+def test_large_arrays_are_next_to_a_message_and_not_copied():
+    buffers = []
+    data = encoding.encode(ARRAYS, buffers)
+    assert [view.nbytes for view in buffers] == [16_000, 8_000] and len(data) < 1000
+    assert np.shares_memory(np.frombuffer(buffers[0], np.int64), ARRAYS[0])
+    found = encoding.decode(data, KIND, buffers)
+    assert same(ARRAYS, found) and np.shares_memory(found[0], ARRAYS[0])
+
+
+def test_a_message_without_its_buffers_is_an_error():
+    buffers = []
+    data = encoding.encode(ARRAYS, buffers)
+    for false in ([], buffers[:1], [b"", buffers[1]], [buffers[0][:-1], buffers[1]]):
+        with pytest.raises(encoding.DecodeError):
+            encoding.decode(data, KIND, false)
+    assert same(ARRAYS, encoding.decode(data, KIND, buffers))
+    with pytest.raises(encoding.DecodeError):  # those of an earlier message are gone
+        encoding.decode(data, KIND)
+
+
+@pytest.mark.parametrize("kind", [ColumnRows, Verdicts])
+def test_verdicts_stay_verdicts(kind):
+    sent = {"c": kind(np.arange(3), ColumnData(np.arange(3, dtype=np.int32)))}
+    (found,) = encoding.decode(encoding.encode(sent), dict[str, ColumnRows | Verdicts]).values()
+    assert type(found) is kind and same(found.rows, sent["c"].rows) and same(found.column, sent["c"].column)
 
 
 @pytest.mark.parametrize("array", [np.array([object()]), np.array(["a"]), np.zeros(1, "i4,f4"), np.zeros(1, "M8[s]")])

@@ -14,11 +14,13 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from called import AWAY, HERE, KEY, Place
+from called import AWAY, HERE, KEY, METHODS, Place
 
+from msrl_graph.runtime.data.encoding import DecodeError
 from msrl_graph.runtime.dock import rpc
 from msrl_graph.runtime.dock.channel import Address, Impostor, connect
-from msrl_graph.runtime.dock.rpc import AsyncRpcConnection, RpcConnections, frame_message, greeting_bytes
+from msrl_graph.runtime.dock.rpc import AsyncRpcConnection, RpcConnections, greeting_bytes
+from msrl_graph.runtime.dock.wire_format import frame, frame_calls, read_answers, read_calls
 from msrl_graph.runtime.process.connection_gate import MOST
 from msrl_graph.runtime.process.run_key import new_key
 from msrl_graph.runtime.process.task_report import RunError
@@ -66,7 +68,7 @@ class False_(threading.Thread):
                 with suppress(OSError), raw:
                     raw.settimeout(2)
                     with self.hello(raw) as connection:
-                        connection.sendall(b"".join(frame_message([(True, self.bomb)])))
+                        connection.sendall(b"".join(frame(pickle.dumps([(True, self.bomb)], 5), [])))
                         while data := connection.recv(1 << 16):
                             self.got += data
 
@@ -91,7 +93,7 @@ def answers_nonce(raw):
 
 
 def calls_from_a_thread(server):
-    line = RpcConnections(lambda name: at(server), HERE, KEY).connection_to("there")
+    line = RpcConnections(lambda name: at(server), HERE, KEY, METHODS).connection_to("there")
     return line.send("echo", b"a secret of the run").get()
 
 
@@ -99,7 +101,7 @@ def calls_from_a_coroutine(server):
     async def find(name):
         return at(server)
 
-    return asyncio.run(AsyncRpcConnection("there", find, HERE, KEY).send("echo", b"a secret of the run"))
+    return asyncio.run(AsyncRpcConnection("there", find, HERE, KEY, METHODS).send("echo", b"a secret of the run"))
 
 
 @pytest.mark.parametrize("calls", [calls_from_a_thread, calls_from_a_coroutine])
@@ -173,7 +175,7 @@ ACTS = {
     "repeats": lambda record: record * 2,
     "leaves out": lambda record: b"",
     "cuts": lambda record: record[:-3] + b"\x17\x03\x03\x00\x00",
-    "says itself": lambda record: record + b"".join(frame_message([("echo", ("false",))])),
+    "says itself": lambda record: record + b"".join(frame_calls([("echo", ("false",))])),
 }
 
 
@@ -184,7 +186,7 @@ def test_what_a_relay_changes_is_neither_heard_nor_believed(place, act, way):
     relay = Relay(place.address[-2:])
     relay.start()
     with closing(relay):
-        line = RpcConnections(relay.found, HERE, KEY).connection_to("there")
+        line = RpcConnections(relay.found, HERE, KEY, METHODS).connection_to("there")
         place.lines.append(line)
         assert line.send("echo", "first").get() == "first"
         relay.act[way] = ACTS[act]
@@ -205,7 +207,7 @@ def test_what_was_said_once_is_not_heard_again(place):
     relay = Relay(place.address[-2:])
     relay.start()
     with closing(relay):
-        place.lines.append(line := RpcConnections(relay.found, HERE, KEY).connection_to("there"))
+        place.lines.append(line := RpcConnections(relay.found, HERE, KEY, METHODS).connection_to("there"))
         assert line.send("echo", "once").get() == "once"
         with socket.create_connection(place.address[-2:]) as again:
             again.sendall(b"".join(relay.passed["in"]))
@@ -233,7 +235,7 @@ def test_what_was_said_once_is_not_heard_again(place):
 def test_who_has_another_runs_key_is_not_heard(place):
     with suppress(OSError), closing(connect(place.address, HERE, OTHER)) as line:
         line.sendall(greeting_bytes("there"))
-        for part in frame_message([("echo", ("mine",))]):
+        for part in frame_calls([("echo", ("mine",))]):
             line.sendall(part)
         assert line.recv(1) == b""
     assert not place.served.heard and not place.server.messages
@@ -260,7 +262,7 @@ def test_a_process_answers_only_to_its_own_name(place):
     """Whoever leads a line astray, to another process of the same run, has it do nothing there."""
     with closing(connect(place.address, HERE, KEY)) as line:
         line.sendall(greeting_bytes("another"))
-        for part in frame_message([("echo", ("mine",))]):
+        for part in frame_calls([("echo", ("mine",))]):
             line.sendall(part)
         with suppress(ConnectionResetError):
             assert line.recv(1) == b""
@@ -375,7 +377,7 @@ def test_another_user_of_the_host_is_neither_heard_nor_believed(near):
     folder.parent.chmod(0o755)
     folder.chmod(0o777)
     (folder / near.address.name).chmod(0o777)
-    call = greeting_bytes("there") + b"".join(frame_message([("echo", ("mine",))]))
+    call = greeting_bytes("there") + b"".join(frame_calls([("echo", ("mine",))]))
 
     def stranger(code, name):
         command = [sys.executable, "-I", "-S", "-c", BECOME + code, folder / name, call.hex()]
@@ -390,3 +392,12 @@ def test_another_user_of_the_host_is_neither_heard_nor_believed(near):
     with pytest.raises(Impostor, match=f"a process of user {NOBODY}"):
         connect(near.address._replace(name="false"), HERE, b"")
     assert false.communicate(timeout=30)[0].strip() == "b''"
+
+
+def test_what_a_process_of_the_run_sends_is_not_unpickled(tmp_path):
+    """Nor would a process of the run be believed that somebody else has taken over."""
+    message = (pickle.dumps([(True, Bomb(tmp_path / "harm"))], 5), [])
+    for read in (read_calls, read_answers):
+        with pytest.raises(DecodeError):
+            read(message)
+    assert not (tmp_path / "harm").exists()

@@ -1,9 +1,11 @@
 """Processes that wait for an answer of the dock's controllers, on Ray: however many there are, and whoever was answered
 before."""
 
+import inspect
 import os
 import sys
 import time
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +14,11 @@ import pytest
 from dock_readers import reader
 
 from msrl_graph.ir.rowsets import Sieve
+from msrl_graph.runtime.dock import controller
 from msrl_graph.runtime.dock.controller import ControllerRequest, RefillRequest
-from msrl_graph.runtime.dock.host import DockFull, DockHost, DockTimeout
-from msrl_graph.runtime.dock.messages import DockAddress, Member, RowLocation, RowsReady
+from msrl_graph.runtime.dock.host import DockHost
+from msrl_graph.runtime.dock.messages import DockAddress, DockFull, DockTimeout, Member, RowLocation, RowsReady
+from msrl_graph.runtime.dock.methods import DOCK_METHODS
 from msrl_graph.runtime.dock.segments import Activity, Room
 from msrl_graph.runtime.process.run_key import new_key
 from msrl_graph.runtime.process.task import Task
@@ -136,3 +140,15 @@ def test_who_waits_for_a_place_that_nobody_leaves_is_told(ray):
         ray.get(made.place.remote(TASK.key, "source", "b.0", 1, True), timeout=30)
     with pytest.raises(DockTimeout, match=full.format(1) + "; no task has ended within 2 s"):
         ray.get(made.place.remote(ahead.key, "source", "c.0", 1, True), timeout=30)
+
+
+def test_what_others_call_is_what_a_dock_has():
+    served = DockHost.__ray_metadata__.modified_class
+    for name, method in DOCK_METHODS.methods.items():
+        taken = [*inspect.signature(getattr(served, method.name)).parameters][1:]
+        parameters = [parameter for parameter in taken if not parameter.startswith("_ray")]  # Ray adds one
+        assert len(typing.get_args(method.arguments)) == len(parameters), name
+    questions = [
+        kind for kind in vars(controller).values() if inspect.isclass(kind) and issubclass(kind, ControllerRequest)
+    ]
+    assert {kind.__name__ for kind in questions if not inspect.isabstract(kind)} <= DOCK_METHODS.methods.keys()

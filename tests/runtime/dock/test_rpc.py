@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from called import AWAY, HERE, KEY, Place
+from called import AWAY, HERE, KEY, METHODS, Place
 from hypothesis import given
 from hypothesis import strategies as st
 from sample import examples
 
+from msrl_graph.runtime.data.encoding import DecodeError
 from msrl_graph.runtime.dock.rpc import RpcConnections
+from msrl_graph.runtime.dock.wire_format import RemoteError
 from msrl_graph.runtime.process.task_report import RunError
 
 
@@ -39,9 +41,9 @@ arrays = st.sampled_from([np.int32, np.float32, np.uint8, np.bool_, np.int64]).f
 def test_arrays_of_any_size_arrive_as_they_were(some, host):
     place = Place(host)
     try:
-        got = place.line().send("echo", some).get()
+        got = place.line().send("arrays", some).get()
         assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(got, some, strict=True))
-        told = place.run(place.post().send("echo", some))
+        told = place.run(place.post().send("arrays", some))
         assert all(np.array_equal(a, b) for a, b in zip(told, some, strict=True))
     finally:
         place.close()
@@ -52,7 +54,7 @@ def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_f
     """A process that writes rows does not wait for its dock, but for rows that come of them from another one."""
     other = Place(name="other")
     try:
-        lines = RpcConnections(lambda name: {"there": place, "other": other}[name].address, HERE, KEY)
+        lines = RpcConnections(lambda name: {"there": place, "other": other}[name].address, HERE, KEY, METHODS)
         lines.connection_to("there").send("echo", 0).get()
         heard = []
         answer = lines.connection_to("there").send("wait")
@@ -92,8 +94,35 @@ def test_what_is_raised_is_raised_where_it_was_asked(place):
     assert good.get() == 1
     with pytest.raises(RunError, match="rows are gone"):
         bad.get()
-    with pytest.raises(AttributeError, match="does not serve hidden"):
+    with pytest.raises(RunError, match="lost"):  # though it is of a class that no caller knows
+        line.send("fail", "lost").get()
+    with pytest.raises(RemoteError, match="AttributeError: Served does not serve hidden"):
         line.send("hidden").get()
+    with pytest.raises(RemoteError, match="ZeroDivisionError: by what"):
+        line.send("fail_badly", "by what").get()
+    with pytest.raises(RemoteError, match="ZeroDivisionError: by what"):
+        place.run(place.post().send("fail_badly", "by what"))
+
+
+@pytest.mark.parametrize(("method", "argument"), [("number", "one"), ("arrays", [1]), ("fail", b"x")])
+def test_arguments_of_another_type_are_an_error_of_their_call_alone(place, method, argument):
+    line = place.line()
+    with pytest.raises(RemoteError, match=r"DecodeError: .*xpected"):
+        line.send(method, argument).get()
+    assert not place.served.heard
+    assert line.send("number", 3).get() == 3
+
+
+def test_an_answer_of_another_type_is_not_returned(place):
+    place.served.answers = "one"
+    line = place.line()
+    with pytest.raises(DecodeError, match="Expected `int`, got `str`"):
+        line.send("number", 3).get()
+    place.served.answers = object()
+    with pytest.raises(RemoteError, match="object cannot be encoded"):
+        line.send("number", 3).get()
+    place.served.answers = None
+    assert line.send("number", 3).get() == 3
 
 
 def test_a_call_without_an_answer_is_made_again_on_a_new_line(place):
@@ -130,7 +159,7 @@ def test_a_call_that_waits_goes_with_the_next_one(place):
 
 
 def test_each_thread_has_a_line_of_its_own(place):
-    lines = RpcConnections(place.find, HERE, KEY)
+    lines = RpcConnections(place.find, HERE, KEY, METHODS)
     done = []
     place.lines.append(lines.connection_to("there"))
     waits = lines.connection_to("there").send("wait")
