@@ -70,3 +70,16 @@ def test_what_no_rank_of_the_run_has_made_is_not_unpickled(tmp_path):
             object_collectives.unseal(false)
     assert not (tmp_path / "harm").exists()
     assert object_collectives.unseal(object_collectives.seal({"a": 1})) == {"a": 1}
+
+
+def test_a_rank_without_a_token_neither_sends_nor_takes():
+    """Everybody could make a digest without a secret."""
+    object_collectives.seal_with(b"of this run")
+    sealed = object_collectives.seal({"a": 1})
+    object_collectives.seal_with(b"")
+    try:
+        for call in (lambda: object_collectives.seal({"a": 1}), lambda: object_collectives.unseal(sealed)):
+            with pytest.raises(RunError, match="has no token"):
+                call()
+    finally:
+        object_collectives.seal_with(b"of this run")
