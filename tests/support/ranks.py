@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from msrl_graph.backends.vllm.core import SURROUNDINGS
+from msrl_graph.runtime.rank import object_collectives
 
 _teams = {}  # by size: starting ranks takes seconds
 # Nearly all of them to import these, which one process does for all of the ranks, before it has threads.
@@ -61,6 +62,7 @@ def _rank(rank, world, folder, function, arguments):
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    object_collectives.seal_with(b"of the tests")
     try:
         function(rank, Path(folder), *arguments)
         dist.barrier()
