@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ..backends.divisibility import find_misfits, rows_in_step
 from ..backends.spec import EngineSpec, can_compile, is_compiled
@@ -121,8 +122,7 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
     for axis in AXES:
         if getattr(layout, axis) > 1 and axis not in spec.capabilities.axes:
             help = (
-                _list_capable_engines(engines, graph_node.verb, lambda engine, wanted=axis: wanted in engine.axes)  # type: ignore[misc]
-                or f"leave `{axis}` at 1"
+                _list_capable_engines(engines, graph_node.verb, partial(_has_axis, axis=axis)) or f"leave `{axis}` at 1"
             )
             yield Diagnostic(
                 "layout-divide", f"the engine `{spec.name}` of `{node}` does not support `{axis}` > 1", span, help
@@ -159,6 +159,10 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
 
 def _find_update(graph: Graph, worker: str) -> str | None:
     return next((node.name for node in graph.sharing(worker)[:1] if node.verb == "update"), None)
+
+
+def _has_axis(engine: EngineSpec, axis: str) -> bool:
+    return axis in engine.capabilities.axes
 
 
 def _list_capable_engines(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineSpec], bool]) -> str:

@@ -218,14 +218,26 @@ def find_conflict(packages: Collection[str]) -> VersionConflict | None:
 
 
 def _find_conflict(first: Release, second: Release) -> VersionConflict | None:
-    from packaging.specifiers import SpecifierSet  # later, because most plans need no comparison
-
     both = (package for package in first.wants if package in second.wants)
     return next(
         (
             VersionConflict(first, second, package)
             for package in both
-            if SpecifierSet(f"{first.wants[package]}, {second.wants[package]}").is_unsatisfiable()
+            if not _is_satisfiable(f"{first.wants[package]}, {second.wants[package]}")
         ),
         None,
     )
+
+
+def _is_satisfiable(text: str) -> bool:
+    """Return whether some version fits version specifiers.
+
+    If any does, then also version 0, a stated version, or the first one after a stated version. (Packaging 26.1 can
+    tell, but other packages bound it below 26.)
+    """
+    from packaging.specifiers import SpecifierSet  # later, because most plans need no comparison
+
+    specifiers = SpecifierSet(text)
+    stated = [specifier.version.removesuffix(".*") for specifier in specifiers]
+    versions = ("0", *stated, *(f"{version}.0.1" for version in stated))
+    return any(specifiers.contains(version, prereleases=True) for version in versions)

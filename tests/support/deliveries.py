@@ -90,7 +90,7 @@ class Delivering(Rank):
 
     def boxes(self):
         """Of each message that this rank has a part in, the list of what it is of."""
-        return [message.boxes for message in self.mover.messages]
+        return [message.boxes for message in self.mover.first_plan.messages]
 
 
 # What breaks. Each on all ranks, so that they go on to make the same calls.

@@ -20,6 +20,8 @@ from typing import Any
 
 import ray as real_ray
 
+from msrl_graph.runtime.dock.methods import DOCK_METHODS
+
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 
@@ -221,8 +223,9 @@ class World:
         return ref.get()
 
     def _deliver(self, pair: tuple[str, str], line: deque[tuple[Ref, str, tuple[Any, ...]]]) -> None:
-        ref, name, arguments = line.popleft()
+        ref, called, arguments = line.popleft()
         made, strand = self.actors[pair[1]]
+        name = DOCK_METHODS.methods[called].name if called in DOCK_METHODS.methods else called
         if strand is None:
             task = self.loop.create_task(self._called(pair[1], ref, getattr(made, name), arguments))
             self.tasks.add(task)

@@ -129,7 +129,7 @@ def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micr
             parts[left[r.place]] += r.tokens.tolist()
             theirs[left[r.place]] += r.logps.tolist()
     assert parts == [t.tolist() for t in whole]
-    assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
+    assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=5e-5)
 
 
 def test_what_goes_on_is_not_beside_what_begins(generator, monkeypatch):

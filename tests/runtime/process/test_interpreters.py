@@ -66,10 +66,14 @@ def test_two_interpreters_of_a_pool_are_told_and_either_help_is_true():
     assert {made.environment_of(p.name).python for p in made.pools} == {"/a", "/b"}
 
 
+def changed(spec, **capabilities):
+    return replace(spec, capabilities=replace(spec.capabilities, **capabilities))
+
+
 def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_is_the_way_out(monkeypatch):
-    generator = replace(GENERATOR, needs=("ray-ascend",), options=("dtype",))
+    generator = changed(GENERATOR, needs=("ray-ascend",), options=("dtype",))
     monkeypatch.setitem(backends.ENGINES, "likeliest", generator)
-    monkeypatch.setitem(backends.ENGINES, "pairs", replace(TRAINER, needs=("megatron-bridge",)))
+    monkeypatch.setitem(backends.ENGINES, "pairs", changed(TRAINER, needs=("megatron-bridge",)))
     generates = "engine actor.generate = likeliest"
     trains = "engine actor.update = pairs"
     told = refused(generates, trains)
