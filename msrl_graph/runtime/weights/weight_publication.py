@@ -65,8 +65,8 @@ class WeightPublication(Sender):
         """
         if not self.first_given or version == self.version:
             return
-        if not self.later_given:  # the copy has frozen weights only, which no version changes
-            fetch_count = 0
+        if not self.later_given:  # the copy has frozen weights only, and is fetched once
+            fetch_count = min(fetch_count, 1)
         changed = {name for message in self.later_given for name, _ in message.boxes}
         with self.changed:
             released = self.changed.wait_for(lambda: self.failed or self.sent_count >= fetch_count, self.deadline)
