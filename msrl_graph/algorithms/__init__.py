@@ -58,7 +58,7 @@ def _find_source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def find_plug_in(name: str) -> PlugIn | None:
+def find_package(name: str) -> PlugIn | None:
     """Return the package that provides the functions called `name`.
 
     The result is None for functions of this package.

@@ -1,6 +1,6 @@
 """The plug-ins that a plan uses, with the versions of their packages.
 
-Invariant: a plan without plug-ins reads no entry points of engines, families and devices here.
+Invariant: nothing is imported from the packages here.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..model.families import FAMILIES
 
 
 def find_plugins(plan: Plan) -> tuple[PlugIn, ...]:
-    """Return the plug-ins of a plan: engines, families, devices and functions."""
+    """Return the plug-ins of a plan, each once."""
     return tuple(dict.fromkeys(plug_in for plug_in in _iterate_plugins(plan) if plug_in is not None))
 
 
 def _iterate_plugins(plan: Plan) -> Iterator[PlugIn | None]:
     yield from (ENGINES.find_plug_in(placed.engine.name) for placed in plan.placements if placed.pool != FUNCTIONS)
     yield from (FAMILIES.find_plug_in(model.family) for model in plan.deploy.models.values())
-    yield from (trackers.find_plug_in(name) for name in plan.deploy.run.track)
+    yield from (trackers.find_package(name) for name in plan.deploy.run.track)
     yield DEVICES.find_plug_in(plan.cluster.device.name)
     yield DEVICE_KINDS.find_plug_in(plan.cluster.device.backend)
     expressions = (expr for node in plan.graph.nodes for expr in node.attributes.values())
-    yield from (algorithms.find_plug_in(name) for expr in expressions for name in _list_calls(expr))
+    yield from (algorithms.find_package(name) for expr in expressions for name in _list_calls(expr))
 
 
 def _list_calls(expr: Expr) -> Iterator[str]:

@@ -22,7 +22,6 @@ from ..ir.plan import Plan
 from ..ir.sequences import sequences
 from ..ir.workload import micro_batches
 from ..model.architecture import Model
-from ..model.freezing import compute_backward_share
 from ..sharding.layout import Layout
 from . import holdings
 from .collectives import Collectives, total
@@ -210,7 +209,9 @@ class Costs:
             laid = 4 * heads * self.model.head_dim * count * rows.longest * self.model.layers
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(rows.response, SCORING) + laid * BYTES[self.dtype]
         work = ForwardWork(tokens, rows.response, count, pairs, moved)
-        parts = [self._pass("infer", work)] if not update else [self._pass("update", work, self._update_passes)]
+        parts = (
+            [self._pass("infer", work)] if not update else [self._pass("update", work, 1 + self.model.backward_share)]
+        )
         looks_ahead = update and self._looks_ahead
         parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
         if update and not self.recomputes:
@@ -297,10 +298,6 @@ class Costs:
         calls = self._eager(act, self.layout)
         number = calls.layer * layers + calls.rest + calls.sequence * sequences
         return Figure(number * launch.value, launch.source, "operators x launch")
-
-    @cached_property
-    def _update_passes(self) -> float:
-        return 1 + compute_backward_share(self.model)
 
     def _pass(self, act: Act, work: ForwardWork, factor: float = 1) -> Figure:
         device = self.device

@@ -9,7 +9,7 @@ used, or when all names are listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,6 +60,11 @@ def describe(group: str, name: str) -> PlugIn:
     """
     entry = find_entry_points(group)[name]
     return PlugIn(group, name, entry.dist.name if entry.dist else "", entry.dist.version if entry.dist else "")
+
+
+def find_plug_in(group: str, name: str, built_in: Container[str]) -> PlugIn | None:
+    """Return the package that provides `name`; None if it is built-in, or unknown."""
+    return describe(group, name) if name not in built_in and name in find_entry_points(group) else None
 
 
 def load(group: str, name: str) -> Any:
@@ -133,8 +138,7 @@ class PlugInTable(MutableMapping[str, T]):
 
     def find_plug_in(self, name: str) -> PlugIn | None:
         """Return the package that provides an object; None for a built-in object."""
-        is_provided = name not in self.built_in and name in find_entry_points(self.group)
-        return describe(self.group, name) if is_provided else None
+        return find_plug_in(self.group, name, self.built_in)
 
     def _load(self, name: str) -> T:
         loaded = load(self.group, name)

@@ -128,6 +128,22 @@ class Model:
         """The lowest layer that a backward pass reaches: no weight below it is trained."""
         return max(0, min((tensor.layer for tensor in self.trained), default=self.layers))
 
+    @cached_property
+    def frozen_names(self) -> frozenset[str]:
+        """The names of the weights that only the first resharding delivers."""
+        return frozenset(tensor.name for tensor in self.weights if tensor.frozen)
+
+    @cached_property
+    def backward_share(self) -> float:
+        """The FLOP of a backward pass, divided by those of a forward pass.
+
+        The result is 2 if all weights are trained. One half is for gradients of the inputs of the layers that the pass
+        reaches, the other half for gradients of trained weights.
+        """
+        layers = [tensor for tensor in self.weights if 0 <= tensor.layer < self.layers]
+        trained = sum(tensor.elements for tensor in layers if tensor.is_trained)
+        return 1 - self.first_trained / self.layers + trained / sum(tensor.elements for tensor in layers)
+
     @property
     def moved(self) -> tuple[Tensor, ...]:
         """The tensors that every resharding delivers.

@@ -47,17 +47,6 @@ def freeze(model: Model, words: tuple[str, ...]) -> Model:
     return model.with_frozen[words]
 
 
-def compute_backward_share(model: Model) -> float:
-    """Return the FLOP of a backward pass, divided by those of a forward pass.
-
-    The result is 2 if all weights are trained. One half is for gradients of the inputs of the layers that the pass
-    reaches, the other half for gradients of trained weights.
-    """
-    layers = [tensor for tensor in model.weights if 0 <= tensor.layer < model.layers]
-    trained = sum(tensor.elements for tensor in layers if tensor.is_trained)
-    return 1 - model.first_trained / model.layers + trained / sum(tensor.elements for tensor in layers)
-
-
 def list_unmatched(model: Model, words: Iterable[str]) -> list[str]:
     """Return the words that match none of the model's weights."""
     return [

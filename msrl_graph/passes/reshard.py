@@ -338,9 +338,9 @@ def _split_by_turn(
 
     `limit` is the stated size of a bucket in bytes; 0 if none is stated.
     """
-    frozen = {tensor.name for tensor in model.weights if tensor.frozen}
     most = limit or min(GIB, -(-sum(sizes.values()) // FEW))
-    turns = [{name: size for name, size in sizes.items() if (name in frozen) is first} for first in (False, True)]
+    moved = {tensor.name for tensor in model.moved}
+    turns = [{name: size for name, size in sizes.items() if (name in moved) is each} for each in (True, False)]
     return _split_into_buckets(turns[0], most), _split_into_buckets(turns[1], most)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..files.plugins import PlugIn, describe, find_entry_points, load_class
+from ..files.plugins import PlugIn, find_entry_points, find_plug_in, load_class
 
 PLUG_INS = "msrl_graph.trackers"
 Line = Mapping[str, Any]  # a line of metrics.jsonl; NaN stands for `null`
@@ -96,10 +96,9 @@ def _list_files() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(__path__)]
 
 
-def find_plug_in(name: str) -> PlugIn | None:
+def find_package(name: str) -> PlugIn | None:
     """Return the package that provides a tracker; None if this package does."""
-    is_provided = name not in _list_files() and name in find_entry_points(PLUG_INS)
-    return describe(PLUG_INS, name) if is_provided else None
+    return find_plug_in(PLUG_INS, name, _list_files())
 
 
 def find_tracker(name: str) -> type[Tracker]:

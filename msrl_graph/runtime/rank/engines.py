@@ -239,9 +239,7 @@ class Engines:
             return
         neighbours = make_blocks(edge.ways, sides[0], self.per_host, self.rank)
         if shards:
-            swap = self.swaps.setdefault(
-                worker, HostSwap(shards, {tensor.name for tensor in model.weights if tensor.frozen})
-            )
+            swap = self.swaps.setdefault(worker, HostSwap(shards, model.frozen_names))
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
     def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:

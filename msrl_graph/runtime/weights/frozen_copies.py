@@ -19,7 +19,7 @@ class FrozenCopies:
 
     def __init__(self, device: TorchDevice, model: Model) -> None:
         self.device = device
-        self.names = {tensor.name for tensor in model.weights if tensor.frozen}
+        self.names = model.frozen_names
         self._copies: HostOffload | None = None
 
     def store(self, shards: Sequence[Shard]) -> None:

@@ -38,8 +38,8 @@ def moving(rank):
         return groups[members]
 
     def move(tensors, source, target, mode, order, cut, dtype):
-        model = SimpleNamespace(weights=tensors, kinds=group_by_kind(tensors))
         frozen = {t.name for t in tensors if t.frozen}
+        model = SimpleNamespace(weights=tensors, kinds=group_by_kind(tensors), frozen_names=frozen)
         whole = {t.name: torch.arange(t.elements).reshape(t.shape).add(i).to(dtype) for i, t in enumerate(tensors)}
 
         def holding(side, fill):
