@@ -207,8 +207,12 @@ class Sizes:
 
     # Weights, not sharded over dp.
 
+    @cached_property
+    def _whole_side(self) -> Side:
+        return replace(self.side, divided=False)
+
     def _bytes(self, kinds: tuple[TensorKind, ...]) -> int:
-        return count_busiest_elements(kinds, replace(self.side, divided=False)) * self.item
+        return count_busiest_elements(kinds, self._whole_side) * self.item
 
     @cached_property
     def all_weights(self) -> int:

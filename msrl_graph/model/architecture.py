@@ -174,7 +174,11 @@ class Model:
 
     @cached_property
     def trained_kinds(self) -> tuple[TensorKind, ...]:
-        return TensorKinds(kind for kind in self.kinds if kind.tensor.is_trained)
+        """The kinds of the trained weights.
+
+        If all weights are trained, it is the same object as `kinds`, so that caches find it at once.
+        """
+        return TensorKinds(kind for kind in self.kinds if kind.tensor.is_trained) if self.frozen_kinds else self.kinds
 
     @cached_property
     def frozen_kinds(self) -> tuple[TensorKind, ...]:
