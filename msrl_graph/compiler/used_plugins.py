@@ -1,6 +1,6 @@
 """The plug-ins that a plan uses, with the versions of their packages.
 
-Invariant: nothing is imported from the packages here.
+Invariant: this module imports no code of these packages.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class PlugIn:
 
 @cache
 def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group by name; of several with one name, the first."""
+    """Return the entry points of a group by name.
+
+    If several have the same name, the first one counts.
+    """
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in reversed([*entry_points(group=group)])}

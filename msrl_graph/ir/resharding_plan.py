@@ -57,8 +57,8 @@ class Reshard:
     reason: str
     ways: tuple[ReshardRoute, ...]
     bucket_bytes: int
-    buckets: tuple[tuple[str, ...], ...]  # names of tensors; of frozen weights, which move only once:
-    first_buckets: tuple[tuple[str, ...], ...]
+    buckets: tuple[tuple[str, ...], ...]  # names of the weights that each resharding moves
+    first_buckets: tuple[tuple[str, ...], ...]  # names of frozen weights, which only the first resharding moves
     steps: tuple[Step, ...]
     swap_in: Step
     update_bytes_per_device: int
