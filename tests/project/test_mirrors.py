@@ -88,7 +88,7 @@ COVERED = {
     ),
     "reference/test_reference.py": ("reference/facts",),
     "runtime/agents/test_agent_runner.py": ("runtime/agents/rank_protocol",),
-    "scenarios/runs/test_plug_ins.py": ("files/plugins",),
+    "scenarios/python/test_plug_ins.py": ("files/plugins",),
     "scenarios/agents/test_calculator_run.py": ("runtime/agents/agent_process",),
     "scenarios/agents/test_sampled_rows.py": ("runtime/rank/agent_generation",),
     "runtime/agents/test_conversations.py": ("runtime/agents/api_types", "runtime/agents/template"),

@@ -268,10 +268,10 @@ ASKS = """
 line = socket.socket(socket.AF_UNIX)
 line.settimeout(20)
 line.connect(sys.argv[1])
-socket.send_fds(line, [b" "], [1, 1, 1])
-line.sendall(sys.argv[2].encode())
-line.shutdown(socket.SHUT_WR)
 try:
+    socket.send_fds(line, [b" "], [1, 1, 1])
+    line.sendall(sys.argv[2].encode())
+    line.shutdown(socket.SHUT_WR)
     print(line.recv(1))
 except OSError:
     print(b"")
