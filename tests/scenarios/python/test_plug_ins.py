@@ -34,7 +34,9 @@ def environment(tmp_path_factory):
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
     own = Path(
-        subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True).strip()
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
+        ).strip()
     )
     parent = sysconfig.get_paths()["purelib"]
     (own / "parent.pth").write_text(f"import site; site.addsitedir({parent!r})\n")
