@@ -32,8 +32,8 @@ from typing import Any
 import networkx as nx
 import smoke
 
-from msrl_graph.checks import check
-from msrl_graph.compiler.pipeline import CHECKS, PASSES, context, translate
+from msrl_graph.checks.table import check_graph, check_plan
+from msrl_graph.compiler.pipeline import CONTEXT, PASSES, context, translate
 from msrl_graph.compiler.sources import ProgramSource
 from msrl_graph.dsl.lower import lower
 from msrl_graph.ir.graph import Graph
@@ -131,7 +131,7 @@ def steps(text: str) -> dict[str, float]:
     figures: dict[str, float] = {}
     figures["parse"], result = time_call(lambda: translate(source, until="ast"))
     figures["lower"], lowered = time_call(lambda: lower(result.tree, context(source)))
-    figures["checks"], _ = time_call(lambda: check(lowered.graph, lowered.library, lowered.warnings))
+    figures["checks"], _ = time_call(lambda: check_graph(lowered.graph, lowered.library, lowered.warnings))
     parsed = ProgramSource(source.name, text, Path(), result.tree)
     figures["all but parse"], result = time_call(lambda: translate(parsed))
     plan = Plan(lowered.graph, lowered.cluster, lowered.deploy)
@@ -139,9 +139,8 @@ def steps(text: str) -> dict[str, float]:
     for step in PASSES:
         figures[step.name], plan = time_call(lambda step=step, plan=plan: step.apply(plan))  # type: ignore[misc]
         # The checks that a pass enables, and its postconditions.
-        find_problems = CHECKS.get(step.name, lambda plan: [])
         both = functools.partial(
-            lambda step, find_problems, plan: (find_problems(plan), [*step.verify(plan)]), step, find_problems, plan
+            lambda step, plan: (check_plan(step.name, plan, CONTEXT), [*step.verify(plan)]), step, plan
         )
         verify += time_call(both)[0]
     figures["verify"] = verify

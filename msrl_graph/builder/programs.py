@@ -17,11 +17,11 @@ from types import FunctionType
 from typing import Generic, Self
 
 from ..diagnostics import Fault, Span, public
+from ..diagnostics.quantities import plural
 from ..dsl import ast
 from ..dsl.format import format
 from ..dsl.parse import parse_undo
 from ..dsl.unparse import write
-from ..emit.humanize import plural
 from .arguments import Arguments, Names, Value, text_span
 from .statements import S, Statements
 

@@ -143,10 +143,10 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
+def unused(graph: Graph, evaluated: Collection[str]) -> list[Diagnostic]:
     """Warn of columns that nothing reads.
 
-    - A column is read if a node, an evaluation (`reported`) or the sampling weights of the source read the column.
+    - A column is read if a node, an evaluation (`evaluated`) or the sampling weights of the source read the column.
     - A column counts as read if the type of another column names this column as its length.
     - A column counts as read if it holds, for each token, the version of the weights that drew the token. A replay of a
       run needs this column.
@@ -154,7 +154,7 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
     read = (
         {column for node in graph.nodes for column in node.reads}
         | {dim.like for column in graph.columns for dim in column.dims}
-        | set(reported)
+        | set(evaluated)
     )
     read |= {find_response_column(graph, node, "i32") for node in graph.verb("generate")}
     read |= {column for node in graph.verb("source") for column in node.weight_columns}

@@ -16,9 +16,10 @@ from ..diagnostics import Diagnostic, Fault
 from ..files import urls
 from ..files.paths import is_file
 from ..ir.plan import DataSource, Plan
+from .stage import PlanContext
 
 
-def check(plan: Plan) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Check the data files of a plan, as far as this machine can read them.
 
     A file that is missing, has no rows or cannot be read on this machine causes a warning, not an error.

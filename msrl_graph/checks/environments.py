@@ -15,17 +15,18 @@ from ..backends.spec import EngineSpec
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..hardware.stacks import find_conflict
 from ..ir.plan import FUNCTIONS, Placement, Plan
+from .stage import PlanContext
 
 OWN = "msrl-graph"
 
 
-def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Check the Python environments of a plan.
 
     Each pool of the plan must already have its environment.
     """
     placed = [placement for placement in plan.placements if placement.pool != FUNCTIONS]
-    return [*_check_interpreters(plan, placed)] or [*_check_packages(plan, placed, engines)]
+    return [*_check_interpreters(plan, placed)] or [*_check_packages(plan, placed, context.engines)]
 
 
 def _check_interpreters(plan: Plan, placed: list[Placement]) -> Iterator[Diagnostic]:

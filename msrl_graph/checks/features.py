@@ -6,14 +6,12 @@ stated one, or one from which the planner chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic
 from ..ir.plan import Plan
+from .stage import PlanContext
 
 
-def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report each model with a feature that its nodes' engines lack.
 
     A model is reported once, if no engine has the feature. A stated engine is reported where it is stated.
@@ -24,7 +22,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
         if node.verb == "source" or not plan.graph.worker(node.worker).model:
             continue
         model = plan.model(node.name)
-        able = {name: engine for name, engine in engines.items() if node.verb in engine.verbs}
+        able = {name: engine for name, engine in context.engines.items() if node.verb in engine.verbs}
         stated = plan.deploy.engines.get(node.name)
         whole = [name for name, engine in sorted(able.items()) if not model.list_lacking(engine.capabilities.features)]
         if stated is not None and stated.name in able and whole and stated.name not in whole:

@@ -15,9 +15,10 @@ from ..model import models
 from ..model.architecture import Model
 from ..model.end_tokens import read_end_tokens
 from . import weights
+from .stage import PlanContext
 
 
-def check(plan: Plan) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Check the folder of each model; diagnostics point at the model's statement."""
     folders = {name: model for name, model in plan.deploy.models.items() if model.path}
     vocabulary = {model.path: diagnostic for model in folders.values() if (diagnostic := _check_vocabulary(model))}

@@ -14,6 +14,7 @@ from ..diagnostics import Diagnostic, nearest
 from ..ir.graph import Graph, Worker
 from ..ir.plan import Plan
 from .columns import Library
+from .stage import PlanContext
 
 
 def check_followers(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -54,7 +55,7 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
             yield Diagnostic("not-yet", message, node.span, help)
 
 
-def check_follower_placement(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+def check_follower_placement(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report followers that are not placed like the workers that they follow.
 
     A follower must have the same pool, data type, engine and layout as the update of the worker that it follows.
@@ -63,7 +64,7 @@ def check_follower_placement(plan: Plan, engines: Mapping[str, EngineSpec]) -> l
         diagnostic
         for worker in plan.graph.workers
         if worker.follows
-        for diagnostic in _check_placement(plan, engines, worker)
+        for diagnostic in _check_placement(plan, context.engines, worker)
     ]
 
 

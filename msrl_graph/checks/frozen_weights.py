@@ -10,6 +10,7 @@ from ..ir.plan import Plan
 from ..model import freezing
 from ..model.architecture import Model
 from .columns import Library
+from .stage import PlanContext
 
 
 def check_workers(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -27,7 +28,7 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
             yield Diagnostic("unknown-name", message, worker.span, nearest(word, freezing.PARTS))
 
 
-def check_models(plan: Plan) -> list[Diagnostic]:
+def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report `freeze` that matches none of a model's weights, or all of them."""
     diagnostics: list[Diagnostic] = []
     for node in plan.graph.verb("update"):

@@ -20,16 +20,17 @@ from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
 from ..ir.plan import Placement, Plan, Pool
 from ..sharding.layout import AXES, Layout
+from .stage import PlanContext
 
 
-def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Check the layouts of a plan whose nodes are placed."""
     diagnostics = list(_check_pools(plan))
     if diagnostics:
         return diagnostics  # mistakes of nodes in the size of their pool follow from these
     for placement in plan.placements:
         if placement.pool != "functions":
-            first = next(_check_placement(plan, placement, engines), None)
+            first = next(_check_placement(plan, placement, context.engines), None)
             # Nodes that share a layout statement share its diagnostic.
             if first is not None and not any(
                 diagnostic.span == first.span and diagnostic.code == first.code for diagnostic in diagnostics

@@ -8,15 +8,16 @@ in this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
-from ..backends.spec import EngineSpec, Lint, Situation
+from ..backends.spec import Lint, Situation
 from ..diagnostics import NOWHERE, Diagnostic
 from ..ir.plan import Placement, Plan
+from .stage import PlanContext
 
 
-def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Return the warnings of a plan; each message occurs once.
 
     If several nodes cause the same message, the warning is at the statement of the first of these nodes.
@@ -33,7 +34,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
         everywhere = (
             () if layout is None and _shares_stated_layout(plan, placement) else _check_hosts(placement, situation)
         )
-        for lint in (*engines[placement.engine.name].capabilities.lints(situation), *everywhere):
+        for lint in (*context.engines[placement.engine.name].capabilities.lints(situation), *everywhere):
             span = spans[0] if spans else plan.deploy.span
             warning = Diagnostic("known-bad", lint.message, span, lint.help, "warning")
             warnings.setdefault(lint.message, warning)

@@ -17,6 +17,7 @@ from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import PhaseMemory, Plan
 from ..ir.sequences import is_tokens, length_columns
 from .columns import Library
+from .stage import PlanContext
 
 
 def starved_nodes(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -102,7 +103,7 @@ def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Itera
         yield Diagnostic("dock-starves", message, edge.span_of("stream_tokens"), help)
 
 
-def check(plan: Plan) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report a dock whose `capacity` is too small for the rows that a node waits for.
 
     The dock must hold all these rows at the same time. The memory section of the plan must be filled.

@@ -9,17 +9,15 @@ that do not fit, with the size of each item.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..ir.plan import PhaseMemory, Plan
+from .stage import PlanContext
 
 
-def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report phases that need more memory than their device or host has.
 
-    The memory section of the plan must be filled. For a phase that does not fit, `nearest` searches for a layout that
-    fits, and returns advice as text.
+    The memory section of the plan must be filled.
     """
     diagnostics = []
     for place, pool in dict.fromkeys((phase.place, phase.pool) for phase in plan.memory):
@@ -33,7 +31,7 @@ def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") 
             )
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice to shard weights further is useless if the search has found that no layout helps.
-            layout = nearest(worst) if place == "device" else ""
+            layout = context.find_nearest(plan, worst) if place == "device" else ""
             help = [table(phases), layout, "" if layout.startswith(("no other", "this fits")) else _advice(plan, worst)]
             diagnostics.append(Diagnostic("out-of-memory", message, span, "\n".join(filter(None, help))))
     return diagnostics

@@ -17,9 +17,10 @@ from ..ir.graph import Node, Value
 from ..ir.options import EngineOptions
 from ..ir.plan import EngineChoice, Plan
 from ..sharding.layout import Layout
+from .stage import PlanContext
 
 
-def check(plan: Plan) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report layouts and engines that differ between nodes that share weights.
 
     All nodes of the plan must have a placement.

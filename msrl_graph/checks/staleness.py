@@ -18,6 +18,7 @@ from ..ir.sequences import find_response_column, temperature_states
 from ..planner.pools import open_to_staleness
 from .columns import Library
 from .scope import loss_columns
+from .stage import PlanContext
 
 
 def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -135,7 +136,7 @@ def delayed_states(plan: Plan) -> list[Diagnostic]:
     return diagnostics
 
 
-def check(plan: Plan) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report resharding edges on which `staleness` or `every` has no effect.
 
     In each of these cases, neither attribute has an effect:

@@ -16,11 +16,12 @@ from ..ir.sequences import sequences, source_worker
 from ..model.architecture import Model
 from ..model.models import read_token_texts
 from ..model.presets import find_tokenizer_name
+from .stage import PlanContext
 
 KINDS = ("policy", "value", "reward_model")
 
 
-def check(plan: Plan) -> list[Diagnostic]:
+def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
     """Report each node whose model would misread tokens that another tokenizer made.
 
     Each node gets at most one diagnostic. If possible, the diagnostic names a column that the node scores.

@@ -365,7 +365,7 @@ def _picture_text(result: Compilation, stage: str, form: str) -> str:
 
 def _screen_size(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the width of the output in columns, and whether the output has color."""
-    from ..emit.text_page import WIDTH
+    from ..diagnostics.text_page import WIDTH
 
     to_terminal = options.output is None and sys.stdout.isatty()
     colour = options.color == "always" or (options.color == "auto" and to_terminal and "NO_COLOR" not in os.environ)

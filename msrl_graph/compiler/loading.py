@@ -19,26 +19,28 @@ from typing import Any
 
 import msgspec
 
-from .. import algorithms, checks
+from .. import algorithms
 from ..backends import ENGINES
+from ..checks.table import check_graph, check_plan
 from ..diagnostics import NOWHERE, Diagnostic, Fault
 from ..dsl.lower import LoweredProgram, LoweringContext, lower
 from ..dsl.parse import parse
 from ..dsl.unparse import write
 from ..files.paths import is_folder
 from ..files.urls import is_url
-from ..ir import verify
 from ..ir.options import ClusterOptions
 from ..ir.plan import FORMAT_VERSION, FUNCTIONS, EngineChoice, Plan, from_json
 from ..model import models
 from ..model.architecture import Model
-from .pipeline import CHECKS, PASSES
+from ..passes.order import ORDER
+from .pipeline import CONTEXT, PASSES
+from .plan_names import find_wrong_names
 from .to_program import restore_program
 from .used_plugins import find_missing
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Parts that the passes fill after the placement.
-DERIVED = ("docks", "reshards", "schedule", "traffic", "memory", "estimate", "surroundings")
+# Fields that the passes fill after the placement.
+DERIVED = (*(field for step in ORDER[1:] for field in step.fills), "parts")
 # Fields in which two parts may differ: spans in the program, and fields of a deploy that only a search reads.
 UNLIKE = {"span", "stated", "pools", "together"}
 
@@ -58,7 +60,7 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
         plan = from_json(data)
         if missing := find_missing(plan):
             raise msgspec.ValidationError(missing)
-        if fault := next(chain(_check_cluster(plan), verify.names(plan), PASSES.verify(plan)), ""):
+        if fault := next(chain(_check_cluster(plan), find_wrong_names(plan), PASSES.verify(plan)), ""):
             raise msgspec.ValidationError(fault)
         if run and (fault := _find_difference(plan, data)):
             raise msgspec.ValidationError(fault)
@@ -139,8 +141,11 @@ def _check_program(plan: Plan) -> Iterator[str]:
     """Report a graph or a deploy that no program can produce."""
     lowered = _lower_again(plan)
     evaluated = [column for evaluation in plan.deploy.evaluations for column in evaluation.columns]
-    diagnostics = checks.check(lowered.graph, lowered.library, lowered.warnings, evaluated, lowered.dropped)
-    diagnostics = [*diagnostics, *(diagnostic for check in CHECKS.values() for diagnostic in check(plan))]
+    diagnostics = check_graph(lowered.graph, lowered.library, lowered.warnings, evaluated, lowered.dropped)
+    diagnostics = [
+        *diagnostics,
+        *(diagnostic for step in PASSES for diagnostic in check_plan(step.name, plan, CONTEXT)),
+    ]
     if errors := [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]:
         raise Fault(*errors)
     yield from _list_differences(plain(plan.graph), plain(lowered.graph), "graph")
@@ -221,7 +226,8 @@ def _check_derived(plan: Plan) -> Iterator[str]:
 
     The passes run again on the plan's graph, deploy and placements.
     """
-    empty: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in DERIVED}
+    bare = Plan(plan.graph, plan.cluster, plan.deploy)
+    empty: dict[str, Any] = {part: getattr(bare, part) for part in DERIVED}
     again = PASSES.after("place").apply(replace(plan, **empty))
     for part in DERIVED:
         yield from _list_differences(plain(getattr(plan, part)), plain(getattr(again, part)), part)

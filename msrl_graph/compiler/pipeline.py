@@ -13,27 +13,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import algorithms, checks
+from .. import algorithms
 from ..backends import ENGINES
-from ..checks import (
-    datafiles,
-    environments,
-    features,
-    folders,
-    followers,
-    frozen_weights,
-    layout,
-    lints,
-    liveness,
-    memory,
-    sharing,
-    staleness,
-    tokenizers,
-)
+from ..checks import layout
+from ..checks.stage import PlanContext
+from ..checks.table import check_graph, check_plan
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
 from ..dsl import ast
 from ..dsl.lower import LoweringContext, LoweringFault, lower
@@ -60,36 +47,9 @@ if TYPE_CHECKING:
 STAGES = ("ast", "graph", "placed", "plan")
 
 
-def _check_placement(plan: Plan) -> list[Diagnostic]:
-    """Check the placement of nodes on devices.
-
-    The checks are about layouts, shared devices, staleness, and workers with `follows`. If the check of layouts finds a
-    mistake in a statement, the other checks report nothing about the statement. If no check finds anything, checks for
-    probable mistakes run (checks/lints.py).
-    """
-    diagnostics = layout.check(plan, ENGINES)
-    diagnostics += [
-        diagnostic
-        for diagnostic in (
-            *sharing.check(plan),
-            *staleness.check(plan),
-            *followers.check_follower_placement(plan, ENGINES),
-        )
-        if diagnostic.span not in {other.span for other in diagnostics}
-    ]
-    return diagnostics or lints.check(plan, ENGINES)
-
-
 def _is_rejected(plan: Plan) -> bool:
-    return any(diagnostic.severity == "error" for diagnostic in _check_placement(plan))
-
-
-def _check_capacity(plan: Plan) -> list[Diagnostic]:
-    """Report nodes that would wait forever for rows.
-
-    If there are no such nodes, report phases that do not fit in the devices' memory.
-    """
-    return liveness.check(plan) or memory.check(plan, partial(ADVICE.find_nearest, plan))
+    found = check_plan("place", plan, PlanContext(ENGINES))
+    return any(diagnostic.severity == "error" for diagnostic in found)
 
 
 def pipeline(budget: float | None = None) -> Passes:
@@ -101,15 +61,10 @@ def pipeline(budget: float | None = None) -> Passes:
 
 
 PASSES = pipeline()
-ADVICE = Advice(PASSES, ENGINES, lambda plan: bool(layout.check(plan, ENGINES)))
-# Checks for mistakes in the user's program that only show after a pass, by the name of the pass.
-CHECKS: Mapping[str, Callable[[Plan], list[Diagnostic]]] = {
-    "place": _check_placement,
-    "memory": _check_capacity,
-    "environment": partial(environments.check, engines=ENGINES),
-}
-# The last pass of a stage.
-LAST = {"placed": "reshard", "plan": "environment"}
+ADVICE = Advice(PASSES, ENGINES, lambda plan: bool(layout.check(plan, PlanContext(ENGINES))))
+CONTEXT = PlanContext(ENGINES, ADVICE.find_nearest)
+# The last pass of a stage that does not run all passes.
+LAST = {"placed": "reshard"}
 
 
 class BrokenPass(RuntimeError):
@@ -249,7 +204,7 @@ def translate(
     except LoweringFault as fault:
         # The part of the graph that could be read may have more mistakes, which are reported in the same run.
         diagnostics = (
-            checks.check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped)
+            check_graph(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped)
             if fault.graph is not None
             else []
         )
@@ -257,57 +212,52 @@ def translate(
             *fault.diagnostics, *(diagnostic for diagnostic in diagnostics if diagnostic.severity == "error")
         ) from None
     graph = lowered.graph
-    reported = [
+    evaluated = [
         column for evaluation in (lowered.deploy.evaluations if lowered.deploy else ()) for column in evaluation.columns
     ]
-    warnings = (*lowered.warnings, *checks.check(graph, lowered.library, lowered.warnings, reported, lowered.dropped))
+    warnings = (*lowered.warnings, *check_graph(graph, lowered.library, lowered.warnings, evaluated, lowered.dropped))
     if errors := [diagnostic for diagnostic in warnings if diagnostic.severity == "error"]:
         raise Fault(*errors)
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings, base=lowered.base)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
-    known = copy_model_heads(plan)
-    diagnostics = [
-        *features.check(plan, ENGINES),
-        *frozen_weights.check_models(plan),
-        *tokenizers.check(known),
-        *folders.check(known),
-        *datafiles.check(plan),
-    ]
+    diagnostics = check_plan("files", copy_model_heads(plan), CONTEXT)
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise Fault(*diagnostics)
-    stages, more = _run_passes(plan, LAST[until], after, budget)
+    stages, more = _run_passes(plan, until, after, budget)
     warnings = (*warnings, *diagnostics, *more)
-    placed = stages[LAST["placed"]]
+    placed = stages["placed"]
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
-    plan = stages[LAST["plan"]]
+    plan = stages["plan"]
     notes = (*plan.notes, *ADVICE.advise_staleness(plan), *unsupported.notes(plan))
     plan = replace(plan, notes=notes, plugins=find_plugins(plan))
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 
 def _run_passes(
-    plan: Plan, last: str, after: Hook = lambda name, seconds, plan: None, budget: float | None = None
+    plan: Plan, until: str = "plan", after: Hook = lambda name, seconds, plan: None, budget: float | None = None
 ) -> tuple[dict[str, Plan], list[Diagnostic]]:
-    """Return the plan after each pass up to `last`, and the warnings.
+    """Return the plan at each stage up to `until`, and the warnings.
 
     Raises Fault if the program is wrong, and BrokenPass if a pass returns a wrong plan.
     """
     stages: dict[str, Plan] = {}
     warnings: list[Diagnostic] = []
-    for step in pipeline(budget).until(last):
+    steps = pipeline(budget)
+    ends = {LAST[stage]: stage for stage in LAST}
+    for step in steps.until(LAST[until]) if until in LAST else steps:
         began = time.perf_counter()
         plan = step.apply(plan)
         after(step.name, time.perf_counter() - began, plan)
         # Check the program before the promise of the pass, which does not hold for a wrong program.
-        diagnostics = CHECKS[step.name](plan) if step.name in CHECKS else []
+        diagnostics = check_plan(step.name, plan, CONTEXT)
         if any(diagnostic.severity == "error" for diagnostic in diagnostics):
             raise Fault(*diagnostics)
         warnings += diagnostics
         if wrong := next(step.verify(plan), ""):
             raise BrokenPass(f"the pass `{step.name}` broke its promise: {wrong}")
-        stages[step.name] = plan
+        stages[ends.get(step.name, "plan")] = plan
     return stages, warnings
 
 
@@ -317,9 +267,7 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
     Returns None if no plan fits, if the deploy states more hosts than `nodes`, or if a run would reject the new plan.
     """
     try:
-        planned = _run_passes(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
-            LAST["plan"]
-        ]
+        planned = _run_passes(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy))[0]["plan"]
     except Fault:
         return None
     return (

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from ..diagnostics.quantities import duration, plural
+from ..diagnostics.text_page import WIDTH, Page
 from ..ir.graph import Graph
 from ..ir.plan import FORMAT_VERSION, Plan
-from .facts import Fact, Section, facts, graph_facts
-from .humanize import duration, plural, size
-from .text_page import WIDTH, Page
-
-Value = str | float | bool | None
+from ..passes.facts import Fact, Section, Value, format_value
+from .facts import facts, graph_facts
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def _merge_keys(new: Mapping[str, object], old: Mapping[str, object]) -> list[st
 
 def _summarize_item(item: dict[str, Fact]) -> str:
     shown_facts = {name: fact for name, fact in item.items() if not fact.detail and fact.value not in (None, "", False)}
-    return ", ".join(f"{name} {_format_value(fact.value, fact.unit)}".strip() for name, fact in shown_facts.items())
+    return ", ".join(f"{name} {format_value(fact.value, fact.unit)}".strip() for name, fact in shown_facts.items())
 
 
 def _compare_facts(part: str, item: str, name: str, old: Fact | None, new: Fact | None) -> Iterator[Change]:
@@ -156,8 +155,8 @@ def _rows(changes: Iterable[Change]) -> Sequence[Sequence[str]]:
     item = None
     for change in changes:
         cells = (
-            _format_value(change.old, change.unit),
-            _format_value(change.new, change.unit),
+            format_value(change.old, change.unit),
+            format_value(change.new, change.unit),
             _format_difference(change),
         )
         rows.append((change.item if change.item != item else "", change.what, *cells))
@@ -177,29 +176,11 @@ def _summarize_iteration(changes: tuple[Change, ...]) -> str:
     return " An iteration takes as long as before."
 
 
-def _format_value(value: Value, unit: str) -> str:
-    if value is None or value == "":
-        return "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return value
-    if unit in ("bytes", "bytes/s"):
-        return size(value) + unit[5:]
-    if unit == "s":
-        return duration(value)
-    if unit == "FLOP/s":
-        return f"{value / 1e12:.4g} T"
-    return (
-        f"{value:,.4g}" if unit == "tokens/s/device" else f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
-    )
-
-
 def _format_difference(change: Change) -> str:
     if change.difference is None:
         return "added" if change.old is None else "removed" if change.new is None else ""
     sign = "+" if change.difference > 0 else "-"
-    return f"{sign}{_format_value(abs(change.difference), change.unit)}" + (
+    return f"{sign}{format_value(abs(change.difference), change.unit)}" + (
         f" ({_format_percent(change)})" if change.percent is not None else ""
     )
 

@@ -7,32 +7,17 @@ record of a search), and tensors (the sizes of a model determine its tensors).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+
+import msgspec
 
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
 from ..ir.plan import Plan
-from ..ir.resharding_plan import Reshard
-from .humanize import describe_instructions, describe_layer
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A value of a plan, for comparison with another plan.
-
-    - `unit`: the unit of a number (bytes, s, …). Numbers with a unit can be subtracted from each other.
-    - `detail`: whether the fact only follows from other facts of the same item.
-    """
-
-    value: str | float | bool | None
-    unit: str = ""
-    detail: bool = False
-
-
-# The facts of a section, by item (a node, an edge, a phase) and by the item's property.
-Section = dict[str, dict[str, Fact]]
+from ..model.layers import Layer
+from ..passes.facts import Fact, Section, field_facts
+from ..passes.order import ORDER
 
 
 def facts(plan: Plan) -> dict[str, Section]:
@@ -46,14 +31,7 @@ def facts(plan: Plan) -> dict[str, Section]:
         **graph_facts(graph),
         "Models, data and run": _deploy_facts(plan),
         "Cluster": _cluster_facts(plan),
-        "Placements": _placement_facts(plan),
-        "Transfer dock": _dock_facts(plan),
-        "Resharding": {reshard.name: _reshard_facts(reshard) for reshard in plan.reshards},
-        "Sample edges": _traffic_facts(plan),
-        "Schedule": _schedule_facts(plan),
-        "Memory": _memory_facts(plan),
-        "Seconds": _time_facts(plan),
-        "Environment": _environment_facts(plan),
+        **{step.title: step.facts(plan) for step in ORDER},
         "Notes": {f"{note.about}: {note.text}": {"": Fact(note.text)} for note in plan.notes},
     }
 
@@ -134,39 +112,17 @@ def _edge_facts(graph: Graph) -> Section:
 def _deploy_facts(plan: Plan) -> Section:
     section: Section = {}
     for name, model in plan.deploy.models.items():
-        shape = _field_facts(model, skip=("tensors", "stack"))
+        shape = field_facts(model, skip=("tensors", "stack"))
         shape["layers"] = Fact("; ".join(map(describe_layer, model.stack)))
         section[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
     for name, data in plan.deploy.data.items():
-        section[f"data {name}"] = _field_facts(data, skip=("name", "stated"))
+        section[f"data {name}"] = field_facts(data, skip=("name", "stated"))
     for evaluation in plan.deploy.evaluations:
-        section[f"evaluate {evaluation.task}"] = _field_facts(
+        section[f"evaluate {evaluation.task}"] = field_facts(
             evaluation, skip=("name",) if evaluation.name else ("name", "data")
         )
-    section["run"] = _field_facts(plan.deploy.run)
+    section["run"] = field_facts(plan.deploy.run)
     return section
-
-
-def _field_facts(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
-    """Return the fields of a dataclass or dict as facts, by name.
-
-    A field of a nested object has a dotted name, `field.subfield`.
-    """
-    if isinstance(part, dict):
-        items = part.items()
-    elif is_dataclass(part):
-        items = {
-            field.name: getattr(part, field.name) for field in fields(part) if field.name not in ("span", *skip)
-        }.items()
-    elif isinstance(part, tuple):
-        return {"": Fact(", ".join(map(str, part)))}
-    else:
-        return {"": Fact(part)}
-    return {
-        f"{name}.{inner}" if inner else str(name): fact
-        for name, value in items
-        for inner, fact in _field_facts(value).items()
-    }
 
 
 def _cluster_facts(plan: Plan) -> Section:
@@ -206,127 +162,11 @@ def _figure_facts(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
     return {name: Fact(figure.value, unit), f"source of {name}": Fact(figure.source)}
 
 
-def _placement_facts(plan: Plan) -> Section:
-    section: Section = {}
-    for pool in plan.pools:
-        where = {"devices": Fact(float(pool.devices), "devices"), "first device": Fact(pool.first)}
-        section[f"pool {pool.name}"] = where | {"of each host": Fact(pool.each, detail=True)}
-    for placement in plan.placements:
-        more = {
-            f"layout: {name}": replace(fact, detail=True)
-            for name, fact in _field_facts(placement.layout).items()
-            if name in ("zero", "inner", "cp_kind", "stages")
-        }
-        layout = (
-            f"{placement.layout} zero{placement.layout.zero}" if placement.layout.zero > 1 else str(placement.layout)
-        )
-        options = {f"engine option {option}": Fact(value) for option, value in placement.engine.options.items()}
-        where = {
-            "pool": Fact(placement.pool),
-            "first device": Fact(placement.first, detail=True),
-            "of each host": Fact(placement.each, detail=True),
-            "devices": Fact(float(placement.layout.devices), "devices"),
-        }
-        engine = {
-            "engine": Fact(placement.engine.name),
-            **options,
-            "engine chosen by": Fact(placement.engine.chosen, detail=True),
-        }
-        weights = {"weights": Fact(float(placement.weight_bytes), "bytes")}
-        section[placement.node] = {"layout": Fact(layout), **more, **engine, **where, **weights}
-    return section
-
-
-def _dock_facts(plan: Plan) -> Section:
-    docks = plan.docks
-    section: Section = {"": {"mode": Fact(docks.mode), "deadline of a wait": Fact(docks.deadline, "s")}}
-    section[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
-    section[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("limited by memory")
-    section[""]["largest share"] = Fact(docks.imbalance, "x the even share")
-    for controller in docks.controllers:
-        section[f"controller of {controller.node}"] = _field_facts(controller, skip=("node",))
-    return section
-
-
-def _reshard_facts(reshard: Reshard) -> dict[str, Fact]:
-    facts_found = {"mode": Fact(reshard.mode), "order": Fact(reshard.order)}
-    facts_found["moves a device"] = Fact(float(sum(route.bytes for route in reshard.ways)), "bytes")
-    for route in reshard.ways:
-        among = (
-            f" in groups of {route.ranks}, blocks of {route.block}{' of each stage' if route.across else ''}"
-            if route.ranks > 1
-            else ""
-        )
-        facts_found[route.of] = Fact(f"{route.how}{among}")
-        facts_found[f"{route.of}, a device"] = Fact(float(route.bytes), "bytes", True)
-    facts_found["buckets"] = Fact(float(len(reshard.buckets)), "buckets", True)
-    names = {
-        "bucket": reshard.bucket_bytes,
-        "update weights a device": reshard.update_bytes_per_device,
-        "generation weights a device": reshard.generate_bytes_per_device,
-        "released a device": reshard.released_bytes_per_device,
-        "peak a device": reshard.peak_bytes_per_device,
-        "naive would leave": reshard.redundant_bytes,
-    }
-    facts_found |= {name: Fact(float(size), "bytes") for name, size in names.items()}
-    for step in (*reshard.steps, reshard.swap_in, *([reshard.copied] if reshard.copied else [])):
-        facts_found[f"{step.name}: bytes"] = Fact(float(step.bytes), "bytes", True)
-        facts_found[f"{step.name}: seconds"] = Fact(step.seconds.value, "s", True)
-    return facts_found
-
-
-def _traffic_facts(plan: Plan) -> Section:
-    section: Section = {"all": {"bytes": Fact(float(sum(traffic.bytes for traffic in plan.traffic)), "bytes")}}
-    for traffic in plan.traffic:
-        section[f"{traffic.src} -> {traffic.dst}"] = {
-            "bytes": Fact(float(traffic.bytes), "bytes"),
-            "rows": Fact(float(traffic.rows), "rows", True),
-            "dock": Fact(traffic.seconds.value, "s", True),
-            "central": Fact(traffic.central_seconds.value, "s", True),
-        }
-    return section
-
-
-def _schedule_facts(plan: Plan) -> Section:
-    section: Section = {}
-    for stream in plan.schedule:
-        section[f"{stream.task}, {stream.pool}"] = {"": Fact(describe_instructions(plan, stream))}
-    return section
-
-
-def _memory_facts(plan: Plan) -> Section:
-    section: Section = {}
-    for entry in plan.memory:
-        items = {item: Fact(float(size), "bytes", True) for item, size in entry.items.items()}
-        where = f"{entry.place}, pool {entry.pool}" if entry.place == "device" else entry.place
-        total = {"peak": Fact(float(entry.total), "bytes"), "of": Fact(entry.capacity.value, "bytes", True)}
-        section[f"{where}, {entry.phase}"] = {**total, **items}
-    return section
-
-
-def _environment_facts(plan: Plan) -> Section:
-    section = {
-        f"{environment.pool}, interpreter": {"": Fact(environment.python)}
-        for environment in plan.surroundings
-        if environment.python
-    }
-    return section | {
-        f"{environment.pool}, {setting.name}": {"": Fact(setting.value)}
-        for environment in plan.surroundings
-        for setting in environment.settings
-    }
-
-
-def _time_facts(plan: Plan) -> Section:
-    if plan.estimate is None:
-        return {}
-    iteration = plan.estimate.iteration_seconds
-    rate = plan.estimate.tokens_per_second_per_device
-    section = {
-        "an iteration": {"": Fact(iteration.value, "s")},
-        "throughput": {"": Fact(rate.value, "tokens/s/device")},
-    }
-    if (stale := plan.estimate.staleness) is not None:
-        section["staleness"] = {"": Fact(stale.mean.value, "versions")}
-        section["the same pools in step"] = {"": Fact(stale.in_step_seconds.value, "s")}
-    return section | {phase.name: {"": Fact(phase.seconds.value, "s")} for phase in plan.estimate.phases}
+def describe_layer(layer: Layer) -> str:
+    """Describe layers of one kind: their number, sizes and options."""
+    parts = []
+    for part in (layer.mixer, layer.mlp):
+        sizes = {name: value for name, value in msgspec.structs.asdict(part).items() if value}
+        words = ", ".join(name if value is True else f"{name} {value}" for name, value in sizes.items())
+        parts.append(f"{type(part).__struct_config__.tag} ({words})")
+    return f"{layer.count} x {', '.join(parts)}"

@@ -15,10 +15,10 @@ from typing import Any
 
 import jinja2
 
+from ..diagnostics.quantities import duration, plural, size
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
 from ..sharding.device_range import iterate_runs
-from .humanize import duration, plural, size
 from .picture import COLOURS, Picture, colours, graph_picture, placed_picture, plan_picture
 from .svg import clean, shorten, svg
 from .text import write_graph, write_placed, write_plan

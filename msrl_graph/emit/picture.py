@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..diagnostics.quantities import duration, plural, size
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard
-from .humanize import duration, plural, size
 from .placed_graph import build_placed_graph
 
 COLOURS = 8

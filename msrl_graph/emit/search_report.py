@@ -6,10 +6,11 @@ figures of the chosen plan. If only a lower bound of a runner-up's time is known
 
 from __future__ import annotations
 
+from ..diagnostics.quantities import duration
+from ..diagnostics.text_page import WIDTH, Page
 from ..ir.plan import Plan
 from ..ir.search_record import Candidate, SearchRecord
-from .humanize import compare_rival, duration
-from .text_page import WIDTH, Page
+from ..passes.place import compare_rival
 
 
 def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, colour: bool = False) -> str:

@@ -2,14 +2,15 @@
 
 Invariant: a plan is plain data. `from_json` restores the plan that `to_json` wrote, except that `to_json` makes paths
 of existing files absolute. Compiling a program twice gives the same bytes. Passes fill the plan from top to bottom:
-placements, docks, reshards, schedule, then traffic, memory and estimate.
+placements, docks, traffic, reshards, schedule, memory, estimate and environments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from ..diagnostics import NOWHERE, Span
 from ..files.plugins import PlugIn
@@ -27,6 +28,8 @@ from .options import DockOptions, ReshardOptions, Run
 from .resharding_plan import Reshard
 from .search_record import SearchRecord
 from .views import PlanViews
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 # The names of the pool with all devices, and of the pool of the hosts' processes that call functions.
@@ -278,6 +281,25 @@ class Plan(PlanViews):
     notes: tuple[PlanNote, ...] = ()
     search: SearchRecord | None = None  # None: the file left nothing open
     plugins: tuple[PlugIn, ...] = ()
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, name: str, kind: type[T]) -> T | None:
+        """Return the results of a pass that has no fields of its own.
+
+        None if the pass has not run.
+        """
+        import msgspec
+
+        return msgspec.convert(self.parts[name], kind) if name in self.parts else None
+
+    def with_part(self, name: str, results: object) -> Plan:
+        """Return the plan with the results of a pass that has no fields of its own.
+
+        `results` is a dataclass or a Struct, which is stored as plain data.
+        """
+        import msgspec
+
+        return replace(self, parts={**self.parts, name: msgspec.to_builtins(results)})
 
     @cached_property
     def _by_node(self) -> tuple[dict[str, Placement], dict[str, ControllerSpec]]:

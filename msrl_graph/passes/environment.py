@@ -7,12 +7,13 @@ engine whose node is first in the graph. A note reports the other values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..backends.spec import EngineSpec, Situation
+from ..backends.spec import Situation
+from ..diagnostics.text_page import Sheet
 from ..hardware.environment_variables import Setting, SettingConditions
 from ..ir.plan import FUNCTIONS, Plan, PlanNote, ProcessEnvironment
+from .facts import Fact, Section
 from .spec import Pass
 
 
@@ -21,9 +22,9 @@ class PrepareEnvironments(Pass):
     """The pass that fills in process environments; `engines` are specs by name."""
 
     name = "environment"
+    title = "Environment"
     needs = ("place",)
-
-    engines: Mapping[str, EngineSpec]
+    fills = ("surroundings",)
 
     def apply(self, plan: Plan) -> Plan:
         wants = SettingConditions(plan.deploy.dock.deadline, plan.deploy.run.deterministic)
@@ -45,6 +46,42 @@ class PrepareEnvironments(Pass):
             if settings or python:
                 environments.append(ProcessEnvironment(pool.name, tuple(settings.values()), python))
         return replace(plan, surroundings=tuple(environments), notes=(*plan.notes, *dict.fromkeys(notes)))
+
+    @classmethod
+    def write(cls, page: Sheet, plan: Plan) -> None:
+        if not plan.surroundings:
+            return
+        page.heading("Environment", "of the ranks' processes; variables that are already set keep their values")
+        for environment in (environment for environment in plan.surroundings if environment.python):
+            page.line(f"interpreter of {environment.pool}: {environment.python}")
+        pools_of: dict[Setting, list[str]] = {}
+        for environment in plan.surroundings:
+            for setting in environment.settings:
+                pools_of.setdefault(setting, []).append(environment.pool)
+        apart = len(plan.pools) > 1
+        rows = [
+            (
+                f"{setting.name}={setting.value}",
+                f"{setting.why} ({setting.source})",
+                "all" if len(pools) == len(plan.pools) else ", ".join(pools),
+            )
+            for setting, pools in pools_of.items()
+        ]
+        if rows:
+            page.table(("variable", "why", "pools")[: 2 + apart], [row[: 2 + apart] for row in rows], (), (0,))
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        section = {
+            f"{environment.pool}, interpreter": {"": Fact(environment.python)}
+            for environment in plan.surroundings
+            if environment.python
+        }
+        return section | {
+            f"{environment.pool}, {setting.name}": {"": Fact(setting.value)}
+            for environment in plan.surroundings
+            for setting in environment.settings
+        }
 
 
 def _conflict_note(pool: str, own: Setting, other: Setting) -> PlanNote:

@@ -10,22 +10,23 @@ functions is not counted, and a note says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost import transfers as costs
 from ..cost.followers import follower_seconds
 from ..cost.lengths import Rows
 from ..cost.time import Costs
+from ..diagnostics.quantities import duration, plural, staleness
+from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import Figure, weakest
-from ..ir import verify
-from ..ir.async_schedule import Sends, lead_of_pools, row_age_bound
-from ..ir.attributes import UpdateAttributes
+from ..ir.async_schedule import Sends, late_states, lead_of_pools, row_age_bound
+from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Estimate, Phase, Plan, PlanNote, StalenessEstimate
-from .spec import Pass
+from .facts import Fact, Section
+from .spec import Pass, describe_incomplete
 from .throughput import critical_path, estimate_pace
 
 EXCHANGE = "gradient exchange"
@@ -40,13 +41,11 @@ class EstimateTime(Pass):
     """
 
     name = "estimate"
+    title = "Seconds"
     needs = ("place", "reshard", "schedule", "traffic")
+    fills = ("estimate",)
 
-    engines: Mapping[str, EngineSpec]
     rows: Rows | None = None
-
-    def verify(self, plan: Plan) -> Iterator[str]:
-        return verify.estimate(plan)
 
     def apply(self, plan: Plan) -> Plan:
         seconds: dict[tuple[str, str], Figure] = {}  # by instruction
@@ -220,6 +219,55 @@ class EstimateTime(Pass):
         total += holdings.group_rows(plan, name) * samples * host.value
         return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")
 
+    @staticmethod
+    def verify(plan: Plan) -> Iterator[str]:
+        """Verify that the plan has an estimate of the iteration time."""
+        if plan.estimate is None:
+            yield describe_incomplete("estimate")
+
+    @classmethod
+    def write(cls, page: Sheet, plan: Plan) -> None:
+        estimate = plan.estimate
+        if estimate is None:
+            return
+        page.heading("Estimate", "every row at its bound")
+        rows = [
+            (phase.name, duration(phase.seconds.value), phase.seconds.source, phase.seconds.basis)
+            for phase in estimate.phases
+        ]
+        page.table(("phase", "seconds", "source", "how"), rows, (1,), (2,))
+        iteration = estimate.iteration_seconds
+        rate = estimate.tokens_per_second_per_device
+        page.line(f"an iteration: {duration(iteration.value)} ({iteration.source}); {iteration.basis}")
+        page.line(f"throughput: {rate.value:,.4g} tokens/s/device ({rate.source}); {rate.basis}")
+        if (stale := estimate.staleness) is not None:
+            mean = stale.mean
+            in_step = stale.in_step_seconds
+            page.line(f"staleness: the weights that generate are {staleness(mean.value, stale.bound)} ({mean.source})")
+            for state, most in late_states(plan).items():
+                page.line(f"state {state}: rows are sampled by its value from up to {plural(most, 'iteration')} before")
+            saving = describe_saving(iteration, in_step)
+            page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saving}")
+        cut = [node for node in plan.graph.verb("generate") if node.cuts]
+        if cuts := max((GenerateAttributes.of(node).cuts for node in cut), default=0):
+            age = plural(row_age_bound(plan), "version")
+            page.line(f"partial rollout: rows are at most {age} old; {cuts} of these are due to `cuts`")
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        if plan.estimate is None:
+            return {}
+        iteration = plan.estimate.iteration_seconds
+        rate = plan.estimate.tokens_per_second_per_device
+        section = {
+            "an iteration": {"": Fact(iteration.value, "s")},
+            "throughput": {"": Fact(rate.value, "tokens/s/device")},
+        }
+        if (stale := plan.estimate.staleness) is not None:
+            section["staleness"] = {"": Fact(stale.mean.value, "versions")}
+            section["the same pools in step"] = {"": Fact(stale.in_step_seconds.value, "s")}
+        return section | {phase.name: {"": Fact(phase.seconds.value, "s")} for phase in plan.estimate.phases}
+
 
 def _scale_by_share(figure: Figure, share: float) -> Figure:
     """Return the mean cost per iteration of an operation that only some iterations do.
@@ -259,3 +307,12 @@ def _throughput(plan: Plan, iteration: Figure) -> Figure:
     prompt = holdings.row_tokens(plan, node) - written
     value = holdings.row_count(plan, node) * (prompt + written) / plan.cluster.devices / iteration.value
     return Figure(value, iteration.source, "rows x (prompt + response) / devices / seconds (arXiv:2507.19017, eq. 5)")
+
+
+def describe_saving(iteration: Figure, in_step: Figure) -> str:
+    """Describe the fraction of an iteration's time that staleness saves.
+
+    `in_step` is the time of an iteration if no pool may run ahead of the updates.
+    """
+    share = 1 - iteration.value / in_step.value
+    return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..backends.spec import BYTES, EngineSpec
+from ..backends.spec import BYTES
 from ..cost import groups, holdings
-from ..ir import verify
+from ..diagnostics.quantities import size as format_size
+from ..diagnostics.text_page import Sheet
 from ..ir.async_schedule import count_lanes
 from ..ir.attributes import CallAttributes
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
-from .spec import Pass
+from .facts import Fact, Section
+from .spec import Pass, describe_incomplete
 
 # Endings of items that do not exist at the start: optimizer states, whose moments are created by the first step (the
 # float32 masters of bf16 weights exist from the start), and what generations keep once it is fetched.
@@ -29,12 +31,9 @@ class CountMemory(Pass):
     """The pass that counts memory; `engines` are the engine specs by name."""
 
     name = "memory"
+    title = "Memory"
     needs = ("place", "dock", "reshard")
-
-    engines: Mapping[str, EngineSpec]
-
-    def verify(self, plan: Plan) -> Iterator[str]:
-        return verify.memory(plan)
+    fills = ("memory",)
 
     def apply(self, plan: Plan) -> Plan:
         devices = self.devices(plan)
@@ -257,6 +256,55 @@ class CountMemory(Pass):
             items["ranks"] = max(held_bytes)
         nonzero_items = {item: size for item, size in items.items() if size}
         return PhaseMemory("host", "hosts", phase, nonzero_items, cluster.device.host_memory)
+
+    @staticmethod
+    def verify(plan: Plan) -> Iterator[str]:
+        """Verify that the plan has the memory of the hosts and of every pool's devices."""
+        if {(phase.place, phase.pool) for phase in plan.memory} != {
+            *(("device", pool.name) for pool in plan.pools),
+            ("host", "hosts"),
+        }:
+            yield describe_incomplete("memory")
+
+    @classmethod
+    def write(cls, page: Sheet, plan: Plan) -> None:
+        for place, pool in dict.fromkeys((phase.place, phase.pool) for phase in plan.memory):
+            phases = [phase for phase in plan.memory if (phase.place, phase.pool) == (place, pool)]
+            has = phases[0].capacity
+            pool_name = f", pool {pool}" if place == "device" and len(plan.pools) > 1 else ""
+            page.heading(
+                f"Memory of a {place}{pool_name}", f"{format_size(has.value)} ({has.source}); the sums are derived"
+            )
+            rows = []
+            for entry in phases:
+                items = ", ".join(
+                    f"{item} {format_size(bytes_held)}"
+                    for item, bytes_held in sorted(
+                        entry.items.items(), key=lambda entry_item: (-entry_item[1], entry_item[0])
+                    )
+                )
+                part = f"{100 * entry.total / entry.capacity.value:.1f} %" + (
+                    " OVER" if entry.total > entry.capacity.value else ""
+                )
+                rows.append(
+                    (
+                        entry.phase,
+                        format_size(entry.total),
+                        part,
+                        f"{items or '-'}{f' ({entry.remark})' if entry.remark else ''}",
+                    )
+                )
+            page.table(("phase", "peak", "share", "items"), rows, (1, 2))
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        section: Section = {}
+        for entry in plan.memory:
+            items = {item: Fact(float(size), "bytes", True) for item, size in entry.items.items()}
+            where = f"{entry.place}, pool {entry.pool}" if entry.place == "device" else entry.place
+            total = {"peak": Fact(float(entry.total), "bytes"), "of": Fact(entry.capacity.value, "bytes", True)}
+            section[f"{where}, {entry.phase}"] = {**total, **items}
+        return section
 
 
 def _rounds_by_column(graph: Graph) -> dict[str, int]:

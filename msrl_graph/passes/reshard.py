@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
+from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import ClusterSpec, Figure, weakest
-from ..ir import verify
 from ..ir.async_schedule import fetched_edges
 from ..ir.graph import Edge
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard, ReshardRoute, Step
-from ..model.architecture import Model
 from ..sharding.layout import Side, TensorKind, elements, shard, stages, strip_name
 from ..sharding.redistribute import (
     Movement,
@@ -34,11 +33,10 @@ from ..sharding.redistribute import (
     pairs,
 )
 from ..sharding.tensors import Tensor
+from .buckets import order_by_stage, split_by_turn
+from .facts import Section
+from .reshard_section import reshard_facts, verify_reshards, write_reshards
 from .spec import Pass
-
-GIB = 1 << 30
-# Small models are also cut into a few buckets, so that gathering and selecting can overlap.
-FEW = 4
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,11 @@ class InsertResharding(Pass):
     """
 
     name = "reshard"
+    title = "Resharding"
     needs = ("place",)
+    fills = ("reshards",)
 
-    engines: Mapping[str, EngineSpec]
     compare: bool = True
-
-    def verify(self, plan: Plan) -> Iterator[str]:
-        return verify.reshards(plan)
 
     def apply(self, plan: Plan) -> Plan:
         def pools(edge: Edge) -> set[str]:
@@ -85,7 +81,7 @@ class InsertResharding(Pass):
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, node) for node in (edge.src, edge.dst))
         sizes = {tensor.name: item * _count_wanted(tensor, target) for tensor in model.weights}
-        buckets, first_buckets = _split_by_turn(model, sizes, plan.deploy.reshard.bucket)
+        buckets, first_buckets = split_by_turn(model, sizes, plan.deploy.reshard.bucket)
         bucket = max(sum(sizes[name] for name in names) for names in (*buckets, *first_buckets))
         moved = count_movement(model.trained_kinds, source, target, cluster.devices_per_node)
         copied, placed = (holdings.weights(plan, self.engines, node, "trained_kinds") for node in (edge.src, edge.dst))
@@ -167,8 +163,8 @@ class InsertResharding(Pass):
                 moved_by_tensor[movement_key(tensor)] = index, item * amount
         moved_of = {item_tensor.name: moved_by_tensor[movement_key(item_tensor)] for item_tensor in model.weights}
         sizes = {name: size for name, (_, size) in moved_of.items()}
-        ordered = _order_by_stage(model.weights, sizes, source, any(route.across for route in ways))
-        buckets, first_buckets = _split_by_turn(model, ordered, options.bucket)
+        ordered = order_by_stage(model.weights, sizes, source, any(route.across for route in ways))
+        buckets, first_buckets = split_by_turn(model, ordered, options.bucket)
         uses = {
             item_tensor.name: (moved_of[item_tensor.name][0], stages(item_tensor, target.layout))
             for item_tensor in model.weights
@@ -223,6 +219,18 @@ class InsertResharding(Pass):
             peak_bytes_per_device=max(update, generate) + bucket if order == "staged" else update + generate + bucket,
             redundant_bytes=count_left_behind(model.kinds, source, target) * item if self.compare else 0,
         )
+
+    @staticmethod
+    def verify(plan: Plan) -> Iterator[str]:
+        return verify_reshards(plan)
+
+    @classmethod
+    def write(cls, page: Sheet, plan: Plan) -> None:
+        write_reshards(page, plan)
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        return {reshard.name: reshard_facts(reshard) for reshard in plan.reshards}
 
 
 def list_routes(
@@ -312,52 +320,6 @@ def _sum_movements(movements: list[Movement]) -> Movement:
 def _count_wanted(tensor: Tensor, target: Side) -> int:
     """Return how many elements of a tensor the busiest generation rank holds."""
     return elements(shard(tensor, target, stages(tensor, target.layout)[0] * target.layout.stage_devices))
-
-
-def _order_by_stage(
-    tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool
-) -> Mapping[str, int]:
-    """Return the sizes of tensors, in the order in which tensors are put into buckets.
-
-    The order is normally the model's order. If layers change their pipeline stage (`across`), the order takes one layer
-    of each stage in turn, so that all stages send at the same time.
-    """
-    if not across:
-        return {tensor.name: sizes[tensor.name] for tensor in tensors}
-    order = []
-    for stage in range(source.layout.pp):
-        layers = list(dict.fromkeys(tensor.layer for tensor in tensors if stages(tensor, source.layout)[0] == stage))
-        order += [(layers.index(tensor.layer), stage, tensor.name) for tensor in tensors if tensor.layer in set(layers)]
-    return {name: sizes[name] for _, _, name in sorted(order, key=lambda entry: entry[:2])}
-
-
-def _split_by_turn(
-    model: Model, sizes: Mapping[str, int], limit: int
-) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Return the buckets of each resharding, and those of only the first one.
-
-    `limit` is the stated size of a bucket in bytes; 0 if none is stated.
-    """
-    most = limit or min(GIB, -(-sum(sizes.values()) // FEW))
-    moved = {tensor.name for tensor in model.moved}
-    turns = [{name: size for name, size in sizes.items() if (name in moved) is each} for each in (True, False)]
-    return _split_into_buckets(turns[0], most), _split_into_buckets(turns[1], most)
-
-
-def _split_into_buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Split tensors, in order, into buckets of at most `limit` bytes.
-
-    A tensor that is larger than `limit` gets a bucket of its own.
-    """
-    buckets: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not buckets or filled + size > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += size
-    return tuple(map(tuple, buckets))
 
 
 def _choose_order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:

@@ -15,19 +15,22 @@ instructions are RUN (a node), RESHARD, RELEASE, SWAP_IN, WAIT and AGAIN. Invari
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from ..cost.holdings import update_of
-from ..ir import verify
-from ..ir.async_schedule import lead_of_pools, pipelined_openings, skipping_edges
+from ..diagnostics.text_page import Sheet
+from ..ir.async_schedule import count_opening, lead_of_pools, pipelined_openings, skipping_edges
 from ..ir.graph import Node
-from ..ir.instruction import Instruction, InstructionStream
+from ..ir.instruction import Instruction, InstructionStream, Walk, Walker, nodes_run
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.pools_in_step import functions_with_states
 from ..ir.rowsets import find_refill, nodes_upstream
-from .spec import Pass
+from .evaluations import write_evaluations
+from .facts import Fact, Section
+from .spec import Pass, describe_incomplete, has_every_node
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,9 @@ class BuildSchedule(Pass):
     """
 
     name = "schedule"
+    title = "Schedule"
     needs = ("place",)
-
-    def verify(self, plan: Plan) -> Iterator[str]:
-        return verify.schedule(plan)
+    fills = ("schedule",)
 
     def apply(self, plan: Plan) -> Plan:
         filter, repeated = find_refill(plan.graph)
@@ -53,6 +55,58 @@ class BuildSchedule(Pass):
             needed = nodes_upstream(plan.graph, evaluation.columns)
             streams += _build_streams(plan, evaluation.task, [node for node in order if node.name in needed])
         return replace(plan, schedule=tuple(streams))
+
+    @staticmethod
+    def verify(plan: Plan) -> Iterator[str]:
+        """Verify the schedule.
+
+        - Each task (training or an evaluation) must run each of its nodes once, in the pool where the node is placed.
+        - The weights of a node must be on the devices when the node runs.
+        - No instruction stream may wait forever, even if a filter requests one more round of prompts.
+        """
+        if not has_every_node(plan, nodes_run(plan.schedule)):
+            yield describe_incomplete("schedule")
+            return
+        evaluated = {
+            evaluation.task: nodes_upstream(plan.graph, evaluation.columns) for evaluation in plan.deploy.evaluations
+        }
+        tasks = ("train", *evaluated)
+        pools = (*(pool.name for pool in plan.pools), FUNCTIONS)
+        if Counter((stream.pool, stream.task) for stream in plan.schedule) != Counter(
+            (pool, task_name) for task_name in tasks for pool in pools
+        ):
+            yield "it does not have one stream for each pool and task"
+            return
+        for task in tasks:
+            streams = [stream for stream in plan.schedule if stream.task == task]
+            if task != "train" and sorted(nodes_run(streams, task)) != sorted(evaluated[task]):
+                yield f"the streams of `{task}` do not run each node that it needs once"
+            misfits = [
+                (stream.pool, instruction, why)
+                for stream in streams
+                for instruction, why in _list_misfits(plan, stream)
+            ]
+            yield from (
+                f"the stream of `{pool}` for `{task}` has {instruction}, which {why}"
+                for pool, instruction, why in misfits
+            )
+            if not misfits:
+                yield from (f"the streams of `{task}` {why}" for why in _Streams(plan, task, streams).faults())
+
+    @classmethod
+    def write(cls, page: Sheet, plan: Plan) -> None:
+        if plan.schedule:
+            page.heading("Schedule", "what each pool's processes do, in order")
+            rows = [(stream.task, stream.pool, describe_instructions(plan, stream) or "-") for stream in plan.schedule]
+            page.table(("task", "pool", "instructions"), rows, (), (0, 1))
+        write_evaluations(page, plan)
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        section: Section = {}
+        for stream in plan.schedule:
+            section[f"{stream.task}, {stream.pool}"] = {"": Fact(describe_instructions(plan, stream))}
+        return section
 
 
 def _build_streams(
@@ -197,3 +251,123 @@ def _order_nodes(plan: Plan, repeated: Collection[str]) -> list[Node]:
     if len(order) < len(graph.nodes):
         raise ValueError("the sample edges form a cycle")
     return order
+
+
+def _list_misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instruction, str]]:
+    """Yield each instruction that does not belong in a stream, with the reason."""
+    edges = {
+        (reshard.src, reshard.dst): {plan.placement(node).pool for node in (reshard.src, reshard.dst)}
+        for reshard in plan.reshards
+    }
+    filter = find_refill(plan.graph)[0] if stream.task == "train" else ""
+    begun: set[str] = set()  # nodes that a round may go back to
+    again = False
+    for instruction in stream.instructions:
+        if instruction.op == "RESHARD":
+            begun.add(instruction.other)
+            if stream.pool not in edges.get((instruction.node, instruction.other), ()):
+                yield instruction, "is not a resharding edge of its nodes"
+        elif instruction.op == "AGAIN":
+            if instruction.node != filter or instruction.other not in begun or again:
+                yield instruction, "does not repeat its rounds of prompts"
+            again = True
+        elif instruction.other or not instruction.node or plan.placement(instruction.node).pool != stream.pool:
+            yield instruction, "is not of its nodes"
+        elif instruction.op == "RUN":
+            begun.add(instruction.node)
+
+
+class _Streams(Walker):
+    """A simulated execution of the instruction streams of one task.
+
+    The simulation tracks how often each node must still run, and which weights are on the devices. It assumes that a
+    filter with `refill` requests one more round of prompts.
+    """
+
+    def __init__(self, plan: Plan, task: str, streams: Sequence[InstructionStream]) -> None:
+        self.plan = plan
+        self.streams = streams
+        self.repeated = find_refill(plan.graph)[1] if task == "train" else frozenset[str]()
+        self.remaining = {
+            node: 2 if node in self.repeated else 1 for node in nodes_run(streams, task)
+        }  # remaining runs
+        self.edges = {reshard.dst: reshard for reshard in plan.reshards}
+        self.loaded = set[str]()  # generations whose weights are on the devices
+        self.staying = {dst for _, dst in skipping_edges(plan)}  # generations whose weights stay for the next task
+        self.swapped_out = set[str]()  # workers whose weights have left the devices
+        self.returning = set[str]()  # updates whose weights are returning to the devices
+        self.problems: list[str] = []
+
+    def faults(self) -> list[str]:
+        ended = Walk({stream.pool: stream.instructions for stream in self.streams}).finish(self)
+        if not self.problems and not ended:
+            self.problems.append("wait for each other")
+        if not self.problems and (self.loaded - self.staying or self.swapped_out or any(self.remaining.values())):
+            self.problems.append("leave a node that has not run, or weights where the next task does not expect them")
+        return self.problems
+
+    def _worker(self, node: str) -> str:
+        return self.plan.graph.node(node).worker
+
+    def ready(self, pool: str, node: str) -> bool:
+        # A node within rounds waits for this round of the nodes before it, other nodes wait for all rounds.
+        most = self.remaining[node] if node in self.repeated else 1
+        return max([self.remaining.get(edge.src, 0) for edge in self.plan.graph.into(node)], default=0) < most
+
+    def run(self, pool: str, node: str) -> None:
+        self.remaining[node] -= 1
+        is_away = (
+            self.swapped_out
+            and self._worker(node) in self.swapped_out
+            and self.plan.graph.node(node).verb != "generate"
+        )
+        if is_away or (node in self.edges and node not in self.loaded):
+            self.problems.append(f"run `{node}` while its weights are not on the devices")
+
+    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
+        if {self.plan.placement(other).pool for other in (src, dst)} != {*pools}:
+            self.problems.append(f"have `{src} => {dst}` in only one of its two pools")
+        if dst in self.loaded - self.staying:
+            self.problems.append(f"reshard into `{dst}` while its weights are on the devices")
+        self.loaded.add(dst)
+        if self.edges[dst].mode == "swap":
+            # The swap begins when returning weights have arrived, for example in the next round of a filter.
+            self.returning = {other for other in self.returning if self._worker(other) != self._worker(src)}
+            self.swapped_out.add(self._worker(src))
+
+    def release(self, pool: str, node: str) -> None:
+        if node not in self.loaded:
+            self.problems.append(f"release the weights of `{node}` while they are not on the devices")
+        if node in self.staying:
+            self.problems.append(f"release the weights of `{node}`, which the next iteration may generate with")
+        self.loaded.discard(node)
+
+    def swap_in(self, pool: str, node: str) -> None:
+        if node in self.returning or self._worker(node) not in self.swapped_out:
+            self.problems.append(f"swap in the weights of `{node}` while they are on the devices")
+        self.returning.add(node)
+
+    def wait(self, pool: str, node: str) -> None:
+        if node not in self.returning:
+            self.problems.append(f"wait for the weights of `{node}`, which are not returning")
+        self.returning.discard(node)
+        self.swapped_out.discard(self._worker(node))
+
+    def again(self, pool: str, node: str, rounds: int) -> bool:
+        return rounds < 2
+
+
+def describe_instructions(plan: Plan, stream: InstructionStream) -> str:
+    """List the instructions that a pool runs in an iteration, in order.
+
+    If the pool runs its first instructions for a later iteration, the text says for which iteration.
+    """
+    steps = [*map(str, stream.instructions)]
+    first = count_opening(plan, stream)
+    if not first:
+        return ", ".join(steps)
+    if stream.pool == FUNCTIONS:
+        return f"{', '.join(steps[:first])}; after those of the iteration before: {', '.join(steps[first:])}"
+    lead = lead_of_pools(plan)[stream.pool]
+    iteration = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
+    return f"for {iteration}: {', '.join(steps[:first])}; then for this one: {', '.join(steps[first:])}"

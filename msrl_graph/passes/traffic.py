@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..diagnostics.quantities import duration, size
+from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import Figure
-from ..ir import verify
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Edge
 from ..ir.plan import FUNCTIONS, Plan, PlanNote, Traffic
 from ..ir.sequences import bound, token_columns
-from .spec import Pass
+from .facts import Fact, Section
+from .spec import Pass, describe_incomplete
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,9 @@ class CountTraffic(Pass):
     """
 
     name = "traffic"
+    title = "Sample edges"
     needs = ("place", "dock")
-
-    def verify(self, plan: Plan) -> Iterator[str]:
-        return verify.traffic(plan)
+    fills = ("traffic",)
 
     def apply(self, plan: Plan) -> Plan:
         graph = plan.graph
@@ -49,6 +50,47 @@ class CountTraffic(Pass):
             )
             notes += (PlanNote("traffic", most),)
         return replace(plan, traffic=tuple(traffic), notes=notes)
+
+    @staticmethod
+    def verify(plan: Plan) -> Iterator[str]:
+        """Verify that the plan has the traffic of every sample edge."""
+        if [(item.src, item.dst) for item in plan.traffic] != [(edge.src, edge.dst) for edge in plan.graph.samples()]:
+            yield describe_incomplete("traffic")
+
+    @classmethod
+    def write(cls, page: Sheet, plan: Plan) -> None:
+        if not plan.traffic:
+            return
+        total = sum(traffic.bytes for traffic in plan.traffic)
+        page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
+        rows = []
+        for traffic in plan.traffic:
+            cells = (
+                f"{traffic.src} -> {traffic.dst}",
+                ", ".join(traffic.columns) or "-",
+                f"{traffic.rows:,}",
+                size(traffic.bytes),
+                duration(traffic.seconds.value),
+            )
+            rows.append((*cells, duration(traffic.central_seconds.value), traffic.seconds.source))
+        page.table(("edge", "columns", "rows", "bytes", "dock", "central", "source"), rows, (2, 3, 4, 5), (0, 6))
+        for how in dict.fromkeys(traffic.how for traffic in plan.traffic):
+            readers = dict.fromkeys(traffic.dst for traffic in plan.traffic if traffic.how == how)
+            page.line(f"{how}: {', '.join(readers)}" if len({traffic.how for traffic in plan.traffic}) > 1 else how)
+        page.line(f"seconds: {plan.traffic[0].seconds.basis}")
+        page.line(f"central: {plan.traffic[0].central_seconds.basis}")
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        section: Section = {"all": {"bytes": Fact(float(sum(traffic.bytes for traffic in plan.traffic)), "bytes")}}
+        for traffic in plan.traffic:
+            section[f"{traffic.src} -> {traffic.dst}"] = {
+                "bytes": Fact(float(traffic.bytes), "bytes"),
+                "rows": Fact(float(traffic.rows), "rows", True),
+                "dock": Fact(traffic.seconds.value, "s", True),
+                "central": Fact(traffic.central_seconds.value, "s", True),
+            }
+        return section
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..backends.divisibility import find_misfits
 from ..backends.spec import EngineSpec
-from ..emit.humanize import duration, staleness
+from ..diagnostics.quantities import duration, staleness
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Expr, Node
 from ..ir.plan import FUNCTIONS, Deployment, EngineChoice, PhaseMemory, Plan, PlanNote

@@ -14,8 +14,9 @@ from ..backends.spec import BYTES
 from ..cost import holdings
 from ..ir.graph import Node, Worker
 from ..ir.plan import Plan, PlanNote
+from ..passes.buckets import GIB
 from ..passes.memory import CountMemory, describe_overflow
-from ..passes.reshard import GIB, InsertResharding
+from ..passes.reshard import InsertResharding
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:

@@ -10,17 +10,15 @@ chosen after the layouts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..ir import verify
 from ..ir.graph import Node, Value
 from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
 from ..passes.estimate import EstimateTime
-from ..passes.spec import Pass
+from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
 from ..sharding.redistribute import gather_block
 from .offload import complete_with_offloading
@@ -49,20 +47,9 @@ class PlacementDecision:
     why: str = ""
 
 
-class PlacementPass(Pass):
-    """The base class of passes that place nodes; the base class verifies placements."""
-
-    name = "place"
-
-    def verify(self, plan: Plan) -> Iterator[str]:
-        return verify.placements(plan)
-
-
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes as decided; `engines` are the engine specs by name."""
-
-    engines: Mapping[str, EngineSpec]
+    """The pass that places nodes as decided."""
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """Return the plan with all nodes placed.

@@ -15,15 +15,13 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.transfers import function_overhead
-from ..emit.humanize import compare_rival, format_layout
 from ..ir.async_schedule import fetched_edges, lead_of_pools
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.plan import FUNCTIONS, Plan, PlanNote
@@ -31,11 +29,12 @@ from ..ir.search_record import NOTHING_FITS, Candidate, Rival, SearchRecord
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, describe_overflow
 from ..passes.order import passes
-from ..passes.reshard import least_seconds
+from ..passes.place import PlacementPass, compare_rival, format_layout
+from ..passes.reshard import InsertResharding, least_seconds
 from ..passes.spec import Passes
 from .candidates import Choice, Choices, drop_dominated
 from .owners import Owner, engines, has_open_layout, owners
-from .place import PlacementDecision, PlacementPass, PlaceNodes
+from .place import PlacementDecision, PlaceNodes
 from .pools import Division, divisions, without_staleness
 from .search_space import Space
 
@@ -54,12 +53,10 @@ DIVES = 8
 class Search(PlacementPass):
     """The pass that places nodes by a search.
 
-    - `engines`: the engine specs by name.
     - `refuses`: a function that returns whether the checks would reject a placed plan.
     - `budget`: a time limit in seconds, after which the search returns the best plan that it has found.
     """
 
-    engines: Mapping[str, EngineSpec]
     refuses: Callable[[Plan], bool] = lambda plan: False
     budget: float | None = None
 
@@ -68,7 +65,8 @@ class Search(PlacementPass):
         open_divisions = divisions(plan)
         if len(open_divisions) == 1 and not self._has_choice(plan, place, open_divisions[0]):
             return place.apply(plan)
-        run = _Run(self, place, plan, passes(self, self.engines, compare=False), open_divisions)
+        steps = passes(self, self.engines).replace(InsertResharding(self.engines, compare=False))
+        run = _Run(self, place, plan, steps, open_divisions)
         return self._compare_staleness(run, run.best())
 
     def _compare_staleness(self, run: _Run, plan: Plan) -> Plan:

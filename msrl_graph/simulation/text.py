@@ -5,8 +5,8 @@ Invariant: the text fits 100 columns, and the same simulation gives the same byt
 
 from __future__ import annotations
 
-from ..emit.humanize import duration, plural
-from ..emit.text_page import WIDTH, Page
+from ..diagnostics.quantities import duration, plural
+from ..diagnostics.text_page import WIDTH, Page
 from ..ir.plan import FUNCTIONS
 from ..ir.sequences import token_columns
 from ..passes.estimate import describe_filters

@@ -14,8 +14,8 @@ from folders import TESTS
 from msrl_graph import compile
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
+from msrl_graph.diagnostics.quantities import duration, size
 from msrl_graph.emit import json as emit_json
-from msrl_graph.emit.humanize import duration, size
 from msrl_graph.emit.placed_graph import build_placed_graph
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import graph_text, placed_text, plan_text

@@ -24,8 +24,8 @@ from sample import examples
 
 from msrl_graph import compile, simulate
 from msrl_graph.cost import transfers as costs
+from msrl_graph.diagnostics.quantities import duration, size
 from msrl_graph.emit import json as emit_json
-from msrl_graph.emit.humanize import duration, size
 from msrl_graph.emit.search_report import why_text
 from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import Figure, Overheads

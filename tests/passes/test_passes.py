@@ -14,6 +14,7 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
+from msrl_graph.checks.stage import PlanContext
 from msrl_graph.cost import groups, holdings
 from msrl_graph.diagnostics import Span
 from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
@@ -117,7 +118,7 @@ def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
     second = placed.placement("second")
     assert first.layout == second.layout == Layout(tp=4, dp=4, zero=3)
     assert first.engine.options == {"dtype": "f32", "micro_batch": 1} and second.engine.options["micro_batch"] == 2
-    assert layout_check.check(placed, ENGINES) == sharing_check.check(placed) == []
+    assert layout_check.check(placed, PlanContext(ENGINES)) == sharing_check.check(placed, PlanContext(ENGINES)) == []
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_only_the_micro_batch_is_a_states_own(node: str, engine: dict[str, Value
         node: EngineChoice("fsdp", engine),
     }
     placed = PlaceNodes(ENGINES).apply(again(engines=stated))
-    assert [d.code for d in sharing_check.check(placed)] == ["bad-value"] * wrong
+    assert [d.code for d in sharing_check.check(placed, PlanContext(ENGINES))] == ["bad-value"] * wrong
 
 
 def test_an_evaluation_with_more_samples_fits_too() -> None:
@@ -441,7 +442,7 @@ def test_passes_are_deterministic_and_json_is_the_inverse() -> None:
 
 def told(plan: Plan) -> list[tuple[str, str, str]]:
     placed = PlaceNodes(ENGINES).apply(plan)
-    return [(d.code, d.message, d.help) for d in layout_check.check(placed, ENGINES)]
+    return [(d.code, d.message, d.help) for d in layout_check.check(placed, PlanContext(ENGINES))]
 
 
 def test_layouts_of_the_page_are_right() -> None:
@@ -514,7 +515,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
     layouts = {**page.DEPLOY.layouts, "actor.update": Layout(tp=8, dp=2, span=span)}
     stated = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})}
     plan = page.plan(on(devices(2, 8, 64e9), layouts=layouts, engines=stated))
-    (found,) = memory_check.check(plan)
+    (found,) = memory_check.check(plan, PlanContext(ENGINES))
     assert (found.code, found.span) == ("out-of-memory", span)
     assert found.message == "update needs 149.9 GB a device, which has 64.0 GB"
     assert [line.split()[0] for line in found.help.split("\n")[:6]] == [
@@ -526,7 +527,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
         "update",
     ]
     assert "recompute = full" in found.help
-    assert memory_check.check(PLAN) == []
+    assert memory_check.check(PLAN, PlanContext(ENGINES)) == []
 
 
 def test_recomputation_is_planned_where_nothing_else_fits() -> None:
@@ -536,7 +537,7 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
         update.engine.options["recompute"] == "full"
         and "recomputes activations, which would otherwise take 106 GB" in update.reason
     )
-    assert memory_check.check(plan) == []
+    assert memory_check.check(plan, PlanContext(ENGINES)) == []
     # Where it fits, nothing is recomputed.
     roomy = page.plan(on(devices(2, 8, 256e9), engines=page.LIGHT))
     assert "recompute" not in roomy.placement("actor.update").engine.options
@@ -547,4 +548,4 @@ def test_no_room_for_one_sequence_is_too_little() -> None:
     plan = page.plan(on(devices(2, 8, 50e9), engines=engines))
     assert plan.placement("actor.generate").engine.options["micro_batch"] == 1
     assert holdings.waves(plan, "actor.generate") == (1, 64)
-    assert any("needs" in d.message for d in memory_check.check(plan))
+    assert any("needs" in d.message for d in memory_check.check(plan, PlanContext(ENGINES)))

@@ -48,7 +48,7 @@ def plan(
     )
     names = ("devices", *sorted(set(pools.values()) - {"devices"}))
     made = tuple(Pool(tuple(n for n in pools if pools[n] == p), i, 1, p) for i, p in enumerate(names))
-    return BuildSchedule().apply(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
+    return BuildSchedule({}).apply(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
 
 
 def left_over(graph: Graph, streams: list[InstructionStream]) -> list[str]:
@@ -205,7 +205,7 @@ def refilled(draw: st.DrawFn) -> Plan:
     chosen = draw(st.sampled_from(filters))
     attributes = {"refill": Expr("number", 3)}
     nodes = tuple(replace(n, attributes=attributes) if n.name == chosen else n for n in found.graph.nodes)
-    return BuildSchedule().apply(replace(found, graph=replace(found.graph, nodes=nodes)))
+    return BuildSchedule({}).apply(replace(found, graph=replace(found.graph, nodes=nodes)))
 
 
 def walk(found: Plan, rounds: int) -> None:

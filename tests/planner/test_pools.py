@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from sample import examples
 
 from msrl_graph import compile
+from msrl_graph.backends import ENGINES
 from msrl_graph.backends.spec import BYTES
 from msrl_graph.checks import memory as memory_check
+from msrl_graph.checks.stage import PlanContext
 from msrl_graph.cost import groups
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.html import plan_html
@@ -220,7 +222,7 @@ def test_pools_that_do_not_wait_for_each_other_work_side_by_side() -> None:
 def test_memory_of_each_pool_is_judged() -> None:
     found = of("four")
     small = tuple(replace(m, capacity=Figure(1e9, "stated")) for m in found.memory if m.place == "device")
-    told = memory_check.check(replace(found, memory=small))
+    told = memory_check.check(replace(found, memory=small), PlanContext(ENGINES))
     lines = [
         APART["four"][: APART["four"].index(f"layout {n} ")].count("\n") + 1 for n in ("actor.update", "actor.generate")
     ]

@@ -26,6 +26,7 @@ from msrl_graph.backends.spec import EngineSpec
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import staleness as staleness_check
+from msrl_graph.checks.stage import PlanContext
 from msrl_graph.compiler.pipeline import PASSES, search_unstated
 from msrl_graph.emit.search_report import why_text
 from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
@@ -50,7 +51,9 @@ def passed(plan: Plan, **options: float) -> Plan:
 
 
 def fits(plan: Plan) -> bool:
-    return not [d for d in layout_check.check(plan, ENGINES) if d.severity == "error"] and not memory_check.check(plan)
+    return not [
+        d for d in layout_check.check(plan, PlanContext(ENGINES)) if d.severity == "error"
+    ] and not memory_check.check(plan, PlanContext(ENGINES))
 
 
 # Against enumeration
@@ -323,7 +326,7 @@ def test_a_budget_ends_it_with_a_gap() -> None:
 def test_what_nothing_fits_is_told(tmp_path: Path) -> None:
     plan = passed(replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=1, devices_per_node=1)))
     assert plan.search is not None and not plan.search.seconds and plan.search.ended == "nothing fits"
-    assert memory_check.check(plan) and "nothing that fits was found" in why_text(plan)
+    assert memory_check.check(plan, PlanContext(ENGINES)) and "nothing that fits was found" in why_text(plan)
 
 
 def test_staleness_where_nothing_is_parted_is_compared_with_the_same_in_step() -> None:
@@ -341,7 +344,7 @@ def test_staleness_where_nothing_is_parted_is_compared_with_the_same_in_step() -
     assert found.estimate is not None and found.estimate.staleness is not None and not record.rival.ahead
     assert record.seconds <= record.rival.seconds == plain.search.seconds
     assert found.placements == plain.placements
-    assert not staleness_check.check(found)
+    assert not staleness_check.check(found, PlanContext(ENGINES))
     (note,) = (n.text for n in found.notes if n.about == "staleness")
     assert note.startswith("with all pools in step, the best plan found") and "weights are 1 version old" in note
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msrl_graph import algorithms
 from msrl_graph.backends import ENGINES
-from msrl_graph.checks import check
+from msrl_graph.checks.table import check_graph
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import ProgramSource
 from msrl_graph.diagnostics import Diagnostic, Fault, Span
@@ -49,12 +49,12 @@ def diagnose(text: str, within: LoweringContext | None = None, name: str = "prog
     try:
         result = lowered(text, within, name)
     except LoweringFault as fault:
-        more = check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped) if fault.graph else []
+        more = check_graph(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped) if fault.graph else []
         return [*fault.diagnostics, *more]
     except Fault as fault:
         return list(fault.diagnostics)
     reported = {c for e in (result.deploy.evaluations if result.deploy else ()) for c in e.columns}
-    return [*result.warnings, *check(result.graph, result.library, result.warnings, reported, result.dropped)]
+    return [*result.warnings, *check_graph(result.graph, result.library, result.warnings, reported, result.dropped)]
 
 
 def head(program: str) -> tuple[str | None, str | None, dict[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...emit.humanize import size
+from ...diagnostics.quantities import size
 from ...hardware import visibility_masks
 from ...hardware.device_kinds import DeviceKind
 from .findings import ExaminedHost, Finding

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ...backends import ENGINES, UNTESTED_KINDS, can_build
 from ...backends.packages import ALIASES
-from ...emit.humanize import plural, size
+from ...diagnostics.quantities import plural, size
 from ...hardware import version_pairs
 from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from ...hardware.device_kinds import CUDA as NVIDIA

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from ...backends import ENGINES
 from ...backends.packages import make_install_hint
 from ...compiler.unsupported import find_unsupported, find_untested
-from ...emit.humanize import plural, size
+from ...diagnostics.quantities import plural, size
 from ...files.paths import hub_name
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import Plan

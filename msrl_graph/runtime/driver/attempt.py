@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...compiler.unsupported import find_untested
 from ...diagnostics import Diagnostic, Fault, Span
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...files import urls
 from ...files.urls import is_url
 from ...ir.plan import Plan

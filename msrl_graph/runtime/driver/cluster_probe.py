@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
-from ...emit.humanize import plural, size
+from ...diagnostics.quantities import plural, size
 from ...hardware import visibility_masks
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters

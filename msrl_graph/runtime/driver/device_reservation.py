@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ...diagnostics import Diagnostic
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...ir.plan import Plan
 from ..process.cluster_join import NoResources, live_nodes
 from .dock_monitor import unreachable_hosts

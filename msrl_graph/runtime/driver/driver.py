@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ...diagnostics import Fault
-from ...emit.text_page import WIDTH
+from ...diagnostics.text_page import WIDTH
 from ..dock.messages import DockTimeout
 from ..metrics.display import Display, Screen, Tail
 from ..metrics.http_server import StatusServer

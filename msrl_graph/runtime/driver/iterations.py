@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...diagnostics import Fault
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ...ir.plan_paths import copy_to_host

@@ -16,6 +16,7 @@ from ...backends import ENGINES, packages
 from ...backends.divisibility import find_misfits
 from ...backends.spec import EngineSpec
 from ...checks import folders
+from ...checks.stage import PlanContext
 from ...compiler.unsupported import find_unsupported
 from ...diagnostics import Diagnostic, Fault
 from ...files import fix_commands
@@ -55,7 +56,7 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
         problems = [problem for model in plan.deploy.models.values() if (problem := _check_tokenizer(model))]
     if not problems:
         problems = folders.check_unchanged(plan) or [
-            problem for problem in folders.check(plan) if problem.severity == "error"
+            problem for problem in folders.check(plan, PlanContext(ENGINES)) if problem.severity == "error"
         ]
     if "source" not in plan.deploy.data:
         problems.append(

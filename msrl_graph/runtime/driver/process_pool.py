@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from ...diagnostics import Diagnostic
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...hardware import visibility_masks
 from ...hardware.device_kinds import HOST
 from ...ir.async_schedule import count_lanes

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
-from ...emit.humanize import size
+from ...diagnostics.quantities import size
 from ...files.untrusted_folder import open_inside
 from ...files.urls import is_url
 from ...ir.plan import Plan

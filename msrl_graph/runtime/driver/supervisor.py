@@ -27,7 +27,7 @@ import msgspec
 
 from ...compiler.pipeline import with_hosts
 from ...diagnostics import MACHINE_FAULTS, Fault
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...files import private
 from ...ir.plan import Plan
 from ..metrics.display import Screen

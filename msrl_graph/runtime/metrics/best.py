@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...ir.evaluation import Evaluation
 
 

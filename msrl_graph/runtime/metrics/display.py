@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ...diagnostics.quantities import duration, plural, size
 from ...diagnostics.terminal_text import make_printable
-from ...emit.humanize import duration, plural, size
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..dock.messages import Status

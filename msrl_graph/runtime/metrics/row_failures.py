@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ...emit.humanize import plural
+from ...diagnostics.quantities import plural
 from ...ir.attributes import place_of_call
 from ...ir.plan import Plan
 from ..process.task import Task

@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ...diagnostics.quantities import duration, size
 from ...diagnostics.terminal_text import make_printable
-from ...emit.humanize import duration, size
 from .run_status import RunSnapshot
 
 WAITS = 4  # most waits that are shown

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import chain
 from typing import Any, get_args
@@ -19,15 +20,26 @@ from sample import examples
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
+from msrl_graph.checks.table import CHECKS
+from msrl_graph.compiler import loading, pipeline
 from msrl_graph.compiler.loading import load
-from msrl_graph.compiler.pipeline import CHECKS, LAST, PASSES
+from msrl_graph.compiler.pipeline import LAST, PASSES
+from msrl_graph.compiler.plan_names import find_wrong_names
 from msrl_graph.diagnostics import Fault
-from msrl_graph.ir import verify
+from msrl_graph.emit import facts as emit_facts
+from msrl_graph.emit import text as emit_text
+from msrl_graph.emit.diff import difference
 from msrl_graph.ir.async_schedule import skipping_edges
 from msrl_graph.ir.instruction import Instruction, Op, Walk, Walker
 from msrl_graph.ir.plan import Plan
+from msrl_graph.passes import order
 from msrl_graph.passes.dock import InsertDock
-from msrl_graph.passes.order import passes
+from msrl_graph.passes.facts import Fact, Section
+from msrl_graph.passes.order import ORDER, passes
+from msrl_graph.passes.place import PlacementPass
+from msrl_graph.passes.reshard import InsertResharding
+from msrl_graph.passes.schedule import BuildSchedule
+from msrl_graph.passes.spec import Pass
 from msrl_graph.planner.place import PlaceNodes
 
 PROGRAMS = {
@@ -54,7 +66,7 @@ def test_whatever_a_pass_needs_stands_before_it() -> None:
     assert len(names) == len({*names}) and names[0] == "place"
     for at, step in enumerate(PASSES):
         assert {*step.needs} <= {*names[:at]}, step.name
-    assert {*CHECKS, *LAST.values()} <= {*names}
+    assert {*CHECKS} - {"graph", "evaluated", "files"} <= {*names} and {*LAST.values()} <= {*names}
 
 
 @pytest.mark.parametrize("step", [*PASSES.after("place")], ids=lambda s: s.name)
@@ -66,7 +78,7 @@ def test_a_pass_needs_what_it_says_and_all_of_that(step: Any) -> None:
     whole = page.PASSES.until(step.name).apply(start)
     before = page.PASSES.until(step.name).only(*(s.name for s in page.PASSES if s.name != step.name)).apply(start)
     filled = [f.name for f in fields(Plan) if getattr(whole, f.name) != getattr(before, f.name) and f.name != "notes"]
-    assert len(filled) <= 1
+    assert {*filled} <= {*step.fills} and len(filled) <= 1
 
     def part(plan: Plan, without: Plan) -> Any:
         """What it fills, or, of a pass that fills nothing, what it notes."""
@@ -95,6 +107,61 @@ def test_parts_of_the_list_are_named_by_where_they_begin_and_end() -> None:
         listed.until("no")
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """The results of the pass below."""
+
+    seen: int
+    most: float
+
+
+class CountPrompts(Pass):
+    """A pass in one file: the prompts of a run."""
+
+    name = "prompts"
+    title = "Prompts"
+    needs = ("place",)
+
+    def apply(self, plan: Plan) -> Plan:
+        iterations = plan.deploy.run.iterations
+        return plan.with_part(self.name, Prompts(plan.graph.rows[0] * iterations, 1.5))
+
+    @staticmethod
+    def verify(plan: Plan) -> Iterator[str]:
+        results = plan.part("prompts", Prompts)
+        if results is None or results.seen < 1:
+            yield "it sees no prompts"
+
+    @staticmethod
+    def facts(plan: Plan) -> Section:
+        results = plan.part("prompts", Prompts)
+        return {"run": {"seen": Fact(float(results.seen), "prompts"), "most": Fact(results.most)}} if results else {}
+
+
+def test_a_new_pass_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are in the plan and its file, verified, shown and compared."""
+    for module in (order, emit_text, emit_facts, loading):
+        monkeypatch.setattr(module, "ORDER", (*ORDER, CountPrompts))
+    monkeypatch.setattr(loading, "PASSES", pipeline.pipeline())
+    plan = compile(ROOT / "tests/programs/grpo_page.rlg")
+    rows = plan.graph.rows[0] * plan.deploy.run.iterations
+    assert plan.part("prompts", Prompts) == Prompts(rows, 1.5)
+    again = load(plan.to_json().encode(), "it", run=True)
+    assert again.parts == plan.parts and again.to_json() == plan.to_json()
+    assert [line.split() for line in plan.explain().partition("\nPrompts\n")[2].splitlines()[2:4]] == [
+        ["run", "seen", f"{rows:,}"],
+        ["run", "most", "1.5"],
+    ]
+    more = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, iterations=1)))
+    changes = difference(plan, CountPrompts(ENGINES).apply(more))
+    assert [(c.item, c.what, c.old, c.new) for c in changes if c.part == "Prompts"] == [
+        ("run", "seen", rows, plan.graph.rows[0])
+    ]
+    for wrong, why in (({}, "it sees no prompts"), ({"prompts": {"seen": 2, "most": 1.5}}, "`parts.prompts.seen`")):
+        with pytest.raises(Fault, match=why):
+            load(replace(plan, parts=wrong).to_json().encode(), "it", run=True)
+
+
 # The verifier
 
 
@@ -120,7 +187,7 @@ def test_what_the_compiler_makes_passes(name: str) -> None:
     except Fault as fault:
         assert {d.code for d in fault.diagnostics} <= {"no-deploy", "missing-file"}
         return
-    assert [*chain(verify.names(plan), PASSES.verify(plan))] == []
+    assert [*chain(find_wrong_names(plan), PASSES.verify(plan))] == []
     assert load(plan.to_json().encode(), "it").to_json() == plan.to_json()
 
 
@@ -215,7 +282,7 @@ def test_weights_and_rows_are_there_when_they_are_needed(program: str, pool: int
 def test_weights_stay_where_the_next_iteration_may_generate_with_them() -> None:
     path = ROOT / "tests" / "programs" / "stale.rlg"
     plan = compile(path, text=path.read_text().replace("{ staleness = staleness }", "{ staleness = 3, every = 2 }"))
-    assert not [*verify.schedule(plan)]
+    assert not [*BuildSchedule.verify(plan)]
     leaves = {x.node for s in plan.schedule for x in s.instructions if x.op == "RELEASE"}
     ((edge, _),) = skipping_edges(plan).items()
     assert edge[1] not in leaves
@@ -229,7 +296,7 @@ def test_weights_stay_where_the_next_iteration_may_generate_with_them() -> None:
         )
         for s in plan.schedule
     )
-    wrong = [*verify.schedule(replace(plan, schedule=streams))]
+    wrong = [*BuildSchedule.verify(replace(plan, schedule=streams))]
     assert wrong and all("which the next iteration may generate with" in w for w in wrong)
 
 
@@ -254,20 +321,20 @@ def test_pools_that_have_a_device_in_common() -> None:
     one, other = plan.pools
     for pool in (replace(other, first=one.first), replace(other, first=one.first + one.devices - 1)):
         placed = tuple(replace(p, first=pool.first) if p.pool == pool.name else p for p in plan.placements)
-        found = [*verify.placements(replace(plan, pools=(one, pool), placements=placed))]
+        found = [*PlacementPass.verify(replace(plan, pools=(one, pool), placements=placed))]
         assert found == [f"its pools `{one.name}` and `{other.name}` have a device in common"]
     beyond = replace(plan, pools=(one, replace(other, first=plan.cluster.devices)))
-    assert [*verify.placements(beyond)] == [f"the cluster does not have the devices of its pool `{other.name}`"]
+    assert [*PlacementPass.verify(beyond)] == [f"the cluster does not have the devices of its pool `{other.name}`"]
 
 
 def test_only_a_generation_numbers_its_replicas_as_neighbours() -> None:
     plan = compile(ROOT / "tests" / "programs" / "grpo_page.rlg")
-    assert plan.placement("actor.generate").layout.inner == 2 and not [*verify.placements(plan)]
+    assert plan.placement("actor.generate").layout.inner == 2 and not [*PlacementPass.verify(plan)]
     for node, inner, faults in (("actor.update", 2, 1), ("actor.generate", 4, 0), ("actor.generate", 3, 1)):
         one = plan.placement(node)
         changed = replace(one, layout=replace(one.layout, inner=inner))
         placed = tuple(changed if p is one else p for p in plan.placements)
-        found = [*verify.placements(replace(plan, placements=placed))]
+        found = [*PlacementPass.verify(replace(plan, placements=placed))]
         assert found == [f"the replicas of `{node}` cannot be next to each other in groups of {inner}"] * faults
 
 
@@ -279,7 +346,7 @@ def test_a_controller_hears_of_what_its_node_reads() -> None:
         (replace(first, groups=first.groups + 1), "does not have as many groups as the node"),
         (replace(first, host=plan.cluster.nodes), "is not on a host of the cluster"),
     ):
-        (why,) = verify.docks(replace(plan, docks=replace(plan.docks, controllers=(wrong, *others))))
+        (why,) = InsertDock.verify(replace(plan, docks=replace(plan.docks, controllers=(wrong, *others))))
         assert told in why
 
 
@@ -287,7 +354,7 @@ def test_each_tensor_is_in_one_bucket() -> None:
     plan = compile(ROOT / "tests" / "programs" / "small.rlg")
     (edge,) = plan.reshards
     for buckets in (edge.buckets[1:], (*edge.buckets, edge.buckets[0][:1])):
-        (why,) = verify.reshards(replace(plan, reshards=(replace(edge, buckets=buckets),)))
+        (why,) = InsertResharding.verify(replace(plan, reshards=(replace(edge, buckets=buckets),)))
         assert why == f"the buckets of `{edge.name}` do not have every tensor once"
 
 

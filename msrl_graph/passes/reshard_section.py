@@ -1,15 +1,41 @@
-"""Resharding edges as text: bytes, steps and released memory of each edge.
+"""The resharding edges of a plan: how they are verified, shown and compared.
 
 Invariant: every figure is printed with its source (measured, derived, datasheet, stated or assumed).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+from ..diagnostics.quantities import duration, plural, size
+from ..diagnostics.text_page import Sheet
 from ..ir.async_schedule import Sends
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard, ReshardRoute
-from .humanize import duration, format_layout, plural, size
-from .text_page import Sheet
+from .facts import Fact
+from .place import format_layout
+from .spec import describe_incomplete
+
+
+def verify_reshards(plan: Plan) -> Iterator[str]:
+    """Verify the plans of resharding edges.
+
+    Every resharding edge (`=>`) must have a plan, and each tensor must be in exactly one bucket.
+    """
+    if [(reshard.src, reshard.dst) for reshard in plan.reshards] != [
+        (edge.src, edge.dst) for edge in plan.graph.reshards()
+    ]:
+        yield describe_incomplete("reshard")
+        return
+    for reshard in plan.reshards:
+        if (reshard.mode == "send") != (plan.placement(reshard.src).pool != plan.placement(reshard.dst).pool):
+            yield f"the mode of `{reshard.name}` cannot be {reshard.mode} with its pools"
+        if Counter(chain.from_iterable((*reshard.buckets, *reshard.first_buckets))) != Counter(
+            tensor.name for tensor in plan.model(reshard.src).weights
+        ):
+            yield f"the buckets of `{reshard.name}` do not have every tensor once"
 
 
 def write_reshards(page: Sheet, plan: Plan) -> None:
@@ -109,3 +135,30 @@ def _describe_route(way: ReshardRoute, ways: int) -> str:
 def _peak_formula(order: str) -> str:
     """Return the formula of a device's peak memory for a value of `reshard { order }`."""
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"
+
+
+def reshard_facts(reshard: Reshard) -> dict[str, Fact]:
+    facts_found = {"mode": Fact(reshard.mode), "order": Fact(reshard.order)}
+    facts_found["moves a device"] = Fact(float(sum(route.bytes for route in reshard.ways)), "bytes")
+    for route in reshard.ways:
+        among = (
+            f" in groups of {route.ranks}, blocks of {route.block}{' of each stage' if route.across else ''}"
+            if route.ranks > 1
+            else ""
+        )
+        facts_found[route.of] = Fact(f"{route.how}{among}")
+        facts_found[f"{route.of}, a device"] = Fact(float(route.bytes), "bytes", True)
+    facts_found["buckets"] = Fact(float(len(reshard.buckets)), "buckets", True)
+    names = {
+        "bucket": reshard.bucket_bytes,
+        "update weights a device": reshard.update_bytes_per_device,
+        "generation weights a device": reshard.generate_bytes_per_device,
+        "released a device": reshard.released_bytes_per_device,
+        "peak a device": reshard.peak_bytes_per_device,
+        "naive would leave": reshard.redundant_bytes,
+    }
+    facts_found |= {name: Fact(float(size), "bytes") for name, size in names.items()}
+    for step in (*reshard.steps, reshard.swap_in, *([reshard.copied] if reshard.copied else [])):
+        facts_found[f"{step.name}: bytes"] = Fact(float(step.bytes), "bytes", True)
+        facts_found[f"{step.name}: seconds"] = Fact(step.seconds.value, "s", True)
+    return facts_found

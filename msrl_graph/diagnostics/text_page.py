@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..diagnostics.terminal_text import make_printable
+from .terminal_text import make_printable
 
 WIDTH = 100
 
