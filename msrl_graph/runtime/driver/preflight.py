@@ -16,7 +16,7 @@ from ...backends import ENGINES, packages
 from ...backends.divisibility import find_misfits
 from ...backends.spec import EngineSpec
 from ...checks import folders
-from ...checks.stage import PlanContext
+from ...checks.stage import Check, PlanContext, When, run_checks
 from ...compiler.unsupported import find_unsupported
 from ...diagnostics import Diagnostic, Fault
 from ...files import fix_commands
@@ -38,37 +38,12 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 
     Returns a preview of each data file. Raises Fault with everything that is missing.
     """
-    problems = find_unsupported(plan) or [*_packages(plan), *_trackers(plan), *_interpreters(plan)]
-    for model in plan.deploy.models.values():
-        if not model.path:
-            message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
-            hub = hub_name(model.name)
-            help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
-            problems.append(Diagnostic("unknown-model", message, model.span, help))
-            continue
-        for pattern in ("*.safetensors", "tokenizer.json"):
-            if not list(Path(model.path).glob(pattern)):
-                message = f"the model folder {model.path} holds no {pattern}"
-                help = fix_commands.tokenizer(model.path) if pattern == "tokenizer.json" else ""
-                problems.append(Diagnostic("missing-file", message, model.span, help))
-        problems += _links(model)
-    if not problems:
-        problems = [problem for model in plan.deploy.models.values() if (problem := _check_tokenizer(model))]
-    if not problems:
-        problems = folders.check_unchanged(plan) or [
-            problem for problem in folders.check(plan, PlanContext(ENGINES)) if problem.severity == "error"
-        ]
-    if "source" not in plan.deploy.data:
-        problems.append(
-            Diagnostic(
-                "missing-file",
-                "the deploy names no data for the source",
-                plan.deploy.span,
-                'add: data source = "file.jsonl" { ... }',
-            )
-        )
+    context = PlanContext(ENGINES)
+    problems = run_checks(SUPPORT, plan, context) or run_checks(MACHINE, plan, context)
+    problems += run_checks(MODELS, plan, context, earlier=problems)
     previews = {}
     has_tokenizers = not problems  # data needs the models' tokenizers
+    problems += run_checks(DATA, plan, context)
     for name, item in plan.deploy.data.items():
         try:
             previews[name] = (
@@ -81,6 +56,23 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
     if not os.environ.get("RAY_ADDRESS"):
         check_machine(plan)
     return previews
+
+
+def _check_models(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
+    """Yield an error for each model whose weights or tokenizer are not on this machine."""
+    for model in plan.deploy.models.values():
+        if not model.path:
+            message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
+            hub = hub_name(model.name)
+            help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
+            yield Diagnostic("unknown-model", message, model.span, help)
+            continue
+        for pattern in ("*.safetensors", "tokenizer.json"):
+            if not list(Path(model.path).glob(pattern)):
+                message = f"the model folder {model.path} holds no {pattern}"
+                help = fix_commands.tokenizer(model.path) if pattern == "tokenizer.json" else ""
+                yield Diagnostic("missing-file", message, model.span, help)
+        yield from _links(model)
 
 
 def _links(model: Model) -> Iterator[Diagnostic]:
@@ -96,7 +88,7 @@ def _links(model: Model) -> Iterator[Diagnostic]:
         yield Diagnostic("missing-file", message, model.span, help)
 
 
-def _packages(plan: Plan) -> Iterator[Diagnostic]:
+def _packages(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
     """Yield an error for each engine whose packages are not installed.
 
     The error points to the place where the program names the engine. If the program does not name the engine, the error
@@ -125,7 +117,7 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
         yield Diagnostic("not-installed", message, span, help)
 
 
-def _trackers(plan: Plan) -> Iterator[Diagnostic]:
+def _trackers(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
     """Yield an error for each tracker whose packages are not installed."""
     for name in plan.deploy.run.track:
         needs = () if is_file(name) else find_tracker(name).packages
@@ -173,7 +165,7 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
     return ""
 
 
-def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
+def _interpreters(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
     """Yield an error for each pool whose Python interpreter does not fit the run.
 
     If the run is on a cluster, no error is yielded: cluster_probe.py checks the interpreters of each host.
@@ -181,11 +173,36 @@ def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
     return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check_interpreters(plan)
 
 
-def _check_tokenizer(model: Model) -> Diagnostic | None:
-    """Return an error if the tokenizer of a model's folder cannot be read, else None."""
-    try:
-        Tokens(model.path)
-    except Exception as error:  # the library raises nothing more specific
-        help = fix_commands.lfs(Path(model.path) / "tokenizer.json")
-        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span, help)
-    return None
+def _check_tokenizers(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
+    """Yield an error for each model whose tokenizer cannot be read."""
+    for model in plan.deploy.models.values():
+        try:
+            Tokens(model.path)
+        except Exception as error:  # the library raises nothing more specific
+            help = fix_commands.lfs(Path(model.path) / "tokenizer.json")
+            message = f"the tokenizer of {model.path} cannot be read: {error}"
+            yield Diagnostic("missing-file", message, model.span, help)
+
+
+def _check_folders(plan: Plan, context: PlanContext) -> list[Diagnostic]:
+    """Return the errors of the models' folders; the compiler has already reported the warnings."""
+    return [diagnostic for diagnostic in folders.check(plan, context) if diagnostic.severity == "error"]
+
+
+def _check_source(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
+    if "source" not in plan.deploy.data:
+        message = "the deploy names no data for the source"
+        help = 'add: data source = "file.jsonl" { ... }'
+        yield Diagnostic("missing-file", message, plan.deploy.span, help)
+
+
+# The checks before a run, by stage. Those of the machine only run if this version supports the program.
+SUPPORT = (Check(lambda plan, context: find_unsupported(plan)),)
+MACHINE = (Check(_packages), Check(_trackers), Check(_interpreters))
+MODELS = (
+    Check(_check_models),
+    Check(_check_tokenizers, When.CLEAN),
+    Check(lambda plan, context: folders.check_unchanged(plan), When.CLEAN),
+    Check(_check_folders, When.CLEAN),
+)
+DATA = (Check(_check_source),)
