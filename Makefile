@@ -290,7 +290,7 @@ peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready #: compute the values of trl a
 	$(VENV_VERL)/bin/python -W ignore tests/peers/from_verl.py
 
 docs: $(VENV)/ready ## write the pages that are generated from sources
-	$(BIN)/python -m msrl_graph.codes > docs/reference/codes.md
+	$(BIN)/python -m msrl_graph.diagnostics.codes > docs/reference/codes.md
 	$(BIN)/python -m msrl_graph.reference docs/reference/language
 	$(BIN)/python -m msrl_graph.reference.metric_page > docs/reference/metrics.md
 

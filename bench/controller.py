@@ -17,7 +17,7 @@ from argparse import ArgumentParser
 import numpy as np
 import smoke
 
-from msrl_graph.ir.rowsets import Rowset, Sieve
+from msrl_graph.analysis.rowsets import Rowset, Sieve
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
 from msrl_graph.runtime.dock.readers import ColumnRead, NodeReads

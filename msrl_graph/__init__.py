@@ -19,6 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from . import emit as _emit
 from .ir import views as _views
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ _HOMES = {
     "simulate": ".simulation",
 }
 
-# `emit` renders graphs and plans. It is a layer above `ir`, so `ir` gets the loader of `emit` from this module.
-_views.emitter = lambda name: import_module(f".emit.{name}", __name__)
+# `emit` shows graphs and plans. It is a layer above `ir`, so it is set here.
+_views.facade = _emit
 
 
 def __getattr__(name: str) -> object:

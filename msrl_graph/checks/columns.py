@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ..analysis.likely_writers import choose_writer, find_idle_writer
+from ..analysis.sequences import find_response_column
 from ..diagnostics import Diagnostic, Span
 from ..ir.graph import ELEMENTS, Graph, Node
-from ..ir.likely_writers import choose_writer, find_idle_writer
 from ..ir.plan import is_reported as is_metric
-from ..ir.sequences import find_response_column
 from ..ir.signatures import CallKind, Signature
 
 Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]

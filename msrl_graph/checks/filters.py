@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from ..analysis.rowsets import rowsets
 from ..diagnostics import Diagnostic
 from ..ir.attributes import CallAttributes, GenerateAttributes
 from ..ir.graph import Graph
-from ..ir.rowsets import rowsets
 from .columns import Library
 from .scope import known_calls
 

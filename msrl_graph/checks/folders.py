@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..analysis.sequences import bound, is_tokens, sequences
 from ..diagnostics import Diagnostic, Fault
 from ..ir.plan import Plan
-from ..ir.sequences import bound, is_tokens, sequences
 from ..model import models
 from ..model.architecture import Model
 from ..model.end_tokens import read_end_tokens

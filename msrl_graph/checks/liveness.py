@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..analysis.async_schedule import count_lanes
+from ..analysis.sequences import is_tokens, length_columns
 from ..diagnostics import Diagnostic
-from ..ir.async_schedule import count_lanes
 from ..ir.attributes import CallAttributes, SampleEdgeAttributes, UpdateAttributes
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import PhaseMemory, Plan
-from ..ir.sequences import is_tokens, length_columns
 from .columns import Library
 from .stage import PlanContext
 

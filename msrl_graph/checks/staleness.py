@@ -8,13 +8,13 @@ share devices is reported for a plan whose nodes are placed.
 
 from __future__ import annotations
 
+from ..analysis.async_schedule import late_states, staleness_bounds
+from ..analysis.pools_in_step import describe_state_wait, reasons_in_step, reasons_in_turns
+from ..analysis.sequences import find_response_column, temperature_states
 from ..diagnostics import Diagnostic, Span
-from ..ir.async_schedule import late_states, staleness_bounds
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, shared_staleness
-from ..ir.pools_in_step import describe_state_wait, reasons_in_step, reasons_in_turns
-from ..ir.sequences import find_response_column, temperature_states
 from ..planner.pools import open_to_staleness
 from .columns import Library
 from .scope import loss_columns

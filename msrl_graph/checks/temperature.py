@@ -7,10 +7,10 @@ from tokens that were sampled at temperature 0.
 
 from __future__ import annotations
 
+from ..analysis.sequences import sequences
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Graph, Node
-from ..ir.sequences import sequences
 from .columns import Library
 
 

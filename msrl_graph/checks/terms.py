@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from ..analysis.sequences import find_response_column, is_tokens, sequences, temperature_exprs
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import ELEMENTS, Graph, Node
-from ..ir.sequences import find_response_column, is_tokens, sequences, temperature_exprs
 from ..ir.signatures import FILLED, ROUNDING
 from .columns import Library
 from .scope import kind_of, known_calls, loss_columns, missing_inputs, span

@@ -9,10 +9,10 @@ token of the writer's tokenizer does not have the same id in the reader's tokeni
 
 from __future__ import annotations
 
+from ..analysis.sequences import sequences, source_worker
 from ..diagnostics import NOWHERE, Diagnostic
 from ..ir.graph import Column, Graph, Node, Worker
 from ..ir.plan import Plan
-from ..ir.sequences import sequences, source_worker
 from ..model.architecture import Model
 from ..model.models import read_token_texts
 from ..model.presets import find_tokenizer_name

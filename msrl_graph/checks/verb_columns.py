@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..analysis.sequences import find_response_column, is_tokens, is_whole_conversation, sequences, temperature_exprs
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Column, Graph, Node
 from ..ir.metrics import RESERVED
 from ..ir.plan import is_reported
-from ..ir.sequences import find_response_column, is_tokens, is_whole_conversation, sequences, temperature_exprs
 from .columns import Library
 from .scope import kind_of
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import codes
-from ..diagnostics import Fault, nearest
+from ..diagnostics import Fault, codes, nearest
 from ..diagnostics.terminal_text import make_printable
 from .common import load_plan, parse_natural, print_diagnostics, run_guarded
 
@@ -325,8 +324,8 @@ def _flag_against_diff(options: argparse.Namespace) -> str:
 
 
 def _diff_text(plan: Plan, options: argparse.Namespace) -> str:
+    from ..data.plan_paths import make_existing_absolute
     from ..emit.diff import diff_json, diff_text, difference
-    from ..ir.plan_paths import make_existing_absolute
 
     changes = difference(
         load_plan(options.diff), make_existing_absolute(plan)

@@ -21,13 +21,13 @@ from ..backends import ENGINES
 from ..checks import layout
 from ..checks.stage import PlanContext
 from ..checks.table import check_graph, check_plan
+from ..data.plan_paths import copy_model_heads
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
 from ..dsl import ast
 from ..dsl.lower import LoweringContext, LoweringFault, lower
 from ..dsl.parse import parse
 from ..ir.graph import Graph
 from ..ir.plan import Plan
-from ..ir.plan_paths import copy_model_heads
 from ..ir.search_record import SearchRecord
 from ..model import models
 from ..passes.order import passes

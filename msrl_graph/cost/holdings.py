@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from .. import algorithms
+from ..analysis.async_schedule import fetched_edges, skipping_edges
+from ..analysis.sequences import bound, conversations, scores_texts, sequences
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import ClusterSpec, Figure
 from ..ir import optimizer_spec
-from ..ir.async_schedule import fetched_edges, skipping_edges
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
-from ..ir.sequences import bound, conversations, scores_texts, sequences
 from ..ir.workload import Workload, kv_elements, micro_batches
 from ..sharding.layout import Side, count_busiest_elements, stage_parts
 from . import default_activations

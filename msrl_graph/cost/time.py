@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..analysis.sequences import sequences
 from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, is_compiled
 from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
-from ..ir.sequences import sequences
 from ..ir.workload import micro_batches
 from ..model.architecture import Model
 from ..sharding.layout import Layout

@@ -16,7 +16,7 @@ from functools import lru_cache, wraps
 from pathlib import PurePath
 from typing import Literal, ParamSpec, TypeVar
 
-from .. import codes
+from . import codes
 from .terminal_text import SIGNS, make_printable
 
 # Codes of faults of the machines, not of the program: for these, the exit status is 3.

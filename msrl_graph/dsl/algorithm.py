@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ..analysis.sequences import reads_tempered
 from ..diagnostics import Fault, nearest
 from ..ir import attributes as declared
 from ..ir.flow import dependency_order
 from ..ir.graph import KINDS, Edge, Expr, Graph, Node, Worker
 from ..ir.kinds import COUNT
-from ..ir.sequences import reads_tempered
 from ..ir.signatures import CallKind, Signature
 from ..ir.statements import STATEMENTS
 from ..ir.worker_attributes import WorkerAttributes

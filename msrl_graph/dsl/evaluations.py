@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from ..analysis.likely_writers import find_idle_writer
+from ..analysis.rowsets import nodes_upstream
 from ..diagnostics import Span, nearest
 from ..ir.evaluation import Evaluation
 from ..ir.graph import ELEMENTS, Expr, Graph
 from ..ir.kinds import ValueKind
-from ..ir.likely_writers import find_idle_writer
 from ..ir.options import EvaluateOptions
 from ..ir.plan import is_reported
-from ..ir.rowsets import nodes_upstream
 from . import ast
 from .expressions import Problems, mistake
 

@@ -10,9 +10,9 @@ from dataclasses import fields, is_dataclass
 
 import msgspec
 
+from ..data.plan_paths import make_existing_absolute
 from ..ir.graph import Graph
 from ..ir.plan import FORMAT_VERSION, Plan
-from ..ir.plan_paths import make_existing_absolute
 from .placed_graph import build_placed_graph
 
 

@@ -1,16 +1,12 @@
-"""Text, HTML and networkx views of graphs and plans in Python.
+"""What graphs and plans show of themselves in Python: text, HTML, JSON, networkx.
 
-Invariant: a view shows the same content as the command line. The package `ir` does not import packages that import
-`ir`, such as `emit`, which writes graphs and plans as text or HTML. The root package sets `emitter`, a function that
-loads a module of `emit` on first use. A process that runs or sends a plan loads no module of `emit`.
+Invariant: a view shows the same content as the command line. The package `ir` is data and imports no code that shows
+it. So the root package sets `facade`, the package `emit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -19,7 +15,17 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-emitter: Callable[[str], ModuleType] = import_module  # loads a module of emit by name; set by the root package
+class Facade(Protocol):
+    """The functions that show graphs and plans."""
+
+    def graph_text(self, graph: Graph) -> str: ...
+    def graph_html(self, graph: Graph) -> str: ...
+    def plan_text(self, plan: Plan, width: int) -> str: ...
+    def plan_json(self, plan: Plan) -> str: ...
+    def plan_html(self, plan: Plan) -> str: ...
+
+
+facade = cast(Facade, None)  # set by the root package
 
 
 class GraphViews:
@@ -27,7 +33,7 @@ class GraphViews:
 
     def __str__(self: Graph) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile --emit graph` shows."""
-        return str(emitter("text").graph_text(self)).removesuffix("\n")
+        return facade.graph_text(self).removesuffix("\n")
 
     def __repr__(self: Graph) -> str:  # type: ignore[misc]
         """Return one line for tracebacks and debuggers, since the text is long."""
@@ -35,7 +41,7 @@ class GraphViews:
 
     def _repr_html_(self: Graph) -> str:  # type: ignore[misc]
         """Return the HTML picture that a notebook shows, with nodes grouped by worker."""
-        return str(emitter("html").graph_fragment(self))
+        return facade.graph_html(self)
 
     def to_networkx(self: Graph) -> nx.MultiDiGraph[str]:  # type: ignore[misc]
         """Return a networkx graph; its nodes have `node=` data and its edges `edge=` data."""
@@ -50,7 +56,7 @@ class GraphViews:
 
 
 class PlanViews:
-    """Methods that show a Plan as text, JSON or HTML; they need `emit`."""
+    """Methods that show a Plan as text, JSON or HTML."""
 
     def explain(self: Plan, width: int = 100) -> str:  # type: ignore[misc]
         """Return the text that `msrl-compile` shows; `width` is in characters.
@@ -58,14 +64,14 @@ class PlanViews:
         The text says which node runs where, what data is moved, whether the memory suffices, how long an iteration
         takes, and the reasons for all of this.
         """
-        return str(emitter("text").plan_text(self, width))
+        return facade.plan_text(self, width)
 
     def to_json(self: Plan) -> str:  # type: ignore[misc]
         """Return the JSON text that `msrl-compile --format json` writes.
 
         Paths of existing files are absolute in this text, so that the plan runs from any folder.
         """
-        return str(emitter("json").plan_json(self))
+        return facade.plan_json(self)
 
     def __str__(self: Plan) -> str:  # type: ignore[misc]
         """Return the text of `explain`."""
@@ -78,4 +84,4 @@ class PlanViews:
 
     def _repr_html_(self: Plan) -> str:  # type: ignore[misc]
         """Return the HTML picture that a notebook shows, with nodes grouped by pool."""
-        return str(emitter("html").plan_fragment(self))
+        return facade.plan_html(self)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..analysis.async_schedule import Sends, late_states, lead_of_pools, row_age_bound
 from ..cost import holdings
 from ..cost import transfers as costs
 from ..cost.followers import follower_seconds
@@ -21,7 +22,6 @@ from ..cost.time import Costs
 from ..diagnostics.quantities import duration, plural, staleness
 from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import Figure, weakest
-from ..ir.async_schedule import Sends, late_states, lead_of_pools, row_age_bound
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Estimate, Phase, Plan, PlanNote, StalenessEstimate

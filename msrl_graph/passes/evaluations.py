@@ -6,12 +6,12 @@ of the program sets them.
 
 from __future__ import annotations
 
+from ..analysis.rowsets import nodes_upstream
 from ..diagnostics.quantities import plural
 from ..diagnostics.text_page import Sheet
 from ..ir.attributes import GenerateAttributes
 from ..ir.evaluation import Evaluation
 from ..ir.plan import Plan
-from ..ir.rowsets import nodes_upstream
 
 
 def write_evaluations(page: Sheet, plan: Plan) -> None:

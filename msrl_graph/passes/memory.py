@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ..analysis.async_schedule import count_lanes
 from ..backends.spec import BYTES
 from ..cost import groups, holdings
 from ..diagnostics.quantities import size as format_size
 from ..diagnostics.text_page import Sheet
-from ..ir.async_schedule import count_lanes
 from ..ir.attributes import CallAttributes
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan

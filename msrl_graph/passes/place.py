@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from ..analysis.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..diagnostics.quantities import duration, plural, size, staleness
 from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import Figure
-from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Node
 from ..ir.plan import FUNCTIONS, EngineChoice, Plan
 from ..ir.search_record import Rival, SearchRecord

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..analysis.async_schedule import fetched_edges
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
 from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import ClusterSpec, Figure, weakest
-from ..ir.async_schedule import fetched_edges
 from ..ir.graph import Edge
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard, ReshardRoute, Step

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
+from ..analysis.async_schedule import Sends
 from ..diagnostics.quantities import duration, plural, size
 from ..diagnostics.text_page import Sheet
-from ..ir.async_schedule import Sends
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard, ReshardRoute
 from .facts import Fact

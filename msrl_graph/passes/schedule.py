@@ -20,14 +20,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from ..analysis.async_schedule import count_opening, lead_of_pools, pipelined_openings, skipping_edges
+from ..analysis.pools_in_step import functions_with_states
+from ..analysis.rowsets import find_refill, nodes_upstream
 from ..cost.holdings import update_of
 from ..diagnostics.text_page import Sheet
-from ..ir.async_schedule import count_opening, lead_of_pools, pipelined_openings, skipping_edges
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, InstructionStream, Walk, Walker, nodes_run
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.pools_in_step import functions_with_states
-from ..ir.rowsets import find_refill, nodes_upstream
 from .evaluations import write_evaluations
 from .facts import Fact, Section
 from .spec import Pass, describe_incomplete, has_every_node

@@ -21,8 +21,15 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..analysis.async_schedule import (
+    Sends,
+    awaited_pools,
+    count_opening,
+    fetched_edges,
+    lead_of_pools,
+    pipelined_openings,
+)
 from ..cost import transfers as costs
-from ..ir.async_schedule import Sends, awaited_pools, count_opening, fetched_edges, lead_of_pools, pipelined_openings
 from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..analysis.sequences import bound, token_columns
 from ..diagnostics.quantities import duration, size
 from ..diagnostics.text_page import Sheet
 from ..hardware.cluster import Figure
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Edge
 from ..ir.plan import FUNCTIONS, Plan, PlanNote, Traffic
-from ..ir.sequences import bound, token_columns
 from .facts import Fact, Section
 from .spec import Pass, describe_incomplete
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
+from ..analysis.async_schedule import fetched_edges, lead_of_pools
 from ..cost import holdings
 from ..cost.transfers import function_overhead
-from ..ir.async_schedule import fetched_edges, lead_of_pools
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.plan import FUNCTIONS, Plan, PlanNote
 from ..ir.search_record import NOTHING_FITS, Candidate, Rival, SearchRecord

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
+from ..analysis.sequences import sequences, token_columns
 from ..diagnostics import Diagnostic, Fault, nearest
 from ..files.paths import is_folder
 from ..ir.graph import Graph
 from ..ir.plan import Plan
-from ..ir.sequences import sequences, token_columns
 
 _CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NORMAL = NormalDist()

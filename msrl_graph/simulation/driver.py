@@ -5,9 +5,9 @@ it, a pool can be ahead: it begins an iteration before the updates have ended th
 evaluation or a checkpoint, the pools that are ahead finish their iterations. Evaluations and checkpoints themselves
 take no time.
 
-Invariant: `PoolProgress` (ir/async_schedule.py) decides when each pool begins an iteration and with which version of
-the weights. A run and a simulation use the same `PoolProgress`. This module only computes the times at which iterations
-end.
+Invariant: `PoolProgress` (analysis/async_schedule.py) decides when each pool begins an iteration and with which version
+of the weights. A run and a simulation use the same `PoolProgress`. This module only computes the times at which
+iterations end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..cost import transfers as costs
-from ..ir.async_schedule import (
+from ..analysis.async_schedule import (
     PoolProgress,
     count_lanes,
     count_opening,
@@ -26,9 +25,10 @@ from ..ir.async_schedule import (
     fetched_edges,
     pipelined_openings,
 )
+from ..analysis.rowsets import find_refill
+from ..cost import transfers as costs
 from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.rowsets import find_refill
 from .iteration import Turn
 from .lanes import Lanes
 

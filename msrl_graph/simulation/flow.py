@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..analysis.row_assignment import Units, assign_units
+from ..analysis.sequences import length_columns
 from ..cost import transfers as costs
 from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import ControllerSpec, Plan, Traffic
-from ..ir.row_assignment import Units, assign_units
-from ..ir.sequences import length_columns
 from .rows import RowSampler
 
 Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ..analysis.row_assignment import split
+from ..analysis.sequences import sequences
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..ir.graph import Node
 from ..ir.plan import Plan
-from ..ir.row_assignment import split
-from ..ir.sequences import sequences
 from ..ir.workload import micro_batches
 from .flow import Lengths, RowTimes, SimulatedDocks, UnitBatch
 from .generation import Generated, Sequence, generate

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from ..ir import async_schedule
+from ..analysis import async_schedule
 from ..ir.plan import FUNCTIONS, Plan
 from .assumptions import Specs
 from .lanes import LaneSpan

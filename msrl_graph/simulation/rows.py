@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..analysis.sequences import bound
 from ..cost import holdings
 from ..ir.plan import Plan
-from ..ir.sequences import bound
 from .assumptions import Distribution, RecordedLengths, Specs
 
 _MASK = (1 << 64) - 1

@@ -13,15 +13,15 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..analysis.concurrency import concurrent_calls, read_signature
+from ..analysis.sequences import token_columns
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost import transfers as costs
 from ..cost.time import Costs
 from ..ir.attributes import GenerateAttributes
-from ..ir.concurrency import concurrent_calls, read_signature
 from ..ir.instruction import Walker
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.sequences import token_columns
 from .assumptions import Specs
 from .driver import SimulatedDriver
 from .flow import Lengths, RowTimes, SimulatedDocks

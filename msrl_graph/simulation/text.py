@@ -5,10 +5,10 @@ Invariant: the text fits 100 columns, and the same simulation gives the same byt
 
 from __future__ import annotations
 
+from ..analysis.sequences import token_columns
 from ..diagnostics.quantities import duration, plural
 from ..diagnostics.text_page import WIDTH, Page
 from ..ir.plan import FUNCTIONS
-from ..ir.sequences import token_columns
 from ..passes.estimate import describe_filters
 from .assumptions import generated_columns
 from .lanes import LaneSpan

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..analysis.async_schedule import lead_of_pools
 from ..backends import ENGINES
 from ..emit.html import BusyInterval, Timeline
-from ..ir.async_schedule import lead_of_pools
 from ..ir.plan import Plan
 from .assumptions import read_specs
 from .run import Simulator

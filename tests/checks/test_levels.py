@@ -12,13 +12,13 @@ import pytest
 from language import TESTS, lowered
 
 from msrl_graph import compile
+from msrl_graph.analysis.sequences import bound, sequences
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost import holdings
 from msrl_graph.cost.time import Costs
 from msrl_graph.dsl.parse import parse
 from msrl_graph.emit.text import plan_text
 from msrl_graph.ir.plan import Plan
-from msrl_graph.ir.sequences import bound, sequences
 from msrl_graph.model import models, presets
 from msrl_graph.simulation import simulate
 

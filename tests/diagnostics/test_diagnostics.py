@@ -15,9 +15,8 @@ import pytest
 from diagnostic_files import ELSEWHERE
 from language import TESTS, context, diagnose, head, told
 
-from msrl_graph import codes
 from msrl_graph.compiler.sources import collect_texts
-from msrl_graph.diagnostics import render
+from msrl_graph.diagnostics import codes, render
 
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"

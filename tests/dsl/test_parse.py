@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from language import PROGRAMS, diagnose
 from sample import examples
 
-from msrl_graph import algorithms, codes
-from msrl_graph.diagnostics import Fault, Span
+from msrl_graph import algorithms
+from msrl_graph.diagnostics import Fault, Span, codes
 from msrl_graph.dsl import ast, tree_text
 from msrl_graph.dsl.parse import _parser, parse, parse_expr
 

@@ -12,11 +12,11 @@ import page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrl_graph.analysis.rowsets import find_refill
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.instruction import Instruction, InstructionStream, Walk, Walker
 from msrl_graph.ir.plan import EngineChoice, Placement, Plan, Pool
-from msrl_graph.ir.rowsets import find_refill
 from msrl_graph.passes.schedule import BuildSchedule
 from msrl_graph.sharding.layout import Layout
 

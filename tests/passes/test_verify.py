@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sample import examples
 
 from msrl_graph import compile
+from msrl_graph.analysis.async_schedule import skipping_edges
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks.table import CHECKS
 from msrl_graph.compiler import loading, pipeline
@@ -29,7 +30,6 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.emit import facts as emit_facts
 from msrl_graph.emit import text as emit_text
 from msrl_graph.emit.diff import difference
-from msrl_graph.ir.async_schedule import skipping_edges
 from msrl_graph.ir.instruction import Instruction, Op, Walk, Walker
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes import order

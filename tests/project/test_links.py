@@ -13,7 +13,7 @@ from markdown_links import find_anchors, find_links
 
 # The pages of the documentation, which the site has; and pages that `--explain` and tests show.
 DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md")
-PATTERNS = (*DOCUMENTATION, "msrl_graph/codes/*.md", "tests/data/*.md")
+PATTERNS = (*DOCUMENTATION, "msrl_graph/diagnostics/codes/*.md", "tests/data/*.md")
 DOCUMENTED = sorted(str(path.relative_to(ROOT)) for pattern in DOCUMENTATION for path in ROOT.glob(pattern))
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 

@@ -64,7 +64,11 @@ COVERED = {
     "emit/test_picture.py": ("emit/html", "emit/layered_layout", "emit/svg"),
     "files/test_urls.py": ("runtime/driver/distributed_checkpoint",),
     "hardware/test_calibration.py": ("cli/doctor", "runtime/calibrate/measure"),
-    "ir/test_async_schedule.py": ("ir/pools_in_step", "runtime/driver/async_driver", "runtime/driver/iterations"),
+    "analysis/test_async_schedule.py": (
+        "analysis/pools_in_step",
+        "runtime/driver/async_driver",
+        "runtime/driver/iterations",
+    ),
     "ir/test_attributes.py": ("ir/attribute_schema", "ir/kinds"),
     "model/test_fields.py": ("checks/folders",),
     "model/test_models.py": (
@@ -84,7 +88,7 @@ COVERED = {
     ),
     "emit/test_text.py": ("passes/reshard_section",),
     "passes/test_passes.py": ("passes/memory", "passes/throughput", "passes/traffic"),
-    "passes/test_schedule.py": ("ir/rowsets",),
+    "passes/test_schedule.py": ("analysis/rowsets",),
     "planner/test_search.py": (
         "backends/divisibility",
         "emit/search_report",
@@ -133,7 +137,7 @@ COVERED = {
         "runtime/driver/supervisor",
     ),
     "scenarios/faults/test_kills.py": ("runtime/driver/process_pool",),
-    "runtime/process/test_interpreters.py": ("ir/plan_paths",),
+    "runtime/process/test_interpreters.py": ("data/plan_paths",),
     "runtime/driver/test_run_state.py": ("runtime/driver/adaptive_draw",),
     "runtime/functions/test_host.py": ("runtime/driver/function_hosts", "runtime/functions/crash_journal"),
     "runtime/functions/test_own_process.py": (
@@ -157,7 +161,7 @@ COVERED = {
     "runtime/process/test_memory.py": ("backends/activations", "backends/peaks"),
     "runtime/process/test_shipped_files.py": ("runtime/driver/user_modules",),
     "runtime/rank/test_loss.py": ("runtime/rank/joint_loss",),
-    "runtime/rank/test_scores.py": ("backends/sizes", "ir/sequences"),
+    "runtime/rank/test_scores.py": ("backends/sizes", "analysis/sequences"),
     "runtime/rank/test_training.py": ("runtime/rank/generation", "runtime/rank/micro_batches"),
     "runtime/weights/test_delivery_check.py": (
         "runtime/rank/rank",

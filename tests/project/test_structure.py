@@ -36,12 +36,12 @@ FLOORS = (
     ("backends", "trackers"),
     ("algorithms",),
     ("data",),
+    ("analysis",),
     ("ir",),
     ("hardware", "model"),
     ("sharding",),
     ("files", "noise", "tools"),
     ("diagnostics",),
-    ("codes",),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 AT_MOST = 26  # rooms at the package's root

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
 from sample import examples
 
+from msrl_graph.analysis.async_schedule import count_lanes, lead_of_pools, pipelined_openings
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unsupported import find_unsupported
-from msrl_graph.ir.async_schedule import count_lanes, lead_of_pools, pipelined_openings
 from msrl_graph.runtime.process.task_report import RunError
 
 

@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from sample import examples
 
 from msrl_graph import compile, noise, simulate
+from msrl_graph.analysis.async_schedule import row_age_bound
 from msrl_graph.backends import ENGINES
 from msrl_graph.cli import compile_main
 from msrl_graph.cost import transfers as costs
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import DEVICES, Figure
-from msrl_graph.ir.async_schedule import row_age_bound
 from msrl_graph.ir.attributes import LOOKS, UpdateAttributes
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller

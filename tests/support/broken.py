@@ -14,11 +14,11 @@ from pathlib import Path
 
 from language import PROGRAMS, TESTS
 
-from msrl_graph import algorithms, codes
+from msrl_graph import algorithms
 from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.pipeline import Compilation, translate
 from msrl_graph.compiler.sources import ProgramSource, collect_texts
-from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
+from msrl_graph.diagnostics import Diagnostic, Fault, Span, codes, render, render_json
 from msrl_graph.diagnostics.terminal_text import make_printable
 from msrl_graph.dsl.syntax_errors import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
 from msrl_graph.hardware.cluster import DEVICES

@@ -1,6 +1,6 @@
 """Readers of a dock's columns."""
 
-from msrl_graph.ir.rowsets import Rowset
+from msrl_graph.analysis.rowsets import Rowset
 from msrl_graph.runtime.dock.readers import ColumnRead, NodeReads
 
 READS = (

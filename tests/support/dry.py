@@ -23,12 +23,12 @@ from truth import Truth
 from world import Method, Ref, Strand, Stuck, World
 
 from msrl_graph import noise
+from msrl_graph.analysis.async_schedule import count_lanes, fetched_edges, staleness_bounds
+from msrl_graph.analysis.rowsets import Numbers, rowsets
 from msrl_graph.backends.engine_protocols import Response, Sampling
-from msrl_graph.ir.async_schedule import count_lanes, fetched_edges, staleness_bounds
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
-from msrl_graph.ir.rowsets import Numbers, rowsets
 from msrl_graph.runtime.data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged, texts
 from msrl_graph.runtime.data.numerics import sampled_columns
 from msrl_graph.runtime.dock import client

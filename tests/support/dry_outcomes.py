@@ -11,11 +11,11 @@ import pytest
 from broken import compiled
 from hypothesis import strategies as st
 
+from msrl_graph.analysis.async_schedule import Sends, awaited_pools, pipelined_openings
+from msrl_graph.analysis.rowsets import rowsets
 from msrl_graph.compiler.unsupported import find_unsupported
-from msrl_graph.ir.async_schedule import Sends, awaited_pools, pipelined_openings
 from msrl_graph.ir.attributes import CallAttributes, GenerateAttributes, UpdateAttributes
 from msrl_graph.ir.plan import Plan
-from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
 

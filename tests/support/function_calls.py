@@ -8,10 +8,10 @@ import pytest
 from folders import ROOT
 
 from msrl_graph import compile
+from msrl_graph.analysis.rowsets import rowsets
 from msrl_graph.ir.graph import Column, Dimension, Expr, Graph, Node, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import Deployment, Plan
-from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.model import models
 from msrl_graph.runtime.data import columns, tokens
 from msrl_graph.runtime.dock.messages import Batch, Share

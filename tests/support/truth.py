@@ -6,8 +6,8 @@ Invariant: a row is a key: ("p", 3) a prompt, ("g", the key of its prompt, 1) a 
 
 import zlib
 
+from msrl_graph.analysis.rowsets import chain, common, rowsets
 from msrl_graph.ir.attributes import CallAttributes, GenerateAttributes
-from msrl_graph.ir.rowsets import chain, common, rowsets
 
 
 class Truth:

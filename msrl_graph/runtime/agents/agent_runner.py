@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import psutil
 
+from ...analysis.sequences import find_response_column, is_tokens
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import find_response_column, is_tokens
 from ...ir.signatures import ENDPOINT, read_agents
 from ..data import numerics
 from ..data.columns import Array, ragged

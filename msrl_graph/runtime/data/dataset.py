@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 
 from ... import noise
-from ...data import datafile, fields
-from ...data.chat import Messages, messages
-from ...data.datafile import bad_row, row_place, take_row
-from ...diagnostics import Diagnostic, Fault
-from ...ir.graph import Graph
-from ...ir.plan import DataSource, Plan
-from ...ir.sequences import (
+from ...analysis.sequences import (
     columns_before,
     is_tokens,
     nodes_with_weights,
@@ -33,6 +27,12 @@ from ...ir.sequences import (
     source_worker,
     token_columns,
 )
+from ...data import datafile, fields
+from ...data.chat import Messages, messages
+from ...data.datafile import bad_row, row_place, take_row
+from ...diagnostics import Diagnostic, Fault
+from ...ir.graph import Graph
+from ...ir.plan import DataSource, Plan
 from . import data_order
 from .columns import DTYPES, Array, ColumnData, ragged, texts
 from .numerics import rows_outside_vocabulary, vocabulary_size

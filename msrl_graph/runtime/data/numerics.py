@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...analysis.sequences import find_response_column, is_tokens, nodes_with_weights, sequences, temperature_exprs
 from ...cost.holdings import dtype
 from ...ir.attributes import GenerateAttributes, place_of_call
 from ...ir.graph import Graph, Node
 from ...ir.instruction import nodes_run
 from ...ir.plan import Plan
-from ...ir.sequences import find_response_column, is_tokens, nodes_with_weights, sequences, temperature_exprs
 from ..process.task_report import Report, RunError
 from .columns import Array, ColumnData
 

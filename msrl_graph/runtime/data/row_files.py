@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from ...analysis.rowsets import Numbers, Rowsets, chain, rowsets
+from ...analysis.sequences import begins_columns, is_tokens, sequences
 from ...diagnostics import Diagnostic, Fault
 from ...files.paths import is_folder
 from ...ir.attributes import CallAttributes, GenerateAttributes
 from ...ir.graph import Graph, Node
 from ...ir.plan import Plan
-from ...ir.rowsets import Numbers, Rowsets, chain, rowsets
-from ...ir.sequences import begins_columns, is_tokens, sequences
 from ..process.task import Task, row_numbers
 from ..process.task_report import RunError
 from .columns import Array, ColumnData, ColumnRows, Verdicts, offsets_from_lengths, texts

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ...analysis.sequences import is_tokens, sequences, source_worker
 from ...data.characters import half_character
 from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import is_tokens, sequences, source_worker
 from ...model.end_tokens import read_end_tokens
 from ..process import shipped_files
 from . import rendering

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...analysis.rowsets import Numbers
 from ...ir.instruction import Instruction, Walk, Walker
-from ...ir.rowsets import Numbers
 from ..data.columns import Array, ColumnData, ColumnRows, concatenate, concatenate_rows
 from ..process import fault_points, log, row_progress
 from ..process.task import Task

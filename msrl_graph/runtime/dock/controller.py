@@ -13,9 +13,9 @@ All decisions for a node are made in this module: which units each group gets ne
 round of prompts, when an iteration is closed, and which decisions must be stored. Each question that a rank or a
 function host can ask is a `ControllerRequest` (at the end of this file), which client.py sends.
 
-The sets of rows are defined in ir/rowsets.py. A filter decides how often each row continues (its *verdict*). A node
-after a filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill, the
-nodes up to the filter work in rounds of prompts, and the first prompts with rows that pass the filter continue.
+The sets of rows are defined in analysis/rowsets.py. A filter decides how often each row continues (its *verdict*). A
+node after a filter gets only the rows that the filter passes, and is done when all verdicts are known. With a refill,
+the nodes up to the filter work in rounds of prompts, and the first prompts with rows that pass the filter continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ... import noise
-from ...ir.row_assignment import Units, assign_units
+from ...analysis.row_assignment import Units, assign_units
 from ..data.columns import Array
 from ..process.task import Task
 from ..process.task_report import RunError

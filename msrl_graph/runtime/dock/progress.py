@@ -86,7 +86,7 @@ class Progress:
     def rows_above(self, rows: Array, end: int) -> Array:
         """Return, for each row, its ancestor in the row set `end`.
 
-        `rows` are numbers of the node's rows, and `end` is the index of a row set (ir/rowsets.py).
+        `rows` are numbers of the node's rows, and `end` is the index of a row set (analysis/rowsets.py).
         """
         return self.numbers.above(rows, self.reader.rows, end)
 

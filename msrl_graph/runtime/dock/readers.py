@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ...analysis.rowsets import Numbers, Rowset, Sieve, find_refill, nodes_upstream, rowsets
+from ...analysis.sequences import begins_columns, drawn_name, length_columns, previous_states, temperature_states
 from ...ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ...ir.plan import Plan
-from ...ir.rowsets import Numbers, Rowset, Sieve, find_refill, nodes_upstream, rowsets
-from ...ir.sequences import begins_columns, drawn_name, length_columns, previous_states, temperature_states
 from ..data.numerics import find_comparison
 from ..process.task import Task, row_numbers
 from .messages import DockAddress, Member
@@ -23,7 +23,7 @@ from .messages import DockAddress, Member
 class ColumnRead:
     """A column that a node reads.
 
-    `rows` is the index of the column's row set (ir/rowsets.py), and `writer` is the node that writes the column.
+    `rows` is the index of the column's row set (analysis/rowsets.py), and `writer` is the node that writes the column.
     """
 
     column: str
@@ -35,7 +35,7 @@ class ColumnRead:
 class NodeReads:
     """What a controller needs to know about its node.
 
-    - `reads`: the columns that the node reads. `sets`: all sets of rows of the graph (ir/rowsets.py).
+    - `reads`: the columns that the node reads. `sets`: all sets of rows of the graph (analysis/rowsets.py).
     - `rows` and `unit`: the sets of the node's rows and of its units, as indices into `sets`. If a function that works
       on responses has `per = prompt`, its units are prompts.
     - `chunk`: the number of units of a batch, or 0. `chunk_tokens`: the number of tokens of a batch, or 0. Both numbers

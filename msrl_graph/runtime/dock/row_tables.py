@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...ir.rowsets import Numbers, Sieve, chain, common
+from ...analysis.rowsets import Numbers, Sieve, chain, common
 from ..data.columns import Array
 
 
 class RowTable:
     """A table from row numbers to integers; `empty` is the value of all unset rows.
 
-    A repeat (a copy of a row that a `select` makes, ir/rowsets.py) has a number beyond `size`: with a size of 8, the
-    repeats of row 3 have the numbers 11, 19, … Therefore the table consists of blocks of `size` numbers. A block is
+    A repeat (a copy of a row that a `select` makes, analysis/rowsets.py) has a number beyond `size`: with a size of 8,
+    the repeats of row 3 have the numbers 11, 19, … Therefore the table consists of blocks of `size` numbers. A block is
     allocated when its first row is set. Block 0 is for the rows themselves, block 1 for the first repeat of each row,
     and so on.
     """
@@ -63,7 +63,7 @@ def enumerate_rows(
     """List the rows that no filter has dropped, in row set `end` and below `prompts`.
 
     Returns the rows, and for each row whether it is known that the row continues. The function goes down from the set
-    of prompts to `end`, the index of a row set (ir/rowsets.py):
+    of prompts to `end`, the index of a row set (analysis/rowsets.py):
 
     - A generation makes `fan` rows of each row.
     - A filter drops each row whose verdict is 0.

@@ -4,11 +4,12 @@ A task is one iteration of training, or one evaluation. A pipelined pool compute
 uses the update's weights. A task of a pipelined pool has two parts: the opening (the generation, which runs before the
 previous iteration has ended) and the rest.
 
-Invariant: a pool begins a task only when `PoolProgress` (ir/async_schedule.py) reports that the pool may begin this
-task. The pool then generates with the newest version of the weights that has been sent. The number of this version is
-never greater than the number of the iteration that the updates currently compute. So no row exceeds its age bound, even
-if a process is slow. If the updates send every version, and a generation is slower than the updates, the generation is
-only one version behind the updates. With `deterministic`, the rows of an iteration depend only on the program.
+Invariant: a pool begins a task only when `PoolProgress` (analysis/async_schedule.py) reports that the pool may begin
+this task. The pool then generates with the newest version of the weights that has been sent. The number of this version
+is never greater than the number of the iteration that the updates currently compute. So no row exceeds its age bound,
+even if a process is slow. If the updates send every version, and a generation is slower than the updates, the
+generation is only one version behind the updates. With `deterministic`, the rows of an iteration depend only on the
+program.
 
 A pipelined pool executes requests in the order in which the driver makes the requests. So the driver first requests all
 openings that the pool may begin, and then the rest of an iteration.
@@ -20,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.async_schedule import PoolProgress, pipelined_openings
+from ...analysis.async_schedule import PoolProgress, pipelined_openings
 from ...ir.plan import Plan
 from ..process.task import Part, Task, WeightFetch
 from ..process.task_report import Report

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...compiler.unsupported import find_untested
+from ...data.plan_paths import copy_to_host, make_absolute, pin_urls
 from ...diagnostics import Diagnostic, Fault, Span
 from ...diagnostics.quantities import plural
 from ...files import urls
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ...ir.plan_paths import copy_to_host, make_absolute, pin_urls
 from ..data import dataset as data
 from ..data import row_files as rows
 from ..metrics.metrics_file import METRICS, read_valid_lines

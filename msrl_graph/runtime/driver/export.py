@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...compiler.loading import load
+from ...data.plan_paths import copy_to_host, make_absolute
 from ...diagnostics import NOWHERE, Diagnostic, Fault, nearest
 from ...files.paths import is_folder
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ...ir.plan_paths import copy_to_host, make_absolute
 from ...model.architecture import Model
 from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import CheckpointSource, CorruptCheckpoint, Manifest

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from ...analysis.pools_in_step import functions_with_states
 from ...ir.plan import Plan
-from ...ir.pools_in_step import functions_with_states
 from ..process.task import Part, Tables, Task
 from .function_hosts import ActorCall, FunctionHosts, reference
 from .run_state import RunState

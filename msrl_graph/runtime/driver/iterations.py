@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...data.plan_paths import copy_to_host
 from ...diagnostics import Fault
 from ...diagnostics.quantities import plural
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
-from ...ir.plan_paths import copy_to_host
 from ..dock.messages import Status
 from ..metrics.best import early_stop_reason
 from ..metrics.display import Display, comparison_table

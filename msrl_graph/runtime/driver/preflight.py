@@ -59,7 +59,7 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 
 
 def _check_models(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
-    """Yield an error for each model whose weights or tokenizer are not on this machine."""
+    """Yield an error for each model that is not complete on this machine."""
     for model in plan.deploy.models.values():
         if not model.path:
             message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
@@ -185,7 +185,10 @@ def _check_tokenizers(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
 
 
 def _check_folders(plan: Plan, context: PlanContext) -> list[Diagnostic]:
-    """Return the errors of the models' folders; the compiler has already reported the warnings."""
+    """Return the errors of the models' folders.
+
+    The compiler has already reported the warnings.
+    """
     return [diagnostic for diagnostic in folders.check(plan, context) if diagnostic.severity == "error"]
 
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from ...analysis.async_schedule import count_lanes
+from ...data.plan_paths import has_urls
 from ...diagnostics import Diagnostic
 from ...diagnostics.quantities import plural
 from ...hardware import visibility_masks
 from ...hardware.device_kinds import HOST
-from ...ir.async_schedule import count_lanes
 from ...ir.plan import Plan
-from ...ir.plan_paths import has_urls
 from ..dock.readers import list_members, list_node_reads
 from ..process import cluster_join, heartbeat, shipped_files
 from ..process.cluster_join import NoResources

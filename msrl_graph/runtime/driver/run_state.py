@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...ir.async_schedule import late_states
+from ...analysis.async_schedule import late_states
 from ...ir.attributes import CallAttributes, GenerateAttributes
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan

@@ -10,7 +10,7 @@ import asyncio
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 
-from ...ir.concurrency import MAX_ASYNC_CALLS
+from ...analysis.concurrency import MAX_ASYNC_CALLS
 from ..process.task import Task
 from ..process.task_report import RunError
 from .crash_journal import ProcessDied

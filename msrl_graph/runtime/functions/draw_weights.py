@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ...analysis.sequences import is_tokens
 from ...ir.attributes import SourceAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import is_tokens
 from ..data.columns import Array
 from ..data.dataset import Dataset
 from ..process.task import Task

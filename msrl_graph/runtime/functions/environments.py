@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...analysis.rowsets import rowsets
+from ...analysis.sequences import find_response_column, is_tokens
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
-from ...ir.sequences import find_response_column, is_tokens
 from ...ir.signatures import read_classes
 from ..data import numerics
 from ..data.columns import Array, ColumnData, Verdicts

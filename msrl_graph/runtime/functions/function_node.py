@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from ...analysis.rowsets import rowsets
 from ...ir.attributes import CallAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, concatenate_rows
 from ..data.numerics import rows_not_finite
 from ..data.tokens import column_tokenizer

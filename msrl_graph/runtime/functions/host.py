@@ -22,14 +22,14 @@ import numpy as np
 import ray
 
 from ...algorithms.registry import take_amounts
+from ...analysis.async_schedule import count_opening
+from ...analysis.sequences import drawn_name, previous_states, temperature_states
+from ...data.plan_paths import copy_to_host
 from ...diagnostics import Diagnostic, Fault
-from ...ir.async_schedule import count_opening
 from ...ir.attributes import CallAttributes, SourceAttributes
 from ...ir.graph import Node, State
 from ...ir.instruction import Instruction, Walker
 from ...ir.plan import FUNCTIONS, from_json
-from ...ir.plan_paths import copy_to_host
-from ...ir.sequences import drawn_name, previous_states, temperature_states
 from ..data import row_files as rows
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..data.dataset import Dataset

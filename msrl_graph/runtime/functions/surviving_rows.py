@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ...analysis.rowsets import rowsets
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
 from ..data.columns import Array, ColumnData, Verdicts
 from ..process.task_report import Report, RunError
 from .instances import Failure

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import algorithms
+from ...analysis.rowsets import Sieve, rowsets
 from ...ir.attributes import CallAttributes
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
-from ...ir.rowsets import Sieve, rowsets
 from ..data.columns import Array
 from ..dock.readers import NodeReads
 from ..process.task import Task

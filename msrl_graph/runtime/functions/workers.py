@@ -21,8 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from ...algorithms.registry import take_amounts, tell
+from ...analysis.concurrency import concurrent_calls
 from ...ir.attributes import CallAttributes
-from ...ir.concurrency import concurrent_calls
 from ...ir.graph import Node
 from ...ir.plan import from_json
 from ..dock.readers import NodeReads

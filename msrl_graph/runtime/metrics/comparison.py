@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from ...ir.async_schedule import Sends, row_age_bound
+from ...analysis.async_schedule import Sends, row_age_bound
 from ...ir.plan import Plan
 from .predicted import estimate
 

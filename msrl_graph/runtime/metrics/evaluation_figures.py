@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ...analysis.rowsets import rowsets
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
 from ..data.columns import Array, ColumnData, ColumnRows
 from ..process.task import Task, row_numbers
 from ..process.task_report import RunError

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...analysis.rowsets import rowsets
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
 from ..data.columns import Array
 from ..dock.readers import list_node_reads
 from ..process.task import Task

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...analysis.rowsets import rowsets
 from ...emit.picture import colours
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
 from ..dock.messages import Status
 from ..process.task import Task, row_numbers
 from ..process.task_report import Report

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ...ir.rowsets import Numbers, Rowset, Sieve
+from ...analysis.rowsets import Numbers, Rowset, Sieve
 
 Part = Literal["whole", "opening", "rest"]
 
@@ -59,8 +59,8 @@ class Task:
     - `sends`: the resharding edges with `staleness` over which updates send their weights at the beginning of this
       task.
     - `cut`: the prompts that were cut in the previous iteration (`partial`). These prompts come before the new prompts.
-    - `part`: the part of the instruction stream to execute (ir/async_schedule.py). This field is for the ranks of a
-      pipelined pool, or for the function hosts. Other processes execute the whole stream.
+    - `part`: the part of the instruction stream to execute (analysis/async_schedule.py). This field is for the ranks of
+      a pipelined pool, or for the function hosts. Other processes execute the whole stream.
     - `draws`: the values of the states that determine how the rows of this task are drawn: as arguments of the option
       `weights`, or as temperatures. These values may be older than `states`.
     - `wanted`: the number of prompts that must pass the filter with `refill`; 0 means that this number is `prompts`.

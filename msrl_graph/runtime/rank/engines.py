@@ -19,13 +19,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import algorithms
+from ...analysis.async_schedule import fetched_edges, skipping_edges
 from ...backends import ENGINES, hf_modules
 from ...backends.devices import Devices, TorchDevice
 from ...backends.engine_protocols import Generator, Shard, Trainer, Weights
 from ...backends.host_offload import HostOffload
 from ...backends.spec import EngineSpec
 from ...cost import holdings
-from ...ir.async_schedule import fetched_edges, skipping_edges
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan

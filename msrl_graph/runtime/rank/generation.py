@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from ...analysis.rowsets import rowsets
+from ...analysis.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
 from ...backends.engine_protocols import Response, Sampling, collect_responses
 from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.rowsets import rowsets
-from ...ir.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
 from ..agents.rank_protocol import BatchStart
 from ..agents.template import ChatTemplate
 from ..data import numerics

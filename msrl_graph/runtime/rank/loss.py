@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...analysis.sequences import sequences
 from ...backends.engine_protocols import Outputs
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Column, Expr, Graph, Node
-from ...ir.sequences import sequences
 from ...ir.signatures import ROUNDING, Signature
 from ..data.columns import Array
 from ..functions.user_traceback import BadResult

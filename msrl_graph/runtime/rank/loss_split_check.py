@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 import torch
 
+from ...analysis.sequences import sequences
 from ...backends.engine_protocols import Outputs
 from ...checks.scope import span
 from ...diagnostics import Diagnostic
 from ...ir.graph import Column as Declared
 from ...ir.graph import Expr, Graph, Node
 from ...ir.plan import Plan
-from ...ir.sequences import sequences
 from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
 from ..functions.user_traceback import BadResult
 from . import loss

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from ...analysis.sequences import begins_columns, drawn_name, sequences, temperature_states
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
-from ...ir.sequences import begins_columns, drawn_name, sequences, temperature_states
 from ..data import numerics
 from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
 from ..dock.messages import Batch

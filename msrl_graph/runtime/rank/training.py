@@ -17,13 +17,13 @@ from tensordict import TensorDict
 from torch import distributed as dist
 
 from ... import algorithms, noise
+from ...analysis.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
 from ...backends.engine_protocols import ForwardRequest, Outputs
 from ...cost import holdings
 from ...ir import graph as ir
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
 from ...ir.workload import micro_batches
 from ..data import numerics
 from ..data.columns import Array, ColumnData, ColumnRows, offsets_from_lengths

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from dock_readers import reader
 
-from msrl_graph.ir.rowsets import Sieve
+from msrl_graph.analysis.rowsets import Sieve
 from msrl_graph.runtime.dock import controller
 from msrl_graph.runtime.dock.controller import ControllerRequest, RefillRequest
 from msrl_graph.runtime.dock.host import DockHost

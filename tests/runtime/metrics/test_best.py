@@ -9,7 +9,7 @@ from place import EXAMPLE, ONE_RANK, SMALL, metrics
 from stale_runs import APART, stale
 
 from msrl_graph import compile, run
-from msrl_graph.ir.async_schedule import Sends, lead_of_pools
+from msrl_graph.analysis.async_schedule import Sends, lead_of_pools
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.metrics.best import best_figures, early_stop_reason
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from stage import Stage, one_rank
 
 from msrl_graph import compile
+from msrl_graph.analysis.async_schedule import Sends
 from msrl_graph.cost import transfers as costs
-from msrl_graph.ir.async_schedule import Sends
 from msrl_graph.ir.metrics import RESERVED
 from msrl_graph.runtime.metrics.display import comparison_table
 from msrl_graph.runtime.metrics.recorder import Recorder, imbalances

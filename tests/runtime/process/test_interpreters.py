@@ -11,10 +11,10 @@ import pytest
 from own_engine import GENERATOR, TRAINER
 
 from msrl_graph import backends, compile
+from msrl_graph.data.plan_paths import make_absolute
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
-from msrl_graph.ir.plan_paths import make_absolute
 from msrl_graph.runtime.process import host_facts, interpreters
 from msrl_graph.runtime.process.host_facts import Versions
 

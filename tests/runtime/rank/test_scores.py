@@ -12,11 +12,11 @@ from tiny import SCORES, pairs, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 from training_math import TASK, close, net, norm, sequence
 
+from msrl_graph.analysis.sequences import sequences
 from msrl_graph.backends import ENGINES, prefix_tree
 from msrl_graph.backends.sizes import Sizes
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import from_json
-from msrl_graph.ir.sequences import sequences
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report, RunError

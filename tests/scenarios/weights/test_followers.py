@@ -14,10 +14,10 @@ from tiny import staged as tiny
 from transformers import AutoModelForCausalLM
 
 from msrl_graph import Algorithm, check, compile
+from msrl_graph.analysis.async_schedule import pipelined_openings
 from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.text import graph_text
-from msrl_graph.ir.async_schedule import pipelined_openings
 from msrl_graph.runtime.rank.followers import AVERAGE
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.simulation import simulate

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from .attributes import CallAttributes
-from .graph import Graph, Node
+from ..ir.attributes import CallAttributes
+from ..ir.graph import Graph, Node
 
 
 def is_named_after(graph: Graph, node: Node, column: str) -> bool:

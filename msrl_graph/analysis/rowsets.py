@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .attributes import CallAttributes, GenerateAttributes
-from .graph import Graph, Node
+from ..ir.attributes import CallAttributes, GenerateAttributes
+from ..ir.graph import Graph, Node
 
 if TYPE_CHECKING:
     import numpy as np

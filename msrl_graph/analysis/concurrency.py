@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .attributes import CallAttributes
-from .graph import Node
-from .signatures import Signature, read_signatures_as
+from ..ir.attributes import CallAttributes
+from ..ir.graph import Node
+from ..ir.signatures import Signature, read_signatures_as
 
 MAX_ASYNC_CALLS = 256  # of one `async def` function; a file that needs fewer uses a semaphore
 

@@ -1,7 +1,7 @@
 """The codes of diagnostics, each with a page `CODE.md` in this folder.
 
-`msrl-compile --explain CODE` shows the page of a code. `python -m msrl_graph.codes` prints the catalogue of all codes,
-docs/reference/codes.md.
+`msrl-compile --explain CODE` shows the page of a code. `python -m msrl_graph.diagnostics.codes` prints the catalogue of
+all codes, docs/reference/codes.md.
 
 Invariant: the pages are the only list of codes. Only the first paragraph of a page defines the page's code. Pages are
 read on demand.
@@ -65,7 +65,7 @@ def shown(text: str, width: int, colour: bool) -> str:
 def catalogue() -> str:
     """Return the Markdown text of docs/reference/codes.md."""
     lines = [
-        f"| [{code}](../../msrl_graph/codes/{code}.md) | {meaning(code).replace('|', chr(92) + '|')} |"
+        f"| [{code}](../../msrl_graph/diagnostics/codes/{code}.md) | {meaning(code).replace('|', chr(92) + '|')} |"
         for code in sorted(known())
     ]
     return "\n".join([_HEAD, *lines, ""])

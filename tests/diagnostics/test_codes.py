@@ -14,10 +14,10 @@ import pytest
 from diagnostic_files import ELSEWHERE
 from language import TESTS, told
 
-from msrl_graph import codes
 from msrl_graph.cli import compile_main
+from msrl_graph.diagnostics import codes
 
-PACKAGE = codes.FOLDER.parent
+PACKAGE = codes.FOLDER.parent.parent
 PAGE = re.compile(r"# ([\w-]+)\n\n(.+?)\n\n(.+?)\n\n## Example\n\n(.+?)\n\n## Instead\n\n(.+)\n", re.DOTALL)
 PROGRAM = re.compile(r"```rlg\n(.*?)```", re.DOTALL)
 # What one sees on a command line, as messages of a run are.

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import TypeVar
 
-from .attributes import ReshardingEdgeAttributes
-from .plan import FUNCTIONS, Plan
+from ..ir.attributes import ReshardingEdgeAttributes
+from ..ir.plan import FUNCTIONS, Plan
 from .rowsets import find_refill
 from .sequences import previous_states
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample import examples
 
-from msrl_graph.ir.row_assignment import Units, assign_units, partition
+from msrl_graph.analysis.row_assignment import Units, assign_units, partition
 
 # (prompt, host, tokens) of each unit; host 3 has no group.
 rounds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 50)), max_size=40)

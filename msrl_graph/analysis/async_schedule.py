@@ -32,10 +32,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, combinations, count, takewhile
 
-from .attributes import GenerateAttributes, ReshardingEdgeAttributes
-from .evaluation import Evaluation
-from .instruction import Instruction, InstructionStream
-from .plan import FUNCTIONS, Plan
+from ..ir.attributes import GenerateAttributes, ReshardingEdgeAttributes
+from ..ir.evaluation import Evaluation
+from ..ir.instruction import Instruction, InstructionStream
+from ..ir.plan import FUNCTIONS, Plan
 from .pools_in_step import (
     Edge,
     find_openings,

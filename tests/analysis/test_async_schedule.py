@@ -23,13 +23,13 @@ from random_programs import FILE, FUNCTIONS
 from sample import examples
 
 from msrl_graph import compile, simulate
+from msrl_graph.analysis.async_schedule import Sends, fetched_edges, staleness_bounds
 from msrl_graph.cost import transfers as costs
 from msrl_graph.diagnostics.quantities import duration, size
 from msrl_graph.emit import json as emit_json
 from msrl_graph.emit.search_report import why_text
 from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import Figure, Overheads
-from msrl_graph.ir.async_schedule import Sends, fetched_edges, staleness_bounds
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes.throughput import critical_path, estimate_pace

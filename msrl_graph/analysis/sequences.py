@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .attributes import GenerateAttributes
-from .graph import Expr, Graph, Node, Worker
+from ..ir.attributes import GenerateAttributes
+from ..ir.graph import Expr, Graph, Node, Worker
 
 # Tokens of a text of unknown length.
 TEXT_TOKENS = 1024

@@ -15,10 +15,10 @@ from typing import TypeVar
 from ..diagnostics import Diagnostic, Fault
 from ..files import urls
 from ..files.paths import is_file, is_folder
+from ..ir.graph import Expr, Node
+from ..ir.plan import DataSource, Plan
 from ..model.architecture import Model
 from ..model.models import SHAPE
-from .graph import Expr, Node
-from .plan import DataSource, Plan
 
 T = TypeVar("T", Model, DataSource)
 
