@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..diagnostics.quantities import format_parameters, plural, size
-from ..diagnostics.text_page import WIDTH, Page, Sheet
+from ..diagnostics.sheet import Sheet
+from ..diagnostics.text_page import WIDTH, Page
 from ..ir.graph import Graph, Worker
 from ..ir.plan import Plan
 from ..model.architecture import Model

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..diagnostics.quantities import plural, size
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..ir.attributes import SampleEdgeAttributes
 from ..ir.plan import FUNCTIONS, ControllerSpec, DockPlan, Placement, Plan
 from .facts import Fact, Section, field_facts

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..backends.spec import Situation
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..hardware.environment_variables import Setting, SettingConditions
 from ..ir.plan import FUNCTIONS, Plan, PlanNote, ProcessEnvironment
 from .facts import Fact, Section

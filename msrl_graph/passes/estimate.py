@@ -20,7 +20,7 @@ from ..cost.followers import follower_seconds
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..diagnostics.quantities import duration, plural, staleness
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..hardware.cluster import Figure, weakest
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Graph

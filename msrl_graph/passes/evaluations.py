@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..analysis.rowsets import nodes_upstream
 from ..diagnostics.quantities import plural
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..ir.attributes import GenerateAttributes
 from ..ir.evaluation import Evaluation
 from ..ir.plan import Plan

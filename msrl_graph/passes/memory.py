@@ -13,7 +13,7 @@ from ..analysis.async_schedule import count_lanes
 from ..backends.spec import BYTES
 from ..cost import groups, holdings
 from ..diagnostics.quantities import size as format_size
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..ir.attributes import CallAttributes
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from ..analysis.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..diagnostics.quantities import duration, plural, size, staleness
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..hardware.cluster import Figure
 from ..ir.graph import Node
 from ..ir.plan import FUNCTIONS, EngineChoice, Plan

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..analysis.async_schedule import fetched_edges
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..hardware.cluster import ClusterSpec, Figure, weakest
 from ..ir.graph import Edge
 from ..ir.plan import Plan

@@ -11,7 +11,7 @@ from itertools import chain
 
 from ..analysis.async_schedule import Sends
 from ..diagnostics.quantities import duration, plural, size
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..ir.plan import Plan
 from ..ir.resharding_plan import Reshard, ReshardRoute
 from .facts import Fact

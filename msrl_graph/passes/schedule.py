@@ -24,7 +24,7 @@ from ..analysis.async_schedule import count_opening, lead_of_pools, pipelined_op
 from ..analysis.pools_in_step import functions_with_states
 from ..analysis.rowsets import find_refill, nodes_upstream
 from ..cost.holdings import update_of
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, InstructionStream, Walk, Walker, nodes_run
 from ..ir.plan import FUNCTIONS, Plan

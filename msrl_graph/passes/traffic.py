@@ -14,7 +14,7 @@ from functools import cached_property
 
 from ..analysis.sequences import bound, token_columns
 from ..diagnostics.quantities import duration, size
-from ..diagnostics.text_page import Sheet
+from ..diagnostics.sheet import Sheet
 from ..hardware.cluster import Figure
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Edge

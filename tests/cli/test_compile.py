@@ -179,7 +179,7 @@ def test_a_byte_order_mark_is_skipped(capsys: Capture, tmp_path: Path) -> None:
 def test_passes_are_listed_timed_and_shown(capsys: Capture) -> None:
     assert compile_main(["--list-passes"]) == 0
     names = capsys.readouterr().out.split()
-    assert names == ["place", "dock", "reshard", "schedule", "traffic", "memory", "estimate", "environment"]
+    assert names == ["place", "dock", "traffic", "reshard", "schedule", "memory", "estimate", "environment"]
     assert compile_main([str(PAGE), "--check", "--time-passes", "--print-after", "dock"]) == 0
     err = capsys.readouterr().err
     assert all(f"\n{n} " in err for n in names)
