@@ -293,6 +293,7 @@ docs: $(VENV)/ready ## write the pages that are generated from sources
 	$(BIN)/python -m msrl_graph.diagnostics.codes > docs/reference/codes.md
 	$(BIN)/python -m msrl_graph.reference docs/reference/language
 	$(BIN)/python -m msrl_graph.reference.metric_page > docs/reference/metrics.md
+	$(BIN)/python -m msrl_graph.reference.option_page > docs/reference/options.md
 
 $(VENV_SITE)/ready: pyproject.toml constraints/site.txt
 	$(PYTHON) -m venv $(VENV_SITE)

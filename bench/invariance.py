@@ -35,6 +35,7 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from msrl_graph import compile
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -83,7 +84,7 @@ CONFIGURATIONS = {
 }
 
 
-def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
+def execute(how: How, out: Path, iterations: int, replay: str | None = None) -> None:
     """Run and record."""
     text = (EXAMPLE / "grpo.rlg").read_text()
     for old, new in (
@@ -98,12 +99,12 @@ def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
     plan = compile(EXAMPLE / "grpo.rlg", text=text, sets=SIZES)
     deploy = replace(plan.deploy, evaluations=())
     plan = replace(plan, deploy=deploy, schedule=tuple(step for step in plan.schedule if step.task == "train"))
-    options = supervisor.WatchOptions(record=True, replay=replay)
+    prepared = supervisor.prepare(plan, RunOptions(out, record=True, replay=replay))
     driver = (str(Path(__file__).with_name("shuffled.py")),) if how.shuffled else supervisor.PROGRAM
     log = out.with_suffix(".log")
     with log.open("w") as words:
         try:
-            supervisor.Supervisor(supervisor.prepare(plan, out, options=options), options, words, driver).run()
+            supervisor.Supervisor(prepared, words, driver).run()
         except supervisor.RunFailed:
             print(log.read_text(), file=sys.stderr)
             raise

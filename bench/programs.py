@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msrl_graph import Fault, compile
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.driver import supervisor
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +114,7 @@ def execute(case: Case, folder: Path) -> dict[str, Any]:
     try:
         plan = compile(program, deploy="small")
         with (folder / f"{case.algorithm}.log").open("w") as log:
-            supervisor.run(plan, out, stderr=log)
+            supervisor.run(plan, RunOptions(out), stderr=log)
     except (Fault, supervisor.RunFailed) as error:
         return {"seconds": round(time.monotonic() - begin, 1), "wrong": str(error).partition("\n")[0]}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -1,77 +1,109 @@
 """`run` and `export` for Python callers, with msrl-run's flags as arguments.
 
-Invariant: a mistake that can be known before a process starts is raised as a Fault. Examples are an argument of the
-wrong type, and a script that the processes of the run would execute again.
+Invariant: the options that `run` takes are the fields of RunOptions (ir/run_options.py). A mistake that can be known
+before a process starts is raised as a Fault. Examples are an argument of the wrong type, and a script that the
+processes of the run would execute again.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import os
-import re
 import signal
 import sys
+import textwrap
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO, NoReturn, ParamSpec, Protocol
 
+from .compiler.pipeline import render_all
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, public
+from .diagnostics.surface import show_on
 from .diagnostics.terminal_text import make_printable
 from .files.paths import is_file
 from .ir.plan import Plan
+from .ir.run_options import OptionDeclaration, RunOptions
 from .runtime.driver import supervisor
 from .runtime.driver.callbacks import CallbackFailed, OnIteration
 from .runtime.driver.outcome import Interrupted, RunFailed
-from .runtime.driver.supervisor import Outcome, WatchOptions
+from .runtime.driver.supervisor import Outcome
 from .runtime.process.cluster_join import files_loaded
 from .runtime.process.start_variables import MARK
 
+P = ParamSpec("P")
 HELP = 'put the call that starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'
 
 
+@dataclass(frozen=True)
+class RunArguments(RunOptions):
+    """The arguments of `run` after the plan."""
+
+    _: KW_ONLY
+    stderr: IO[str] | None = None
+    on_iteration: OnIteration | None = None
+
+
+RunArguments.__init__.__qualname__ = "run"  # the name in Python's message about an unknown argument
+
+
+class RunFunction(Protocol[P]):
+    """A function of a plan and the arguments `P`."""
+
+    def __call__(self, plan: Plan, *args: P.args, **keywords: P.kwargs) -> Outcome: ...
+
+
+def _with_arguments(
+    kind: Callable[P, RunArguments],
+) -> Callable[[Callable[[Plan, RunArguments], Outcome]], RunFunction[P]]:
+    """Decorate a function so that the fields of a dataclass are its arguments.
+
+    The function takes a plan and an object of the dataclass `kind`. Type checkers, `help` and editors see each field as
+    an argument. In the docstring, the line `{options}` becomes a list of the declared options.
+    """
+
+    def decorate(function: Callable[[Plan, RunArguments], Outcome]) -> RunFunction[P]:
+        @wraps(function)
+        def called(plan: Plan, *args: P.args, **keywords: P.kwargs) -> Outcome:
+            __tracebackhide__ = True  # a notebook leaves this frame out
+            return function(plan, kind(*args, **keywords))
+
+        signature = inspect.signature(function)
+        arguments = inspect.signature(kind).parameters.values()
+        parameters = [signature.parameters["plan"], *arguments]
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{options}", _list_options())
+        return called
+
+    return decorate
+
+
+def _list_options() -> str:
+    """Return the list of options in the docstring of `run`."""
+    with show_on("Python"):
+        return "\n".join(
+            textwrap.fill(
+                f"- `{option.argument}={option.value or True}`: {option.meaning()}.",
+                116,
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            )
+            for option in RunOptions.declared()
+        )
+
+
 @public
-def run(
-    plan: Plan,
-    out: Path | str | None = None,
-    *,
-    resume: Path | str | None = None,
-    overwrite: bool = False,
-    record: bool = False,
-    replay: Path | str | None = None,
-    iterations: int | None = None,
-    seed: int | None = None,
-    evaluate: bool = False,
-    dry_run: bool = False,
-    verbose: bool = False,
-    measure_memory: bool = False,
-    nice: int = 0,
-    watch: bool = False,
-    metrics_port: int | None = None,
-    stderr: IO[str] | None = None,
-    on_iteration: OnIteration | None = None,
-) -> Outcome:
+@_with_arguments(RunArguments)
+def run(plan: Plan, arguments: RunArguments) -> Outcome:
     """Run a plan to its end and return the outcome.
 
-    The run writes metrics, curve, trace, logs, checkpoints and weights under `out`, which may be a URL. By default,
-    `out` is a new folder under runs/, or with `resume` the folder of the resumed run.
+    The run writes metrics, curve, trace, logs, checkpoints and weights.
 
-    - `resume`: the folder or URL of a run or of a checkpoint to resume.
-    - `overwrite`: replace the results that `out` already contains. With `resume`, replace the checkpoints that are
-      newer than the resumed checkpoint.
-    - `iterations`, `seed`: values that replace the values of the plan.
-    - `evaluate`: run the plan's evaluations once, without training. The weights are those of `resume`, or without
-      `resume` the initial weights of the models. The results are written to a folder of their own.
-    - `record`: write the rows of each iteration.
-    - `replay`: the folder of a recorded run, whose responses replace generation.
-    - `dry_run`: check all that can be checked, print what would run, and start nothing.
-    - `verbose`: show what the processes of the run print.
-    - `measure_memory`: report the memory of each rank's tensors.
-    - `nice`: a number from 0 to 19. The processes that compute have the niceness of this process plus this number.
-    - `watch`: serve a web page that shows the run.
-    - `metrics_port`: the port at which metrics are served for Prometheus; 0 means any free port.
+    {options}
     - `stderr`: the stream to which progress is reported. The default is the stderr of this process.
     - `on_iteration`: a function that is called after each iteration with the metrics of the iteration. The metrics are
       a dict with the content of a line of metrics.jsonl. If the function raises, the run ends as it does after one
@@ -87,50 +119,24 @@ def run(
     """
     __tracebackhide__ = True  # a notebook leaves this frame out
     try:
-        checked = _check_arguments(
-            plan,
-            {"iterations": iterations, "seed": seed, "nice": nice, "metrics_port": metrics_port},
-            {"out": out, "resume": resume, "replay": replay},
-        )
-        if on_iteration is not None and not callable(on_iteration):
-            _refuse(f"`on_iteration` is a function of an iteration's metrics, not {kind_of(on_iteration)}")
+        _check_arguments(plan, arguments)
         _check_main_guard(plan, sys._getframe(1))
-        known = plan.deploy.run
-        run_options = replace(
-            known, iterations=checked.get("iterations", known.iterations), seed=checked.get("seed", known.seed)
-        )
-        plan = replace(plan, deploy=replace(plan.deploy, run=run_options))
-        options = WatchOptions(
-            measure_memory,
-            verbose,
-            record,
-            str(replay or ""),
-            overwrite,
-            checked.get("nice", 0),
-            watch,
-            checked.get("metrics_port"),
-            evaluate,
-        )
-        for name, value in (("iterations", iterations), ("replay", replay), ("measure_memory", measure_memory or None)):
-            if evaluate and value is not None:
-                _refuse(f"`evaluate` trains nothing: `{name}` does not go with it")
-        if not dry_run:
-            return supervisor.run(plan, out, str(resume or ""), options, stderr, on_iteration)
-        prepared = supervisor.prepare(plan, out, str(resume or ""), options)
+        options = RunOptions.collect(arguments)
+        if not options.dry_run:
+            return supervisor.run(plan, options, arguments.stderr, arguments.on_iteration)
+        prepared = supervisor.prepare(plan, options)
         prepared.drop()
         print(make_printable("\n".join(prepared.lines())))
         return Outcome(prepared.url or prepared.folder, {})
     except Fault as fault:
-        _rename_flags(fault)
+        fault.text = "\n".join(render_all(None, fault.diagnostics))
         raise
     except (RunFailed, Interrupted) as error:
         # The place in the package does not help the user: the traceback ends at the call.
-        error.args = (_flags_to_arguments(str(error)),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt:
         raise Interrupted(128 + signal.SIGINT, "while it was prepared: nothing was started") from None
     except CallbackFailed as failed:
-        failed.error.__notes__ = [_flags_to_arguments(note) for note in failed.error.__notes__]
         raise failed.error from None
 
 
@@ -159,55 +165,36 @@ def export(
             _refuse(f"`plan` is a plan, not {kind_of(plan)}", "make one: export(checkpoint, plan=compile(program))")
         exported = written(str(checkpoint), plan, worker or "", str(to or ""))
     except Fault as fault:
-        _rename_flags(fault)
+        fault.text = "\n".join(render_all(None, fault.diagnostics))
         raise
     for note in exported.warnings:
-        warnings.warn(
-            f"{_flags_to_arguments(note.message)}; {_flags_to_arguments(note.help)}", ProgramWarning, stacklevel=2
-        )
+        warnings.warn(f"{note.message}; {note.help}", ProgramWarning, stacklevel=3)
     return exported.folders
 
 
-def _rename_flags(fault: Fault) -> None:
-    """Replace flags of msrl-run by arguments of `run` in the messages of a fault."""
-    from .compiler.pipeline import render_all
-
-    fault.diagnostics = tuple(
-        replace(diagnostic, message=_flags_to_arguments(diagnostic.message), help=_flags_to_arguments(diagnostic.help))
-        for diagnostic in fault.diagnostics
-    )
-    fault.text = "\n".join(render_all(None, fault.diagnostics))
-
-
-def _flags_to_arguments(text: str) -> str:
-    """Replace flags of msrl-run in a text by the arguments of `run`."""
-    text = re.sub(r"(?<!\S)--(overwrite|record)\b", r"`\1=True`", text)
-    text = re.sub(r"(?<!\S)--(resume|iterations) (?=\S)", r"\1=", text)
-    text = text.replace("--metrics-port", "`metrics_port`")
-    text = re.sub(r"msrl-run PROGRAM --export (\S+)", r"export(\1, plan=compile(PROGRAM))", text)
-    text = re.sub(r"(?<!\S)--(to|worker|export) (?=\w)", r"\1=", text)
-    return re.sub(r"(?<!\S)--(out|replay|to)\b", r"`\1`", text)
-
-
-def _check_arguments(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
-    """Check arguments of `run`; return the arguments in `numbers` that are not None.
-
-    `numbers` has the arguments that must be numbers, and `folders` has the arguments that must be folders. The keys are
-    the parameter names.
-    """
+def _check_arguments(plan: object, arguments: RunArguments) -> None:
+    """Raise Fault if an argument of `run` is wrong, or does not go with another one."""
     if not isinstance(plan, Plan):
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
-    for name, folder in folders.items():
-        _check_folder(name, folder)
-    numbers_given: dict[str, int] = {}
-    for name, value in numbers.items():
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
-            numbers_given[name] = value
-        elif value is not None:
-            _refuse(
-                f"`{name}` is a whole number from 0 to 2^53, not {value if isinstance(value, int) else kind_of(value)}"
-            )
-    return numbers_given
+    for option in arguments.stated():
+        value = getattr(arguments, option.name)
+        if option.kind == "text":
+            _check_folder(option.name, value)
+        elif option.kind == "switch" and not isinstance(value, bool):
+            _refuse(f"`{option.name}` is True or False, not {kind_of(value)}")
+        elif option.kind == "number":
+            _check_number(option, value)
+    if arguments.on_iteration is not None and not callable(arguments.on_iteration):
+        _refuse(f"`on_iteration` is a function of an iteration's metrics, not {kind_of(arguments.on_iteration)}")
+    if conflict := arguments.find_conflict():
+        _refuse(f"`evaluate` trains nothing: `{conflict.name}` does not go with it")
+
+
+def _check_number(option: OptionDeclaration, value: object) -> None:
+    most = 2**53 if option.most is None else option.most
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        shown = value if isinstance(value, int) else kind_of(value)
+        _refuse(f"`{option.name}` is a whole number from 0 to {option.most or '2^53'}, not {shown}")
 
 
 def _check_folder(name: str, value: object) -> None:

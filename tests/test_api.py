@@ -3,7 +3,6 @@ themselves."""
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import re
 import subprocess
@@ -17,12 +16,9 @@ from folders import ROOT
 from msrl_graph import Algorithm, Fault, compile, run
 from msrl_graph.api import _only_as_main
 from msrl_graph.builder import pickled_functions
-from msrl_graph.cli.run import parser
 from msrl_graph.compiler import pipeline
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
-# What compiling takes, what a terminal needs, and a program.
-NOT_OF_A_RUN = {"file", "deploy", "sets", "export", "to", "worker", "diagnostics", "color", "help"}
 
 SCRIPT = """\
 from msrl_graph import Algorithm, Cluster, Deploy, compile, run
@@ -50,11 +46,6 @@ def script(place, function=SCORE, name="score", start="run(compile(deploy), out=
         [sys.executable, "-W", "ignore", "mine.py"], cwd=place, capture_output=True, text=True, timeout=200, **options
     )
     return done.returncode, done.stdout, done.stderr
-
-
-def test_run_takes_by_keyword_what_msrl_run_takes_as_flags():
-    flags = {action.dest for action in parser()._actions} - NOT_OF_A_RUN
-    assert flags == {p for p in inspect.signature(run).parameters if p not in ("plan", "stderr", "on_iteration")}
 
 
 def test_a_script_that_its_own_processes_would_start_again_is_refused_at_its_line(tmp_path):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..diagnostics import Diagnostic, Fault, render, render_json
+from ..diagnostics.surface import show_on
 from ..diagnostics.terminal_text import make_printable
 
 if TYPE_CHECKING:
@@ -41,13 +42,6 @@ def load_plan(name: str, run: bool = False) -> Plan:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {why}")) from None
-
-
-def parse_natural(text: str) -> int:
-    """Parse the value of a flag as a whole number from 0 to 2^53."""
-    if not text.isdecimal() or int(text) > 2**53:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^53, not `{text}`")
-    return int(text)
 
 
 def print_diagnostics(
@@ -94,7 +88,8 @@ def run_guarded(program: str, main: object, argv: list[str]) -> int:
     """
     assert callable(main)
     try:
-        code = main(argv)
+        with show_on("command line"):
+            code = main(argv)
         assert isinstance(code, int)
         return code
     except BrokenPipeError:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from ..diagnostics import Fault, codes, nearest
 from ..diagnostics.terminal_text import make_printable
-from .common import load_plan, parse_natural, print_diagnostics, run_guarded
+from .common import load_plan, print_diagnostics, run_guarded
+from .flags import add_display_flags, add_program_flags, parse_natural, parse_sets
 
 if TYPE_CHECKING:
     from ..compiler.pipeline import Compilation
@@ -43,13 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a program; `-` reads stdin; a NAME is an algorithm of the package, such as grpo",
     )
-    parser.add_argument("--deploy", metavar="NAME", help="deploy of the file to use")
-    parser.add_argument(
-        "--model", metavar="PRESET", help="model of the policy if the file has no deploy; plans for this machine"
-    )
-    parser.add_argument(
-        "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
-    )
+    add_program_flags(parser, with_model=True)
     parser.add_argument("--check", action="store_true", help="only check; print nothing if there is no error")
     parser.add_argument(
         "--emit",
@@ -104,12 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--explain", metavar="NAME", help="explain a code, a statement, an attribute or a function, and exit"
     )
-    parser.add_argument(
-        "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
-    )
-    parser.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics"
-    )
+    add_display_flags(parser)
     return parser
 
 
@@ -165,9 +155,7 @@ def _compile(argv: Sequence[str]) -> int:
         )
     if any("=" not in function for function in options.function or ()):
         parser.error("`--function` takes NAME=SECONDS")
-    sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
-    if any("=" not in setting for setting in options.sets):
-        parser.error("`--set` takes PARAM=VALUE")
+    sets = parse_sets(parser, options)
 
     times: list[tuple[str, float]] = []
 

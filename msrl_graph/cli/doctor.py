@@ -25,6 +25,7 @@ from ..diagnostics import Diagnostic, Fault
 from ..hardware import calibration
 from ..hardware.calibration import Calibration
 from .common import load_plan, print_diagnostics, run_guarded
+from .flags import add_program_flags, parse_sets
 
 if TYPE_CHECKING:
     from ..compiler.sources import ProgramSource
@@ -50,11 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--program", metavar="FILE", help="also check that it has what this program or plan (.json) needs"
     )
-    parser.add_argument("--deploy", metavar="NAME", help="deploy of the program to use")
-    parser.add_argument("--model", metavar="PRESET", help="model of the policy if the program has no deploy")
-    parser.add_argument(
-        "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
-    )
+    add_program_flags(parser, with_model=True)
     measures = 'measure this machine, for `device = "here"` and functions on its CPUs (a minute)'
     where = "file for the measurements (default: MSRL_HERE, else here.json in the user's settings)"
     parser.add_argument("--calibrate", action="store_true", help=measures)
@@ -73,8 +70,7 @@ def _doctor(argv: Sequence[str]) -> int:
         parser.error(f"`--calibrate` measures: leave out `{'--json' if options.json else '--program'}`")
     if (options.sets or options.deploy or options.model) and not options.program:
         parser.error("`--set`, `--deploy` and `--model` go with `--program`")
-    if any("=" not in setting for setting in options.sets):
-        parser.error("`--set` takes PARAM=VALUE")
+    sets = parse_sets(parser, options)
     path = Path(options.out) if options.out else calibration.location()[0]
     if options.calibrate:
         if path is None:
@@ -82,14 +78,16 @@ def _doctor(argv: Sequence[str]) -> int:
         return _calibrate(path)
     source: list[ProgramSource] = []
     try:
-        plan = _plan(options, parser, source) if options.program else None
+        plan = _plan(options, sets, parser, source) if options.program else None
     except Fault as fault:
         print_diagnostics(fault.diagnostics, source[0] if source else None, options)
         return 1
     return _examine(path, plan, options.json)
 
 
-def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: list[ProgramSource]) -> Plan:
+def _plan(
+    options: argparse.Namespace, sets: dict[str, str], parser: argparse.ArgumentParser, source: list[ProgramSource]
+) -> Plan:
     """Return the plan of the file that `--program` names.
 
     If the file is a program, the program is compiled, and its text is appended to `source`, for messages. If the file
@@ -103,7 +101,6 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: 
     from ..compiler.sources import read_source
 
     source.append(read_source(options.program))
-    sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
     plan = translate(source[0], deploy=options.deploy, model=options.model, sets=sets).plan
     if plan is None:
         raise no_deploy()

@@ -25,6 +25,7 @@ from ..diagnostics import Diagnostic, Fault
 from ..diagnostics.terminal_text import make_printable
 from ..dsl.format import format
 from .common import print_diagnostics, run_guarded
+from .flags import add_display_flags
 
 STDIN = "<stdin>"
 
@@ -47,10 +48,7 @@ def _fmt(argv: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a program; `-` reads stdin and writes stdout")
     parser.add_argument("--check", action="store_true", help="write nothing, list the files that would change")
     parser.add_argument("--diff", action="store_true", help="write nothing, show what would change")
-    parser.add_argument(
-        "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
-    )
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
+    add_display_flags(parser)
     options = parser.parse_args(argv)
     diagnostics: list[Diagnostic] = []
     source = None

@@ -23,6 +23,7 @@ from ..checks.stage import PlanContext
 from ..checks.table import check_graph, check_plan
 from ..data.plan_paths import copy_model_heads
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
+from ..diagnostics.surface import by_surface
 from ..dsl import ast
 from ..dsl.lower import LoweringContext, LoweringFault, lower
 from ..dsl.parse import parse
@@ -161,7 +162,8 @@ def render_all(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) 
 
 
 def no_deploy() -> Fault:
-    help = "add a `deploy`, or plan for this machine: `msrl-compile --model PRESET`"
+    plan = by_surface(command_line="msrl-compile --model PRESET", python="compile(program, model=PRESET)")
+    help = f"add a `deploy`, or plan for this machine: `{plan}`"
     return Fault(Diagnostic("no-deploy", "the program has no deploy, so there is nothing to plan for", help=help))
 
 

@@ -14,6 +14,7 @@ from .. import algorithms
 from ..backends import ENGINES, SINGLE_DEVICE_KINDS, UNTESTED_KINDS, can_build
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
+from ..diagnostics.surface import name_option
 from ..hardware.device_kinds import Where
 from ..ir.attributes import CallAttributes, GenerateAttributes, SampleEdgeAttributes, SourceAttributes, UpdateAttributes
 from ..ir.plan import Placement, Plan, PlanNote
@@ -36,7 +37,8 @@ def find_untested(plan: Plan) -> list[Diagnostic]:
     """Return warnings for devices on which this version has never run."""
     kind = plan.cluster.device.backend
     span = plan.cluster.span
-    help = "start with a few iterations, and compare them with the same run on CPUs: --iterations 2"
+    help = "start with a few iterations, and compare them with the same run on CPUs: "
+    help += name_option("iterations", 2)
     if kind in UNTESTED_KINDS:
         return [Diagnostic("not-yet", f"nothing has run on devices of kind {kind} yet", span, help, "warning")]
     if kind in SINGLE_DEVICE_KINDS and plan.cluster.devices > 1:

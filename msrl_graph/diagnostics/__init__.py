@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Literal, ParamSpec, TypeVar
 
 from . import codes
+from .surface import show_on
 from .terminal_text import SIGNS, make_printable
 
 # Codes of faults of the machines, not of the program: for these, the exit status is 3.
@@ -92,16 +93,18 @@ class Fault(Exception):
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of the Python API to shorten the traceback of a Fault.
+    """Decorate a function of the Python API.
 
-    The traceback ends at the user's call. With MSRL_DEBUG=1 the traceback also shows where the Fault was raised.
+    Messages name options as arguments of Python. The traceback of a Fault ends at the user's call. With MSRL_DEBUG=1
+    the traceback also shows where the Fault was raised.
     """
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True  # a notebook leaves this frame out
         try:
-            return function(*args, **kwargs)
+            with show_on("Python"):
+                return function(*args, **kwargs)
         except Fault as fault:
             if os.environ.get("MSRL_DEBUG"):
                 raise

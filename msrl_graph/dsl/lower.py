@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from ..backends.spec import EngineSpec
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from ..diagnostics.surface import name_option
 from ..hardware.cluster import ClusterSpec
 from ..ir.graph import Graph
 from ..ir.plan import Deployment
@@ -321,7 +322,7 @@ def _choose_deploy(file: ast.File, context: LoweringContext) -> ast.DeployDecl |
             "no-deploy",
             f"the file has {len(deploys)} deploys, and none was chosen",
             NOWHERE,
-            f"choose one with --deploy: {listed}",
+            f"choose one with {name_option('deploy')}: {listed}",
         )
     return next(iter(deploys.values()), None)
 

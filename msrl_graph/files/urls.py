@@ -28,6 +28,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from ..diagnostics.surface import name_option
 from . import private
 from .untrusted_folder import escape
 
@@ -344,7 +345,7 @@ def check_writable(url: str) -> None:
         _with_timeout(attempt)
     except NotImplementedError:
         message = f"nothing can be written at `{url}`: {protocol}:// is read-only"
-        raise Fault(Diagnostic("bad-value", message, help="name another with --out")) from None
+        raise Fault(Diagnostic("bad-value", message, help=f"name another with {name_option('out')}")) from None
     except Exception as error:
         raise Fault(_explain_write_error(url, error)) from None
 
@@ -355,7 +356,7 @@ def _explain_write_error(url: str, error: Exception) -> Diagnostic:
     return (
         diagnostic
         if diagnostic.code != "missing-file"
-        else Diagnostic("bad-value", message, help="name another with --out")
+        else Diagnostic("bad-value", message, help=f"name another with {name_option('out')}")
     )
 
 

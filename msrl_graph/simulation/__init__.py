@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..backends import ENGINES
+from ..diagnostics import public
 from ..ir.plan import Plan
 from .assumptions import read_specs
 from .result import Simulation
@@ -19,6 +20,7 @@ from .run import Simulator
 from .text import simulation_text
 
 
+@public
 def simulate(
     plan: Plan,
     *,

@@ -17,6 +17,7 @@ from statistics import NormalDist
 
 from ..analysis.sequences import sequences, token_columns
 from ..diagnostics import Diagnostic, Fault, nearest
+from ..diagnostics.surface import by_surface, name_option
 from ..files.paths import is_folder
 from ..ir.graph import Graph
 from ..ir.plan import Plan
@@ -141,10 +142,10 @@ def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
     column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())
     if stated and column not in known:
-        message = f"`--lengths {text}`: there is no token column `{column}`"
+        message = f"`{name_option('lengths', text)}`: there is no token column `{column}`"
         raise Fault(Diagnostic("unknown-column", message, help=nearest(column, known)))
     if _CALL.fullmatch(rest):
-        return dict.fromkeys([column] if stated else responses, distribution(rest, f"--lengths {text}"))
+        return dict.fromkeys([column] if stated else responses, distribution(rest, name_option("lengths", text)))
     prompts, response_lengths, by_iteration = _read_lengths(rest)
     lengths: dict[str, Source] = dict.fromkeys(
         [column] if stated else responses, RecordedLengths(rest, response_lengths, by_iteration)
@@ -256,7 +257,7 @@ def _parse_stragglers(text: str) -> Stragglers:
         share = -1.0
         factor = 0.0
     if not 0 <= share <= 1 or factor < 1:
-        message = f"`--stragglers {text}` is not a share of the devices and a factor of slowness"
+        message = f"`{name_option('stragglers', text)}` is not a share of the devices and a factor of slowness"
         raise Fault(Diagnostic("bad-value", message, help="write `1% x3`"))
     return Stragglers(share, factor)
 
@@ -267,16 +268,17 @@ def _parse_function(plan: Plan, node: str, text: str) -> Distribution:
         for function_node in plan.graph.nodes
         if function_node.verb != "source" and plan.graph.worker(function_node.worker).kind == "function"
     ]
+    name = by_surface(command_line=f"--function {node}={text}", python=f"function_seconds={{{node!r}: {text!r}}}")
     if node not in known:
-        message = f"`--function {node}={text}`: there is no function node `{node}`"
+        message = f"`{name}`: there is no function node `{node}`"
         raise Fault(Diagnostic("unknown-name", message, help=nearest(node, known)))
     if _CALL.fullmatch(text):
-        return distribution(text, f"--function {node}={text}")
+        return distribution(text, name)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        message = f"`--function {node}={text}` is not a number of seconds per row"
+        message = f"`{name}` is not a number of seconds per row"
         raise Fault(Diagnostic("bad-value", message, help=f"write `{node}=0.05` or a distribution of seconds"))
     return Distribution("fixed", (seconds,))

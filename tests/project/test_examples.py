@@ -15,6 +15,7 @@ from msrl_graph.algorithms import FOLDER
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import render
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLES = ROOT / "examples"
@@ -31,7 +32,7 @@ PROGRAMS = [
 def test_a_program_of_the_examples_could_be_run(program, tmp_path):
     result = translate(read_source(str(program)))
     assert not result.warnings
-    made = supervisor.prepare(result.plan, tmp_path / "out")
+    made = supervisor.prepare(result.plan, RunOptions(tmp_path / "out"))
     assert made.rows and all(made.rows.values()) and not made.warnings
 
 

@@ -555,33 +555,36 @@ NO_FILE = "no such file or directory; name a file or a distribution: fixed, unif
         (
             "lengths",
             "lognorm(6, 1)",
-            "`--lengths lognorm(6, 1)`: unknown distribution `lognorm`; did you mean `lognormal`?",
+            "`lengths=lognorm(6, 1)`: unknown distribution `lognorm`; did you mean `lognormal`?",
         ),
-        ("lengths", "normal(600)", "`--lengths normal(600)`: `normal` takes mean and std; write `normal(mean, std)`"),
+        ("lengths", "normal(600)", "`lengths=normal(600)`: `normal` takes mean and std; write `normal(mean, std)`"),
         (
             "lengths",
             "uniform(9, 3)",
-            "`--lengths uniform(9, 3)`: the least is above the most; write `uniform(least, most)`",
+            "`lengths=uniform(9, 3)`: the least is above the most; write `uniform(least, most)`",
         ),
         (
             "lengths",
             "resp=fixed(6)",
-            "`--lengths resp=fixed(6)`: there is no token column `resp`; did you mean `response`?",
+            "`lengths=resp=fixed(6)`: there is no token column `resp`; did you mean `response`?",
         ),
         ("lengths", "nowhere.jsonl", f"cannot read the lengths nowhere.jsonl: {NO_FILE}"),
-        ("stragglers", "some", f"`--stragglers some` {NO_SHARE}"),
-        ("stragglers", "1% x0.5", f"`--stragglers 1% x0.5` {NO_SHARE}"),
+        ("stragglers", "some", f"`stragglers=some` {NO_SHARE}"),
+        ("stragglers", "1% x0.5", f"`stragglers=1% x0.5` {NO_SHARE}"),
         (
             "function_seconds",
             {"host.rewrd": 1},
-            "`--function host.rewrd=1`: there is no function node `host.rewrd`; did you mean `host.reward`?",
+            (
+                "`function_seconds={'host.rewrd': '1'}`: there is no function node `host.rewrd`; did you mean "
+                "`host.reward`?"
+            ),
         ),
         (
             "function_seconds",
             {"host.reward": "fast"},
             (
-                "`--function host.reward=fast` is not a number of seconds per row; write `host.reward=0.05` or a "
-                "distribution of seconds"
+                "`function_seconds={'host.reward': 'fast'}` is not a number of seconds per row; write "
+                "`host.reward=0.05` or a distribution of seconds"
             ),
         ),
     ],

@@ -29,6 +29,8 @@ from msrl_graph.backends.engine_protocols import Response, Sampling
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
+from msrl_graph.analysis.rowsets import Numbers, rowsets
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged, texts
 from msrl_graph.runtime.data.numerics import sampled_columns
 from msrl_graph.runtime.dock import client
@@ -40,7 +42,6 @@ from msrl_graph.runtime.dock.warehouse import Warehouse, payload_bytes
 from msrl_graph.runtime.driver import function_hosts
 from msrl_graph.runtime.driver.iterations import Driver
 from msrl_graph.runtime.driver.run_state import RunState
-from msrl_graph.runtime.driver.supervisor import WatchOptions
 from msrl_graph.runtime.functions import host as functions
 from msrl_graph.runtime.functions.crash_journal import CrashJournal
 from msrl_graph.runtime.functions.function_node import Results
@@ -572,7 +573,7 @@ class Dry:
             resume=resume,
             url="",
             lines=int(bool(resume)),
-            options=WatchOptions(),
+            options=RunOptions(),
             ports=Ports(),
             out="",
             folder="",

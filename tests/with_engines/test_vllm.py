@@ -20,6 +20,7 @@ from msrl_graph.backends.engine_protocols import Sampling, collect_responses
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.driver import supervisor
@@ -238,7 +239,7 @@ def test_positions_that_it_would_turn_otherwise_are_refused(alone, tmp_path):
 @pytest.mark.parametrize("name", ["megatron_vllm", "fsdp_vllm", "two_environments"])
 def test_an_example_could_be_run(name, tmp_path):
     result = translate(read_source(str(EXAMPLE / f"{name}.rlg")))
-    made = supervisor.prepare(result.plan, tmp_path / "out")
+    made = supervisor.prepare(result.plan, RunOptions(tmp_path / "out"))
     assert made.rows and not result.warnings and not made.warnings
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from ...analysis.rowsets import Numbers, Rowsets, chain, rowsets
 from ...analysis.sequences import begins_columns, is_tokens, sequences
 from ...diagnostics import Diagnostic, Fault
+from ...diagnostics.surface import name_option
 from ...files.paths import is_folder
 from ...ir.attributes import CallAttributes, GenerateAttributes
 from ...ir.graph import Graph, Node
@@ -142,9 +143,8 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     }
     for name in sorted(own_names & declared.keys()) if record else ():
         message = f"`{name}` is the name of a column that every recording has"
-        diagnostics.append(
-            Diagnostic("bad-value", message, declared[name].span, "give the column another name, or leave out --record")
-        )
+        help = f"give the column another name, or leave out {name_option('record', True)}"
+        diagnostics.append(Diagnostic("bad-value", message, declared[name].span, help))
     for node in (
         other for other in plan.graph.verb("generate") if replay and GenerateAttributes.of(other).partner is not None
     ):
@@ -152,12 +152,12 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         message = (
             f"`{node.name}` cannot take its responses from a recording, which does not contain what its {partner} does"
         )
-        diagnostics.append(Diagnostic("bad-value", message, node.span_of(partner), "leave out --replay"))
+        help = f"leave out {name_option('replay')}"
+        diagnostics.append(Diagnostic("bad-value", message, node.span_of(partner), help))
     if replay and not is_folder(Path(replay) / FOLDER):
         message = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
-        diagnostics.append(
-            Diagnostic("missing-file", message, help="name the folder of a run that was made with --record")
-        )
+        help = f"name the folder of a run that was made with {name_option('record', True)}"
+        diagnostics.append(Diagnostic("missing-file", message, help=help))
     elif replay:
         responses = {sampled_columns(plan.graph, other)[0] for other in plan.graph.verb("generate")}
         needed_files = (
@@ -170,7 +170,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         if missing is not None:
             message = f"the recording in {replay} has no iteration {missing[0]}: there is no file {missing[1]}"
             help = (
-                f"stop before it: --iterations {missing[0]}"
+                f"stop before it: {name_option('iterations', missing[0])}"
                 if missing[0] > begin
                 else "name the folder of a run that has it"
             )

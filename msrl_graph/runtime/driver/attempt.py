@@ -19,6 +19,9 @@ from ...diagnostics.quantities import plural
 from ...files import urls
 from ...files.urls import is_url
 from ...ir.plan import Plan
+from ...diagnostics.surface import name_option
+from ...data.plan_paths import copy_to_host, make_absolute, pin_urls
+from ...ir.run_options import RunOptions
 from ..data import dataset as data
 from ..data import row_files as rows
 from ..metrics.metrics_file import METRICS, read_valid_lines
@@ -32,27 +35,10 @@ from .run_inputs import NO_INPUTS, RunInputs
 
 
 @dataclass(frozen=True)
-class WatchOptions:
-    """Options that are not in the program; the user passes them when a run starts."""
-
-    measure: bool = False  # measure memory at each instruction of an iteration
-    verbose: bool = False  # show the output of the processes as it comes
-    record: bool = False  # write the rows of each iteration into the run's folder
-    replay: str = ""  # folder of a recorded run whose responses replace generated ones
-    overwrite: bool = False  # replace the results of an earlier run in the folder
-    nice: int = 0  # niceness of compute processes, added to the caller's niceness
-    watch: bool = False  # serve a page of the run
-    metrics: int | None = None  # port of the metrics for Prometheus; 0: a free one
-    evaluate: bool = False  # only evaluate, once: train nothing, write no weights
-
-
-PLAIN = WatchOptions()
-
-
-@dataclass(frozen=True)
 class PreparedRun:
     """A run that is ready to start.
 
+    - `plan`: the plan, with the values that the options override.
     - `rows`: a preview of each data file (such as the file's number of rows). The key is the name of the data in the
       program.
     - `folder`: the run's folder. `stated`: whether the user named this folder.
@@ -65,6 +51,7 @@ class PreparedRun:
     """
 
     plan: Plan
+    options: RunOptions
     rows: dict[str, data.DatasetPreview]
     folder: Path
     stated: bool
@@ -76,7 +63,6 @@ class PreparedRun:
     origin: str = ""  # the URL that `begin` comes from
     inputs: RunInputs = NO_INPUTS
     changed: tuple[str, ...] = ()  # changes since `begin` was written that affect the result
-    evaluates: bool = False  # only evaluates
 
     def drop(self) -> None:
         """Remove the working copies of a run that is not started."""
@@ -104,7 +90,7 @@ class PreparedRun:
         saved = " and ".join(filter(None, (saved, f"the one with the best {bests}" if bests else "")))
         rows = ", ".join(f"{name} {preview.rows} rows" for name, preview in self.rows.items())
         trains = f"{run.iterations} iterations"
-        if self.evaluates:
+        if self.options.evaluate:
             trains = (
                 f"evaluates {' and '.join(evaluation.data for evaluation in plan.deploy.evaluations)}, trains nothing,"
             )
@@ -132,24 +118,23 @@ class PreparedRun:
         ]
 
 
-def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: WatchOptions = PLAIN) -> PreparedRun:
+def prepare(plan: Plan, options: RunOptions = RunOptions()) -> PreparedRun:
     """Check all that can be checked before a process starts; return the prepared run.
 
-    `out` is the folder or URL of the results. `resume` is the folder or URL from which the run continues: the location
-    of a checkpoint, or of an earlier run. Raises Fault with all problems that were found.
+    Raises Fault with all problems that were found.
     """
     copies: list[Path] = []
     try:
-        return replace(_prepare_run(plan, out, resume, options, copies), copies=tuple(copies))
+        return replace(_prepare_run(options.apply_to(plan), options, copies), copies=tuple(copies))
     except BaseException:
         for copy in copies:
             shutil.rmtree(copy, ignore_errors=True)
         raise
 
 
-def _prepare_run(
-    plan: Plan, out: Path | str | None, resume: str, options: WatchOptions, copies: list[Path]
-) -> PreparedRun:
+def _prepare_run(plan: Plan, options: RunOptions, copies: list[Path]) -> PreparedRun:
+    out = options.out
+    replay = str(options.replay or "")
     if options.evaluate and not plan.deploy.evaluations:
         message = f"`{plan.deploy.name}` has no `evaluate`, so there is nothing to do without training"
         help = "name data and the columns to report, in the deploy: evaluate DATA { report = COLUMN }"
@@ -164,16 +149,14 @@ def _prepare_run(
         warnings += preview.warnings(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
     plan = make_absolute(plan)
     local_plan = make_absolute(local_plan)
-    inputs = run_inputs.collect_inputs(local_plan, options.replay)
-    target = resume or plan.deploy.run.resume
+    inputs = run_inputs.collect_inputs(local_plan, replay)
+    target = str(options.resume or plan.deploy.run.resume)
     if not target:
-        rows.check(plan, options.record, options.replay, 0)
-        folder, url = _choose_folder(plan, out, options, copies)
+        rows.check(plan, options.record, replay, 0)
+        folder, url = _choose_folder(plan, options, copies)
         stated = out is not None
-        return PreparedRun(
-            plan, sizes, folder, stated, None, None, warnings, url, inputs=inputs, evaluates=options.evaluate
-        )
-    span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
+        return PreparedRun(plan, options, sizes, folder, stated, None, None, warnings, url, inputs=inputs)
+    span = plan.deploy.run.span if not options.resume else replace(plan.deploy.run.span, line=0)
     fetched = remote_folder.bring(target, span, copies) if is_url(target) else None
     resume_point = find_resume_point(
         local_plan, str(fetched.folder) if fetched else target, span, inputs, trains=not options.evaluate
@@ -186,24 +169,25 @@ def _prepare_run(
     if options.evaluate:
         if in_place and out is not None:
             message = f"cannot write an evaluation into the folder of the run that it evaluates, {out}"
-            raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
+            raise Fault(Diagnostic("bad-value", message, help=f"name another folder with {name_option('out')}"))
         in_place = False
     if in_place and not newest and not options.overwrite:
         run = fetched.run if fetched else home
         message = f"the run in {run} has newer checkpoints than {begin.name}, which resuming from there would replace"
-        help = "name another folder for the results with --out, or replace them: --overwrite"
+        help = f"name another folder for the results with {name_option('out')}"
+        help += f", or replace them: {name_option('overwrite', True)}"
         raise Fault(Diagnostic("bad-checkpoint", message, span, help))
     if not options.evaluate:
         warnings += _check_lost_lines(home, begin, manifest, in_place, span)
-    rows.check(plan, options.record, options.replay, manifest.iteration)
-    folder, url = (home, fetched.run if fetched else "") if in_place else _choose_folder(plan, out, options, copies)
+    rows.check(plan, options.record, replay, manifest.iteration)
+    folder, url = (home, fetched.run if fetched else "") if in_place else _choose_folder(plan, options, copies)
     if in_place and fetched:
         urls.check_writable(url)
     origin = urls.join(fetched.run, checkpoint.FOLDER, begin.name) if fetched else ""
     warnings += resume_point.warnings
     stated = in_place or out is not None
-    common = (plan, sizes, folder, stated, begin, manifest, warnings, url)
-    return PreparedRun(*common, origin=origin, inputs=inputs, changed=resume_point.changed, evaluates=options.evaluate)
+    common = (plan, options, sizes, folder, stated, begin, manifest, warnings, url)
+    return PreparedRun(*common, origin=origin, inputs=inputs, changed=resume_point.changed)
 
 
 def _check_lost_lines(
@@ -224,23 +208,23 @@ def _check_lost_lines(
     message += f"are left in {run} ({damage})" if damage else f"are left in {run}"
     message += "; the checkpoint was written by a version that kept no copy of them"
     if in_place:
-        help = "put the file back, or continue with the remaining lines in another folder: --out"
+        help = f"put the file back, or continue with the remaining lines in another folder: {name_option('out')}"
         raise Fault(Diagnostic("bad-checkpoint", message, span, help))
     return [Diagnostic("bad-checkpoint", message, span, "the run continues with these", "warning")]
 
 
-def _choose_folder(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
+def _choose_folder(plan: Plan, options: RunOptions, copies: list[Path]) -> tuple[Path, str]:
     """Choose the folder of a new run; return the folder and its URL.
 
-    If `out` is a URL, the folder is a new local folder, whose files are uploaded to the URL. It is added to `copies`.
-    If `out` is not a URL, the returned URL is "".
+    If the option `out` is a URL, the folder is a new local folder, whose files are uploaded to the URL. It is added to
+    `copies`. If the option is not a URL, the returned URL is "".
     """
-    if not is_url(str(out)):
-        return choose_folder(plan, out, options.overwrite, options.replay), ""
-    url = str(out).rstrip("/")
+    if not is_url(str(options.out)):
+        return choose_folder(plan, options.out, options.overwrite, str(options.replay or "")), ""
+    url = str(options.out).rstrip("/")
     remote_folder.choose(url, options.overwrite)
     copies.append(remote_folder.make_working_copy(url))
     return copies[-1], url
 
 
-__all__ = ["PLAIN", "PreparedRun", "WatchOptions", "prepare"]
+__all__ = ["PreparedRun", "prepare"]

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...diagnostics import Diagnostic
+from ...diagnostics.surface import Surface
 from ...ir.plan import Plan
+from ...ir.run_options import RunOptions
 from ..metrics.ports import Ports
 from ..process.preload import PreloadAddress
-from .attempt import WatchOptions
 
 NO_SERVER = PreloadAddress()
 
@@ -26,6 +27,7 @@ class Attempt:
     - `resume`: the checkpoint to resume from; "" if the run starts from the beginning.
     - `lines`: how many lines the metrics file in `out` had when the checkpoint `resume` was written.
     - `restarts`: how many times the run was restarted before this attempt.
+    - `surface`: where the messages of the driver are shown.
     - `url`: the URL to which the results are uploaded; "" if the results remain in `out`.
     """
 
@@ -35,9 +37,10 @@ class Attempt:
     answer: int
     resume: str
     lines: int
-    options: WatchOptions
+    options: RunOptions
     ports: Ports
     restarts: int
+    surface: Surface
     url: str = ""
     patience: float = 0.0  # seconds to wait for missing hosts
     edited: tuple[str, ...] = ()  # files that changed since the run began, and were reported

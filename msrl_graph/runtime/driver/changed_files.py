@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...diagnostics.surface import name_option
 from ..process import shipped_files
 
 _REPORTED = "edited"  # file in an attempt's folder, with a path a line
@@ -36,7 +37,7 @@ class ChangedFiles:
             with (self.folder / _REPORTED).open("a", encoding="utf-8", errors="surrogateescape") as record:
                 record.write(f"{path}\n")
             event = "was edited" if Path(path).exists() else "was removed"
-            consequence = "the run keeps using the original, --resume will use the new state"
+            consequence = f"the run keeps using the original, {name_option('resume')} will use the new state"
             yield f"{path} {event} after the run began; {consequence}"
 
     @staticmethod

@@ -31,6 +31,7 @@ from ..process import fault_points
 from ..weights import checkpoint, checkpoint_parts
 from ..weights.checkpoint import CheckpointFile, CheckpointHost, Manifest
 from . import run_inputs
+from .run_folder import name_older
 from .run_state import FILE as STATES
 from .run_state import RunState
 
@@ -194,9 +195,7 @@ class DistributedCheckpoint:
         good = next((path for path in older if self._is_complete(path)), None)
         help = "restore the missing files, or start a new run: no older checkpoint is complete"
         if good:
-            help = (
-                f"{good} is complete: --resume {good}, with --out another folder, or --overwrite to replace newer ones"
-            )
+            help = f"{good} is complete: {name_older(good)}"
         raise Fault(Diagnostic("bad-checkpoint", message, help=help))
 
     def bring(self, folder: Path, manifest: Manifest, wait: Wait) -> None:

@@ -14,11 +14,13 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from ...diagnostics import Fault
 from ...diagnostics.text_page import WIDTH
+from ...diagnostics.surface import show_on
 from ..dock.messages import DockTimeout
 from ..metrics.display import Display, Screen, Tail
 from ..metrics.http_server import StatusServer
@@ -37,9 +39,16 @@ from .signals import HANDLED, Signals
 from .stalls import ProcessStuck
 
 
-def main(folder: str) -> int:
+def main(folder: str) -> NoReturn:
     """Run the attempt that the supervisor described in `folder`/attempt.json."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
+    with show_on(attempt.surface):
+        _drive(attempt)
+
+
+def _drive(attempt: Attempt) -> NoReturn:
+    """Run the attempt, and end this process with its result."""
+    folder = attempt.folder
     # Ray's own threads write to stderr: it goes to stdout, the driver's log. Text for a person goes to the old stderr.
     screen = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(1, 2)
@@ -134,4 +143,4 @@ def _run_attempt(attempt: Attempt, pool: ProcessPool, display: Display, signals:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1])

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...compiler.loading import load
 from ...data.plan_paths import copy_to_host, make_absolute
 from ...diagnostics import NOWHERE, Diagnostic, Fault, nearest
+from ...diagnostics.surface import by_surface, name_option
 from ...files.paths import is_folder
 from ...files.urls import is_url
 from ...ir.plan import Plan
@@ -64,10 +65,18 @@ def _refuse(message: str, help: str = "", code: str = "bad-checkpoint") -> Fault
     return Fault(Diagnostic(code, message, help=help))
 
 
+def _name_export(target: str = "CHECKPOINT") -> str:
+    """Return how to export a checkpoint with the models of a program."""
+    return by_surface(
+        command_line=f"msrl-run PROGRAM {name_option('export', target)}",
+        python=f"export({target}, plan=compile(PROGRAM))",
+    )
+
+
 def _load_plan(path: Path, target: str) -> Plan:
     """Load the plan from the folder of the run that wrote the checkpoint `path`."""
     file = path.parent.parent / remote_folder.PLAN
-    again = f"name the program of the run: msrl-run PROGRAM --export {target}"
+    again = f"name the program of the run: {_name_export(target)}"
     try:
         return load(file.read_bytes(), str(file))
     except OSError as error:
@@ -89,10 +98,12 @@ def _select_workers(path: Path, manifest: Manifest, plan: Plan, worker: str) -> 
         raise _refuse(f"the checkpoint {path} holds no weights")
     if worker and worker not in saved:
         message = f"the checkpoint {path} holds no weights of `{worker}`, but of {has}"
-        raise _refuse(message, nearest(worker, saved) or f"export one of them: --worker {saved[0]}", "unknown-name")
+        raise _refuse(
+            message, nearest(worker, saved) or f"export one of them: {name_option('worker', saved[0])}", "unknown-name"
+        )
     if other := [name for name in saved if name not in plan.graph.changing_workers]:
         message = f"the checkpoint {path} holds weights of `{other[0]}`, which `{plan.graph.name}` does not train"
-        raise _refuse(message, "name the program of the run: msrl-run PROGRAM --export CHECKPOINT")
+        raise _refuse(message, f"name the program of the run: {_name_export()}")
     return [worker] if worker else saved
 
 
@@ -101,7 +112,11 @@ def _target_folder(path: Path, name: str, worker: str, to: str, target: str) -> 
         return Path(to).absolute() if worker else Path(to).absolute() / name
     if is_url(target) or path.parent.name != checkpoint.FOLDER:
         where = "is at a URL" if is_url(target) else "is not in the folder of a run"
-        raise _refuse(f"the checkpoint {target} {where}: name the folder to export to", "add --to FOLDER", "bad-value")
+        raise _refuse(
+            f"the checkpoint {target} {where}: name the folder to export to",
+            f"add {name_option('to', 'FOLDER')}",
+            "bad-value",
+        )
     return path.parent.parent / FOLDER / path.name / name
 
 
@@ -112,7 +127,11 @@ def _check_free(folder: Path) -> Path:
         problem = "exists and is not empty" if folder.is_dir() else "is a file"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    raise _refuse(f"the folder to export to, {folder}, {problem}", "remove it, or name another one: --to", "bad-value")
+    raise _refuse(
+        f"the folder to export to, {folder}, {problem}",
+        f"remove it, or name another one: {name_option('to')}",
+        "bad-value",
+    )
 
 
 def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Model:
@@ -127,7 +146,7 @@ def _find_model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Mode
             f"the config and the tokenizer of `{worker}` come from its model's folder, and "
             f"{model.path or model.name} is not a folder on this machine"
         )
-        help = "restore it, or name its new place in the program: msrl-run PROGRAM --export CHECKPOINT"
+        help = f"restore it, or name its new place in the program: {_name_export()}"
         raise _refuse(message, help, "missing-file")
     return model
 
@@ -175,7 +194,7 @@ def _write_folder(source: CheckpointSource, worker: str, model: Model, folder: P
         raise _refuse(f"the checkpoint {path} cannot be used: {error}") from None
     except OSError as error:
         message = f"the folder {folder} cannot be written: {error.strerror or error}"
-        raise _refuse(message, "name another one: --to", "bad-value") from None
+        raise _refuse(message, f"name another one: {name_option('to')}", "bad-value") from None
 
 
 __all__ = ["FOLDER", "ExportedWeights", "export"]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ...data.plan_paths import copy_to_host
 from ...diagnostics import Fault
 from ...diagnostics.quantities import plural
+from ...diagnostics.surface import name_option
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..dock.messages import Status
@@ -138,9 +139,8 @@ class Driver:
         if folder := self.attempt.options.replay:
             self._wait([rank.replay.remote(str(Path(folder).absolute())) for rank in self.pool.ranks])
         self.async_pools = AsyncPools(plan, self.pool.ranks, begin)
-        if not self.attempt.lines:
-            for evaluation in plan.deploy.evaluations:
-                self._evaluate(evaluation, begin, sizes)
+        for evaluation in plan.deploy.evaluations if not self.attempt.lines else ():
+            self._evaluate(evaluation, begin, sizes)
         if self.attempt.options.evaluate:
             return self._done()
         health = HealthChecks(plan)
@@ -183,7 +183,7 @@ class Driver:
             if self.signals.asked or saves or end_reason or any(best.iteration == end for best in bests):
                 self._checkpoint(end, out)
             if self.signals.asked:
-                go_on = "" if self.unsaved else f"; continue with --resume {self.attempt.url or out}"
+                go_on = "" if self.unsaved else f"; continue with {name_option('resume', self.attempt.url or out)}"
                 self.display.say(f"ended after {plural(i + 1, 'iteration')}{go_on}")
                 return Result("interrupted", status=128 + self.signals.asked)
             if end_reason:
@@ -295,8 +295,8 @@ class Driver:
             self.display.say(remark)
         if self.attempt.options.record:
             out = str(Path(self.attempt.out).absolute())
-            calls = [self.functions.ask(0, "record", task, out, lane=lane(task))]
-            for error in filter(None, self._wait(calls)):
+            call = self.functions.ask(0, "record", task, out, lane=lane(task))
+            for error in filter(None, self._wait([call])):
                 self.display.say(error)
         moved: dict[str, int] = {}
         for report in reports:
@@ -408,7 +408,7 @@ class Driver:
 
     def _measured(self, number: int) -> bool:
         """Return whether to measure memory: in iteration 1, or in the only iteration."""
-        return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
+        return self.attempt.options.measure_memory and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.task}")

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault, Span
+from ...diagnostics.surface import name_option
 from ...files import private, urls
 from ..metrics import tracking
 from ..weights import checkpoint
-from .run_folder import MADE
+from .run_folder import MADE, name_older
 
 METRICS = "metrics.jsonl"
 PLAN = "plan.json"
@@ -54,11 +55,11 @@ def choose(url: str, overwrite: bool) -> None:
     ran = bool({"logs", METRICS} & set(names))
     if names and not (ran and overwrite):
         message = f"the output folder {url} exists and is not empty"
-        help = "name another with --out"
+        help = f"name another with {name_option('out')}"
         if checkpoint.FOLDER in names:
-            help += f", resume the run in it: --resume {url}"
+            help += f", resume the run in it: {name_option('resume', url)}"
         if ran:
-            help += ", or replace the results in it: --overwrite"
+            help += f", or replace the results in it: {name_option('overwrite', True)}"
         raise Fault(Diagnostic("bad-value", message, help=help))
 
 
@@ -112,13 +113,9 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
     except checkpoint.CorruptCheckpoint as error:
         older = [number for number in saved if int(number) < int(chosen)]
         previous = urls.join(run, checkpoint.FOLDER, older[-1]) if older else ""
-        help = f"try the one before: --{use} {previous}" if previous else ""
-        if use == "resume":
-            help = (
-                f"{help}, with --out another folder, or --overwrite to replace newer ones"
-                if previous
-                else "start a new run"
-            )
+        help = f"try the one before: {name_older(previous, use)}" if previous else ""
+        if use == "resume" and not previous:
+            help = "start a new run"
         raise refuse(f"the checkpoint {url} cannot be used: {error}", help) from None
     return FetchedCheckpoint(run, folder, chosen == saved[-1])
 

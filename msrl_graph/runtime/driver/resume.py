@@ -16,12 +16,14 @@ import msgspec
 from ... import noise
 from ...algorithms import library
 from ...diagnostics import Diagnostic, Fault, Span
+from ...diagnostics.surface import name_option
 from ...files.paths import is_folder
 from ...ir.attributes import UpdateAttributes
 from ...ir.plan import Plan
 from ..weights import checkpoint
 from ..weights.checkpoint import Manifest
 from . import run_inputs
+from .run_folder import name_older
 from .run_inputs import RunInputs
 
 MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
@@ -61,7 +63,7 @@ def find_resume_point(
         )
         help = "state more iterations, or resume from an older checkpoint"
         raise Fault(Diagnostic("bad-checkpoint", excess, span, help))
-    help = "restore what the run began with, or start another run, without --resume"
+    help = f"restore what the run began with, or start another run, without {name_option('resume')}"
     other = differences(manifest.program, program(plan))
     if foreign := [difference for difference in other if difference.startswith(("models.", "algorithm.name "))]:
         message = f"the checkpoint {path} is of another program: {'; '.join(foreign)}"
@@ -118,8 +120,7 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
                 ": start a new run; `run { keep = 3 }` keeps more checkpoints to go back to" if use == "resume" else ""
             )
         else:
-            help = f"{older[0]} is intact: --{use} {older[0]}"
-            help += ", with --out another folder, or --overwrite to replace newer ones" if use == "resume" else ""
+            help = f"{older[0]} is intact: {name_older(older[0], use)}"
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
+from ...diagnostics.surface import by_surface, name_option
 from ...files import private
 from ...files.untrusted_folder import escape
 from ...ir.plan import Plan
@@ -65,7 +66,7 @@ def _choose(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
     folder = Path(out) if out is not None else next(path for path in names if not path.exists())
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     problem = ""
-    help = "name another with --out"
+    help = f"name another with {name_option('out')}"
     if folder.exists() and not folder.is_dir():
         problem = "is a file"
     elif folder.exists() and any(folder.iterdir()):
@@ -73,18 +74,19 @@ def _choose(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
         if overwrite and ran:
             return _check_replaceable(plan, folder, replay)
         problem = "exists and is not empty" + (
-            "; it holds no results of a run, which --overwrite would replace" if overwrite else ""
+            f"; it holds no results of a run, which {name_option('overwrite', True)} would replace" if overwrite else ""
         )
         if ran and checkpoint.list_checkpoints(folder):
-            help += f", resume the run in it: --resume {folder}, or replace its results: --overwrite"
+            help += f", resume the run in it: {name_option('resume', folder)}"
+            help += f", or replace its results: {name_option('overwrite', True)}"
         elif ran:
-            help += ", or replace the results in it: --overwrite"
+            help += f", or replace the results in it: {name_option('overwrite', True)}"
     elif overwrite and out is None:
         raise Fault(
             Diagnostic(
                 "bad-value",
-                "--overwrite replaces the results in a folder, and none is named",
-                help="name it with --out",
+                f"{name_option('overwrite', True)} replaces the results in a folder, and none is named",
+                help=f"name it with {name_option('out')}",
             )
         )
     elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -94,10 +96,20 @@ def _choose(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
     return folder
 
 
+def name_older(place: Path | str, use: str = "resume") -> str:
+    """Name the options that use an older checkpoint; `use` is "resume" or "export"."""
+    if use == "export":
+        return by_surface(command_line=name_option("export", place), python=f"export({place})")
+    replace = name_option("overwrite", True)
+    return (
+        f"{name_option('resume', place)}, with {name_option('out')} another folder, or {replace} to replace newer ones"
+    )
+
+
 def _creation_fault(folder: Path | str | None, error: OSError) -> Fault:
     """Return the error for an output folder that cannot be created."""
     message = f"the output folder {folder or 'under runs'} cannot be made: {error.strerror}"
-    return Fault(Diagnostic("bad-value", message, help="name another with --out"))
+    return Fault(Diagnostic("bad-value", message, help=f"name another with {name_option('out')}"))
 
 
 def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
@@ -114,8 +126,8 @@ def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
     reads += [str(Path(replay) / rows.FOLDER)] if replay else []
     for path in (Path(read_path).resolve() for read_path in reads if read_path):
         if any(path == result or result in path.parents for result in results):
-            message = f"--overwrite would remove {path}, which the run reads"
-            raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
+            message = f"{name_option('overwrite', True)} would remove {path}, which the run reads"
+            raise Fault(Diagnostic("bad-value", message, help=f"name another folder with {name_option('out')}"))
     return folder
 
 
@@ -166,7 +178,7 @@ def check_own(out: Path) -> None:
         private.check_folder(out.resolve(), private.OTHERS_WRITE)
     except private.NotPrivate as error:
         message = f"the output folder {out} {error.what}, who could redirect what the run writes"
-        help = f"chmod o-w {out}" if error.what.startswith("is open") else "name another with --out"
+        help = f"chmod o-w {out}" if error.what.startswith("is open") else f"name another with {name_option('out')}"
         raise Fault(Diagnostic("bad-value", message, help=help)) from None
     except OSError as error:
         raise _creation_fault(out, error) from None
@@ -184,7 +196,8 @@ def check_links(out: Path) -> None:
         for link in (candidate for candidate in (path, *inner) if candidate.is_symlink()):
             if target := escape(link, out):
                 message = f"{link} is a link to {target}, where the run would write"
-                help = f"remove the link: rm {shlex.quote(str(link))}; or name another folder with --out"
+                help = f"remove the link: rm {shlex.quote(str(link))}; or name another folder with "
+                help += name_option("out")
                 raise Fault(Diagnostic("bad-value", message, help=help))
 
 
@@ -192,7 +205,7 @@ def check_free(out: Path) -> None:
     """Raise Fault if another run has written into `out` since `out` was chosen."""
     if any((out / name).exists() for name in MADE):
         message = f"another run has written into {out} meanwhile"
-        raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
+        raise Fault(Diagnostic("bad-value", message, help=f"name another folder with {name_option('out')}"))
 
 
 @contextmanager
@@ -216,7 +229,8 @@ def lock_folder(out: Path) -> Iterator[int]:
                     continue
                 owners = f" (process {' and '.join(map(str, pids))})" if pids else ""
                 message = f"another run is writing into {out}{owners}"
-                help = f"wait for its end{', or end it' if pids else ''}, or name another folder with --out"
+                help = f"wait for its end{', or end it' if pids else ''}, or name another folder with "
+                help += name_option("out")
                 raise Fault(Diagnostic("bad-value", message, help=help)) from None
             except OSError:
                 break  # a file system without locks: then no run is kept out

@@ -28,8 +28,10 @@ import msgspec
 from ...compiler.pipeline import with_hosts
 from ...diagnostics import MACHINE_FAULTS, Fault
 from ...diagnostics.quantities import plural
+from ...diagnostics.surface import current_surface, name_option
 from ...files import private
 from ...ir.plan import Plan
+from ...ir.run_options import RunOptions
 from ..metrics.display import Screen
 from ..metrics.metrics_file import METRICS, parse_line, read_valid_lines
 from ..metrics.ports import ListeningSockets
@@ -42,7 +44,7 @@ from ..process.run_key import make_ray_key
 from ..process.start_variables import MARK, own_ray
 from ..weights import checkpoint
 from . import preloading, remote_folder, run_inputs, shipping, watchdog
-from .attempt import PLAIN, PreparedRun, WatchOptions, prepare
+from .attempt import PreparedRun, prepare
 from .attempt_messages import NO_SERVER, Attempt, Result
 from .callbacks import CallbackFailed, MetricsFollower, OnIteration
 from .changed_files import ChangedFiles
@@ -58,27 +60,23 @@ PATIENCE = 20.0  # seconds from a signal to end at once until the driver is kill
 
 def run(
     plan: Plan,
-    out: Path | str | None = None,
-    resume: str = "",
-    options: WatchOptions = PLAIN,
+    options: RunOptions = RunOptions(),
     stderr: IO[str] | None = None,
     on_iteration: OnIteration | None = None,
     server: PreloadServer | None = None,
 ) -> Outcome:
-    """Run a plan to its end and write its results under `out`.
+    """Run a plan to its end and write its results.
 
-    The results are metrics, curve, trace, logs, checkpoints and weights. `resume` is the folder of a run or of a
-    checkpoint from which the run continues. If `out` is None, the results are written to the folder of the resumed run,
-    or else to a new folder under runs/. Messages are written to `stderr`. `on_iteration` is called with the metrics of
-    each iteration. `server` is a preload server that the caller has already started.
+    The results are metrics, curve, trace, logs, checkpoints and weights. Messages are written to `stderr`.
+    `on_iteration` is called with the metrics of each iteration. `server` is a preload server that the caller has
+    already started.
 
     Raises Fault for input that cannot be run, and its subclass NoResources if the machines lack what the plan needs.
     Raises RunFailed if the run fails, for example if a process dies more often than the plan's `restarts`. Raises
     Interrupted if SIGINT, SIGTERM or SIGHUP ended the run, and CallbackFailed if `on_iteration` raised.
     """
     with preloading.serving(plan, server) as server:
-        prepared = prepare(plan, out, resume, options)
-        return Supervisor(prepared, options, stderr, on_iteration=on_iteration, server=server).run()
+        return Supervisor(prepare(plan, options), stderr, on_iteration=on_iteration, server=server).run()
 
 
 class Supervisor:
@@ -87,7 +85,6 @@ class Supervisor:
     def __init__(
         self,
         prepared: PreparedRun,
-        options: WatchOptions,
         stderr: IO[str] | None,
         driver: Sequence[str] = PROGRAM,
         on_iteration: OnIteration | None = None,
@@ -95,7 +92,7 @@ class Supervisor:
     ) -> None:
         self.plan = prepared.plan
         self.prepared = prepared
-        self.options = options
+        self.options = prepared.options
         self.stderr = stderr
         self.driver = driver
         self.preload = server.address if server is not None else NO_SERVER  # of all attempts
@@ -114,7 +111,7 @@ class Supervisor:
         )
 
     def run(self) -> Outcome:
-        with closing(ListeningSockets(self.options.watch, self.options.metrics)) as self.sockets:
+        with closing(ListeningSockets(self.options.watch, self.options.metrics_port)) as self.sockets:
             return self._run()
 
     def _run(self) -> Outcome:
@@ -243,9 +240,8 @@ class Supervisor:
     def _describe_files(self, out: Path) -> str:
         """Describe where the files of a failed run are, and how to resume the run."""
         place = self.prepared.url or out
-        advice = (
-            f"; continue from its last checkpoint with --resume {place}" if checkpoint.list_checkpoints(out) else ""
-        )
+        saved = checkpoint.list_checkpoints(out)
+        advice = f"; continue from its last checkpoint with {name_option('resume', place)}" if saved else ""
         return f"; the files of the run so far are in {place}{advice}"
 
     def _attempt_with_fewer(
@@ -287,6 +283,7 @@ class Supervisor:
                 options=self.options,
                 ports=self.sockets.ports,
                 restarts=restarts,
+                surface=current_surface(),
                 url=self.prepared.url,
                 patience=patience,
                 edited=self.edited,
@@ -417,4 +414,4 @@ def _append_to_first_line(message: str, more: str) -> str:
     return first_line + more + newline + rest
 
 
-__all__ = ["Outcome", "WatchOptions", "prepare", "run"]
+__all__ = ["Outcome", "prepare", "run"]

@@ -13,6 +13,7 @@ import socket
 from dataclasses import dataclass
 
 from ...diagnostics import Diagnostic, Fault
+from ...diagnostics.surface import name_option
 
 LOCAL = "127.0.0.1"
 LAST = 65535
@@ -74,4 +75,5 @@ class ListeningSockets:
 
 def _port_fault(port: int, why: str) -> Fault:
     message = f"cannot use port {port} of {LOCAL} for the metrics: {why}"
-    return Fault(Diagnostic("port-taken", message, help="name another with --metrics-port, or 0 for a free one"))
+    help = f"name another with {name_option('metrics_port')}, or 0 for a free one"
+    return Fault(Diagnostic("port-taken", message, help=help))

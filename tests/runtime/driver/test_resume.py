@@ -16,6 +16,7 @@ from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.evaluation import Evaluation
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.driver import run_inputs, supervisor
 from msrl_graph.runtime.driver.outcome import outcome_of
 from msrl_graph.runtime.driver.resume import differences, program
@@ -152,7 +153,7 @@ def test_a_checkpoint_without_a_copy_of_the_lines_is_not_added_to_where_some_are
     for left, wrong in ((lines(4)[:-3], " (line 4 is cut)"), (lines(2), "")):
         (tmp_path / "ran" / "metrics.jsonl").write_bytes(left)
         with pytest.raises(Fault) as fault:
-            supervisor.prepare(plan, None, "ran")
+            supervisor.prepare(plan, RunOptions(resume="ran"))
         (told,) = fault.value.diagnostics
         some = left.count(b"\n")
         assert told.code == "bad-checkpoint" and told.message == (
@@ -160,10 +161,10 @@ def test_a_checkpoint_without_a_copy_of_the_lines_is_not_added_to_where_some_are
             f"{tmp_path}/ran{wrong}; the checkpoint was written by a version that kept no copy of them"
         )
         assert told.help == "put the file back, or continue with the remaining lines in another folder: --out"
-    (warning,) = supervisor.prepare(plan, "other", "ran").warnings
+    (warning,) = supervisor.prepare(plan, RunOptions("other", resume="ran")).warnings
     assert warning.severity == "warning" and warning.message == told.message
     (tmp_path / "ran" / "metrics.jsonl").write_bytes(lines(5))
-    assert supervisor.prepare(plan, None, "ran").warnings == []
+    assert supervisor.prepare(plan, RunOptions(resume="ran")).warnings == []
 
 
 # What has changed

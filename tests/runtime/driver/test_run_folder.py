@@ -10,6 +10,7 @@ from saved_checkpoints import save
 
 from msrl_graph import Fault, compile, run
 from msrl_graph.cli import run_main
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.driver import supervisor
 from msrl_graph.runtime.driver.run_folder import MADE, lock_folder
 from msrl_graph.runtime.weights import checkpoint
@@ -42,9 +43,9 @@ def ran(tmp_path, monkeypatch, plan):
 
 def attempted(plan, out, resume="", **options):
     """A run until its driver would have its turn."""
-    asked = supervisor.WatchOptions(overwrite=True, **options)
+    prepared = supervisor.prepare(plan, RunOptions(out, resume=resume, overwrite=True, **options))
     with pytest.raises(supervisor.RunFailed):
-        supervisor.Supervisor(supervisor.prepare(plan, out, resume, asked), asked, None, NOBODY).run()
+        supervisor.Supervisor(prepared, None, NOBODY).run()
 
 
 def test_a_folder_with_results_is_refused_with_what_may_be_done(ran, plan, capsys):
@@ -124,7 +125,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_replaces_the_newer_ones_whe
     older, middle, newest = (save(ran, plan, i) for i in (2, 4, 6))
     (newest / "manifest.json").write_text("{")  # it need not be sound
     with pytest.raises(Fault) as fault:
-        supervisor.prepare(plan, None, str(older))
+        supervisor.prepare(plan, RunOptions(resume=older))
     assert (
         fault.value.diagnostics[0].help
         == "name another folder for the results with --out, or replace them: --overwrite"
@@ -137,8 +138,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_replaces_the_newer_ones_whe
 
 
 def test_results_that_a_run_is_writing_are_not_removed(ran, plan):
-    asked = supervisor.WatchOptions(overwrite=True)
-    made = supervisor.prepare(plan, ran, "", asked)
+    made = supervisor.prepare(plan, RunOptions(ran, overwrite=True))
     with lock_folder(ran), pytest.raises(Fault, match="another run is writing into"):
-        supervisor.Supervisor(made, asked, None, NOBODY).run()
+        supervisor.Supervisor(made, None, NOBODY).run()
     assert {p.name for p in ran.iterdir()} == {*MADE, "notes.md"} - {"checkpoints"}

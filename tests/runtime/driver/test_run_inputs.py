@@ -17,6 +17,7 @@ from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.files import urls
 from msrl_graph.ir.evaluation import Evaluation
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.driver import run_inputs, supervisor
 from msrl_graph.runtime.driver.resume import find_resume_point
 from msrl_graph.runtime.driver.run_inputs import DigestThread, collect_inputs, differences
@@ -242,10 +243,10 @@ def test_the_next_line_of_metrics_lists_it(program, tmp_path):
 
 def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
     """Its driver dies, and meanwhile the data were changed."""
-    made = supervisor.prepare(compile(program), "out")
+    made = supervisor.prepare(compile(program), RunOptions("out"))
     dies = "import os; open('train.jsonl', 'a').write('\\n'); os._exit(1)"
     with pytest.raises(supervisor.RunFailed) as failed:
-        supervisor.Supervisor(made, supervisor.WatchOptions(), None, ("-c", dies)).run()
+        supervisor.Supervisor(made, None, ("-c", dies)).run()
     assert str(failed.value) == (
         f"the driver ended with status 1, and data source ({tmp_path}/train.jsonl) was changed after the run began: "
         "the run cannot continue as it began; the files of the run so far are in out"

@@ -25,6 +25,7 @@ from msrl_graph import Fault, compile
 from msrl_graph.builder.pickled_functions import ship
 from msrl_graph.cli import run_main
 from msrl_graph.files import private, urls
+from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows
 from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
@@ -350,11 +351,11 @@ def test_results_do_not_go_through_links_of_a_folder_that_came_from_a_stranger(t
 
 
 def test_results_do_not_go_where_another_run_was_quicker(tmp_path):
-    made = supervisor.prepare(compile(EXAMPLE / "grpo.rlg"), tmp_path / "out")
+    made = supervisor.prepare(compile(EXAMPLE / "grpo.rlg"), RunOptions(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("theirs")
     with pytest.raises(Fault, match="another run has written into"):
-        supervisor.Supervisor(made, supervisor.WatchOptions(), None).run()
+        supervisor.Supervisor(made, None).run()
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "theirs"
 
 
@@ -364,9 +365,9 @@ def test_a_run_that_goes_on_writes_through_no_link(tmp_path):
     (tmp_path / "out" / "metrics.jsonl").write_bytes(lines(4))
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "out" / "plan.json").symlink_to(tmp_path / "mine")
-    made = supervisor.prepare(plan, None, str(tmp_path / "out"))
+    made = supervisor.prepare(plan, RunOptions(resume=tmp_path / "out"))
     with pytest.raises(Fault, match=r"plan.json is a link to .*mine, where the run would write"):
-        supervisor.Supervisor(made, supervisor.WatchOptions(), None).run()
+        supervisor.Supervisor(made, None).run()
     assert (tmp_path / "mine").read_text() == "mine"
 
 
