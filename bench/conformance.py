@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msrl_graph.backends import ENGINES, can_build, packages
+from msrl_graph.hardware.device_kinds import HOST
 
 KINDS = ("logits", "logp", "gradient", "step")
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=conformance.WRITTEN, default=[*conformance.WRITTEN])
     options = smoke.parse(parser, families=["qwen2"])
     able = {name: spec for name, spec in ENGINES.items() if can_build(name)}
-    engines = [name for name, spec in able.items() if all(map(packages.version, spec.capabilities.needs))]
+    engines = [name for name, spec in able.items() if not packages.missing_packages(spec, HOST)]
     table = Table(title="largest differences from transformers", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("model", "engine", "layouts", *KINDS):
         table.add_column(heading)

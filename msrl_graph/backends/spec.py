@@ -6,13 +6,16 @@ function's module is imported when an engine is built (engine_protocols.py says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..hardware.adaptors import Adaptor
 from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
+from ..hardware.stacks import Release
+from ..hardware.version_pairs import VersionPair
 from ..model.features import PLAIN
 from ..sharding.layout import Layout, Side
 from .expert_placement import NONE, ExpertPlacement
@@ -92,8 +95,8 @@ class Capabilities:
     - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
     - `off_host`: axes and features of models that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
-    - `needs`: the required packages. `settings`: environment variables for the engine's processes. `lints`: returns
-      warnings about combinations of options that are known to fail or to be slow.
+    - `settings`: environment variables for the engine's processes. `lints`: returns warnings about combinations of
+      options that are known to fail or to be slow.
     - `chosen`: where the planner can choose this engine if a program names no engine ("host": host cores, "device").
     """
 
@@ -103,10 +106,34 @@ class Capabilities:
     options: tuple[str, ...] = ()
     off_host: tuple[str, ...] = ()
     supported_attributes: tuple[str, ...] | None = None
-    needs: tuple[str, ...] = ("torch", "transformers")
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     chosen: tuple[Where, ...] = ()
+
+
+@dataclass(frozen=True)
+class EnginePackages:
+    """The packages that an engine needs, and what is known about them.
+
+    - `needs`: the required packages.
+    - `aliases`: for a package in `needs`, other distributions that contain it.
+    - `adaptors`: the adaptors of these packages, by the name of the device kind.
+    - `pairs`: compatible versions. `releases`: what releases of the packages need, the newest release last.
+    """
+
+    needs: tuple[str, ...] = ("torch", "transformers")
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    adaptors: Mapping[str, tuple[Adaptor, ...]] = field(default_factory=dict)
+    pairs: tuple[VersionPair, ...] = ()
+    releases: tuple[Release, ...] = ()
+
+    def on(self, kind: DeviceKind) -> tuple[str, ...]:
+        """Return the packages that must be installed on hosts with such devices."""
+        return kind.packages(self.needs, self.adaptors.get(kind.name, ()))
+
+    def names(self, package: str) -> tuple[str, ...]:
+        """Return the names under which a package may be installed."""
+        return (package, *self.aliases.get(package, ()))
 
 
 @dataclass(frozen=True)
@@ -185,6 +212,7 @@ class EngineSpec:
     name: str
     verbs: tuple[str, ...]
     capabilities: Capabilities
+    packages: EnginePackages = EnginePackages()
     build: str = ""
     sharding: WeightSharding = WeightSharding()
     memory: MemoryModel = MemoryModel()

@@ -53,10 +53,12 @@ def _check_packages(plan: Plan, placed: list[Placement], engines: Mapping[str, E
     # Nodes with a stated engine come before nodes that follow them.
     for placement in sorted(placed, key=lambda placement: placement.node not in plan.deploy.engines):
         first = needs.setdefault(plan.environment_of(placement.pool).python, {})
-        for package in kind.packages(engines[placement.engine.name].capabilities.needs):
+        for package in engines[placement.engine.name].packages.on(kind):
             first.setdefault(package, placement)
+    names = dict.fromkeys(placement.engine.name for placement in placed)
+    releases = [release for name in names for release in engines[name].packages.releases]
     for python, first in needs.items():
-        if (conflict := find_conflict([OWN, *first])) is None:
+        if (conflict := find_conflict([OWN, *first], releases)) is None:
             continue
         *others, last = (
             first[requirement.package]

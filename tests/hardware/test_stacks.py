@@ -15,9 +15,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from msrl_graph.backends import ENGINES
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS
 from msrl_graph.hardware.stacks import PYTHON, RELEASES, STACKS, find_conflict
 
+OF_ENGINES = [release for spec in ENGINES.values() for release in spec.packages.releases]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 sys.path.insert(0, str(ROOT / "constraints"))
 import resolve  # noqa: E402
@@ -49,16 +51,17 @@ def test_the_lowest_stack_has_the_lowest_versions():
 
 
 def test_what_a_release_wants_can_be_had():
-    wanted = [text for release in RELEASES for text in release.wants.values()]
+    wanted = [text for release in (*RELEASES, *OF_ENGINES) for text in release.wants.values()]
     assert not [text for text in wanted if SpecifierSet(text).is_unsatisfiable()]
 
 
 def test_what_cannot_be_in_one_environment():
-    assert find_conflict(["msrl-graph", "torch", "vllm", "vllm-ascend", "mindspeed", "ray-ascend"]) is None
+    engines = ["msrl-graph", "torch", "vllm", "vllm-ascend", "mindspeed", "ray-ascend"]
+    assert find_conflict(engines, OF_ENGINES) is None
     # Each two of these go together, by one release of Megatron-Bridge or the other, and all three do not.
     three = ["msrl-graph", "ray-ascend", "megatron-bridge"]
-    assert all(find_conflict([p for p in three if p != left]) is None for left in three)
-    assert str(find_conflict(three)) == (
+    assert all(find_conflict([p for p in three if p != left], OF_ENGINES) is None for left in three)
+    assert str(find_conflict(three, OF_ENGINES)) == (
         "Python: ray-ascend 0.1 wants >= 3.10, < 3.12 (ray-ascend, README) and megatron-bridge 0.6.0 wants >= 3.12, "
         "< 3.13 (Megatron-Bridge 0.6.0, pyproject.toml)"
     )
@@ -67,7 +70,7 @@ def test_what_cannot_be_in_one_environment():
 
 def test_the_releases_of_a_stack_go_together():
     for stack in STACKS.values():
-        assert find_conflict(["msrl-graph", *stack.pins, *stack.elsewhere]) is None
+        assert find_conflict(["msrl-graph", *stack.pins, *stack.elsewhere], OF_ENGINES) is None
 
 
 class EmptyIndex(BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ from ..expert_placement import ExpertPlacement, divides
 from ..optimizer.step_calls import step_calls
 from ..spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel, WeightSharding
 from . import peaks, stage_sizes
+from .packages import PACKAGES
 
 # Python's cost of a pass besides its operators, in operators that take as long: Megatron's modules and schedule, for
 # an update in both passes. By processor time of models of 2 and 6 layers on two tokens; an operator is that of
@@ -41,9 +42,9 @@ SPEC = EngineSpec(
         options=("micro_batch", "recompute", "dtype", "offload", "activations"),
         zero=(0, 1),
         features=SUPPORTED - {"output_bias", "mlp_bias", "embedding_scale", "offset_norms"},
-        needs=("megatron-core",),
         chosen=("device",),
     ),
+    packages=PACKAGES,
     sharding=WeightSharding(
         spread=EXPERTS,
         vocabulary_multiple=stage_sizes.PADDED,

@@ -22,6 +22,7 @@ from ..spec import (
     TimeModel,
     WeightSharding,
 )
+from .packages import PACKAGES
 
 # Tokens of a cache block: prompts share only whole blocks. vLLM's CPU kernels support multiples of 32, vllm-ascend
 # only 128 (attention_v1.py, get_supported_kernel_block_sizes).
@@ -185,11 +186,11 @@ SPEC = EngineSpec(
         options=("micro_batch", "dtype", "memory"),
         features=SUPPORTED,
         off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
-        needs=("vllm",),
         lints=_lints,
         settings=_settings,
         chosen=("device",),
     ),
+    packages=PACKAGES,
     sharding=WeightSharding(
         vocabulary_multiple=64,
         pads_whole=True,

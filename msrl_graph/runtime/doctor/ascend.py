@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ...backends.packages import list_adaptors
 from ...hardware.device_kinds import ASCEND
 from ...hardware.version_pairs import numbers
 from . import devices, output_parsers
@@ -30,6 +31,7 @@ NNAL = "/usr/local/Ascend/nnal/atb"
 DRIVER = "/usr/local/Ascend/driver/version.info"
 DEVICES = f"/dev/{ASCEND.files}"
 PLUGIN = "torch-npu"
+ADAPTORS = list_adaptors(ASCEND)
 INFO = "npu-smi info"
 RENAMED = (8, 5)  # the first CANN whose kernels are called ops
 # The toolkit's image has a stub of the kernels.
@@ -53,7 +55,7 @@ WANTS = asking(
     ],
     paths=[DEVICES, f"{NNAL}/set_env.sh", *(f"{home}/{KERNELS}/ascend910*/*" for home in (f"${HOME}", *HOMES))],
     variables=[ASCEND.visible, HOME, "ATB_HOME_PATH", "LD_LIBRARY_PATH", "HOME"],
-    packages={name: [name] for name in (PLUGIN, "vllm-ascend", "mindspeed", "megatron-core")},
+    packages={name: [name] for name in (PLUGIN, *(adaptor.name for adaptor in ADAPTORS))},
     commands=[
         _command(INFO.split()),
         _command(["hccn_tool", "-i", "{}", "-link", "-g"], repeat_for=DEVICES),
@@ -189,16 +191,16 @@ def kernels(host: ExaminedHost) -> Iterator[Finding]:
 def nnal(host: ExaminedHost) -> Iterator[Finding]:
     """Check the version of NNAL, and the environment variable that NNAL needs.
 
-    NNAL is the library with the fused operators of vllm-ascend. The check runs only if vllm-ascend or NNAL is
-    installed.
+    NNAL is a library with fused operators. The check runs only if NNAL, or a package that needs it, is installed.
     """
     kit = cann(host)
     version = output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
-    if kit is None or not ("vllm-ascend" in host.packages or version):
+    users = [adaptor.name for adaptor in ADAPTORS if "NNAL" in adaptor.libraries and adaptor.name in host.packages]
+    if kit is None or not (users or version):
         return
     install = f"bash Ascend-cann-nnal_{kit.version}_linux-$(uname -m).run --install; then source {NNAL}/set_env.sh"
     if not version:
-        yield Finding("nnal", "vllm-ascend needs NNAL, which is not installed", "wrong", install)
+        yield Finding("nnal", f"{devices.listed(users)} needs NNAL, which is not installed", "wrong", install)
     elif version != kit.version:
         yield Finding("nnal", f"NNAL has version {version}, but CANN has {kit.version}", "wrong", install)
     elif not host.variables.get("ATB_HOME_PATH"):
@@ -209,7 +211,7 @@ def nnal(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def plugins(host: ExaminedHost) -> Iterator[Finding]:
-    """Check the packages that torch, vLLM and Megatron need for an NPU."""
+    """Check the packages that torch and the packages of engines need for an NPU."""
     packages = host.packages
     if (torch := packages.get("torch")) and PLUGIN not in packages:
         plain = torch.partition("+")[0]
@@ -221,24 +223,16 @@ def plugins(host: ExaminedHost) -> Iterator[Finding]:
         yield Finding("plugin", message, "warning", f"from PyTorch's own index of builds for CPUs: {other}")
     elif torch:
         yield Finding("plugin", f"{PLUGIN} {packages[PLUGIN]}, with torch {torch}")
-    if (vllm := packages.get("vllm")) and "vllm-ascend" not in packages:
-        message = f"vllm {vllm} cannot use an NPU without vllm-ascend, which is not installed"
-        yield Finding("plugin", message, "wrong", f"pip install 'vllm-ascend=={vllm.partition('+')[0]}.*'")
-    if "vllm-ascend" in packages and not vllm:
-        plugin_version = packages["vllm-ascend"]
-        install = f"pip install 'vllm=={'.'.join(map(str, numbers(plugin_version)))}'"
-        yield Finding("plugin", f"vllm-ascend {plugin_version} is installed without vllm", "wrong", install)
-    if (megatron := packages.get("megatron-core")) and "mindspeed" not in packages:
-        message = f"megatron-core {megatron} cannot use an NPU without MindSpeed, which is not installed"
-        yield Finding("plugin", message, "warning", mindspeed(".".join(megatron.split(".")[:2])))
-
-
-def mindspeed(release: str) -> str:
-    """Return the shell commands that install a MindSpeed release from a git clone.
-
-    A clone is needed because no package index has MindSpeed.
-    """
-    return f"in a clone of MindSpeed: git checkout core_r{release}.0; pip install -e ."
+    for adaptor in ADAPTORS:
+        version = packages.get(adaptor.package, "")
+        title = adaptor.title or adaptor.name
+        if version and adaptor.name not in packages:
+            message = f"{adaptor.package} {version} cannot use an NPU without {title}, which is not installed"
+            yield Finding("plugin", message, "wrong" if adaptor.required else "warning", adaptor.install(version))
+        elif adaptor.name in packages and not version and adaptor.required:
+            own_version = packages[adaptor.name]
+            install = f"pip install '{adaptor.package}=={'.'.join(map(str, numbers(own_version)))}'"
+            yield Finding("plugin", f"{title} {own_version} is installed without {adaptor.package}", "wrong", install)
 
 
 def health(host: ExaminedHost) -> Iterator[Finding]:

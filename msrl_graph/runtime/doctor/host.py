@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from ...backends import ENGINES, UNTESTED_KINDS, can_build
 from ...backends.packages import ALIASES
 from ...diagnostics.quantities import plural, size
+from ...backends.packages import list_adaptors, list_version_pairs
 from ...hardware import version_pairs
 from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from ...hardware.device_kinds import CUDA as NVIDIA
@@ -35,7 +36,6 @@ RUN = (
     "pyarrow",
     "msgspec",
 )
-PLUGGED = ("vllm-ascend",)
 EXTRAS = (ASCEND.name, NVIDIA.name)  # extras of this package
 LEAST = "3.11"  # the lowest Python version; pyproject.toml
 SHARED = "/dev/shm"
@@ -53,11 +53,10 @@ WANTS = asking(
     packages={
         OWN: [OWN],
         **{name: [name] for name in RUN},
-        # A plug-in does not count as the package that it extends.
         **{
-            package: [alias for alias in ALIASES.get(package, (package,)) if alias not in PLUGGED]
+            package: [*engine.packages.names(package)]
             for engine in ENGINES.values()
-            for package in engine.capabilities.needs
+            for package in engine.packages.needs
         },
     },
     rooms=[SHARED],
@@ -120,15 +119,16 @@ def packages(host: ExaminedHost) -> Iterator[Finding]:
         install = f"pip install '{OWN}[{','.join(filter(None, ('run', extra)))}]'"
         yield Finding("packages", message, "wrong", install)
     else:
-        needs = (package for spec in ENGINES.values() for package in spec.capabilities.needs)
-        shown = dict.fromkeys(name for name in ("torch", "ray", *needs, *PLUGGED) if name in host.packages)
+        needs = (package for spec in ENGINES.values() for package in spec.packages.needs)
+        adaptors = (adaptor.name for kind in host.kinds for adaptor in list_adaptors(kind) if adaptor.required)
+        shown = dict.fromkeys(name for name in ("torch", "ray", *needs, *adaptors) if name in host.packages)
         yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in shown))
 
 
 def together(host: ExaminedHost) -> Iterator[Finding]:
     """Check that a host's package versions are known to work together."""
     known = versions(host)
-    for pair in version_pairs.find_broken_pairs(known):
+    for pair in version_pairs.find_broken_pairs(known, list_version_pairs()):
         wanted = pair.wanted(known[pair.package])
         message = (
             f"{pair.package} {known[pair.package]} needs {pair.other} {wanted}, but {known[pair.other]} is installed"
@@ -137,9 +137,11 @@ def together(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def _how_to_install(package: str, wanted: str, host: ExaminedHost) -> str:
+    adaptors = {adaptor.name: adaptor for kind in DEVICE_KINDS.values() for adaptor in list_adaptors(kind)}
+    if package in adaptors:
+        return adaptors[package].install(wanted)
     return {
         CANN_DRIVER: "sudo bash Ascend-hdk-*-npu-driver_*_linux-$(uname -m).run --upgrade; then restart the host",
-        "mindspeed": ascend.mindspeed(wanted),
         CUDA_DRIVER: f"Ubuntu: sudo apt install nvidia-driver-{wanted.split()[0]}-server; then restart the host",
         CANN: f"bash Ascend-cann-toolkit_{wanted}*_linux-$(uname -m).run --install; its ops and NNAL too",
         PYTHON: f"python3.12 -m venv .venv; .venv/bin/pip install '{OWN}[run]'",
@@ -150,7 +152,7 @@ def engines(host: ExaminedHost) -> Iterator[Finding]:
     """Check which engines are installed on a host and can use its devices."""
     kind = next((device_kind for device_kind in host.kinds if not device_kind.is_host), HOST)
     missing_packages = {
-        name: [package for package in kind.packages(spec.capabilities.needs) if package not in host.packages]
+        name: [package for package in spec.packages.on(kind) if package not in host.packages]
         for name, spec in ENGINES.items()
         if can_build(name)
     }

@@ -77,7 +77,7 @@ def _check_packages(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Findi
     for name in dict.fromkeys(
         package.engine.name for package in interpreters.placements_of(plan) if package.engine.name in ENGINES
     ):
-        needs = plan.cluster.device.kind.packages(ENGINES[name].capabilities.needs)
+        needs = ENGINES[name].packages.on(plan.cluster.device.kind)
         missing_by_host = {host.title: [package for package in needs if package not in host.packages] for host in hosts}
         if missing := list(dict.fromkeys(package for packages in missing_by_host.values() for package in packages)):
             message = f"the engine {name} of the program needs {listed(missing)}"

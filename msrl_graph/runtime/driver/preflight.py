@@ -128,8 +128,7 @@ def _trackers(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
 
 def _missing_packages(plan: Plan, spec: EngineSpec) -> list[str]:
     """Return the packages of an engine that are not installed on this machine."""
-    needs = plan.cluster.device.kind.packages(spec.capabilities.needs) if spec.build else ()
-    return [package for package in needs if not packages.version(package)]
+    return packages.missing_packages(spec, plan.cluster.device.kind) if spec.build else []
 
 
 def _reason(placement: Placement) -> str:

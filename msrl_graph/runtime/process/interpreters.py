@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ... import trackers
 from ...backends import ENGINES
-from ...backends.packages import ALIASES
 from ...diagnostics import Diagnostic
 from ...ir.plan import FUNCTIONS, Placement, Plan
 from . import host_facts
@@ -38,10 +37,11 @@ def packages(plan: Plan, python: str = "") -> Packages:
     engines = (
         ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
     )
-    needed = [*NEEDED, *(package for engine in engines for package in engine.capabilities.needs)]
     # Trackers run next to the driver, which has loaded them.
-    needed += [plug_in.package for plug_in in plan.plugins if plug_in.group != trackers.PLUG_INS]
-    return {name: ALIASES.get(name, (name,)) for name in plan.cluster.device.kind.packages(needed)}
+    needed = [*NEEDED, *(plug_in.package for plug_in in plan.plugins if plug_in.group != trackers.PLUG_INS)]
+    kind = plan.cluster.device.kind
+    names = {package: (package,) for package in kind.packages(needed)}
+    return names | {package: spec.packages.names(package) for spec in engines for package in spec.packages.on(kind)}
 
 
 def commands(plan: Plan) -> dict[str, list[str]]:

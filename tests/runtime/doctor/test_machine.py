@@ -20,6 +20,7 @@ from place import EXAMPLE
 from sample import examples
 
 from msrl_graph import compile
+from msrl_graph.backends.packages import list_version_pairs
 from msrl_graph.cli import doctor
 from msrl_graph.hardware import version_pairs
 from msrl_graph.runtime.doctor import hosts, machine, output_parsers, program, report
@@ -155,22 +156,22 @@ def test_versions_that_go_together():
         == (2, 10, 0)
     )
     assert version_pairs.numbers("26.0.rc1") == (26, 0) and version_pairs.numbers("core") == ()
-    found = version_pairs.find_broken_pairs(
-        {"vllm-ascend": "0.23.0", "torch": "2.13.0", "torch-npu": "2.10.0.post4", "CANN": "9.1.0"}
-    )
-    assert [(p.package, p.other) for p in found] == [("vllm-ascend", "torch")]
+
+    def broken(**versions):
+        found = version_pairs.find_broken_pairs(versions, list_version_pairs())
+        return [(pair.package, pair.other) for pair in found]
+
+    found = broken(**{"vllm-ascend": "0.23.0", "torch": "2.13.0", "torch-npu": "2.10.0.post4", "CANN": "9.1.0"})
+    assert found == [("vllm-ascend", "torch")]
     # What vllm-ascend has changed is not held against the plug-in too.
-    assert [
-        p.other
-        for p in version_pairs.find_broken_pairs({"torch-npu": "2.10.0", "torch": "2.9.0", "vllm-ascend": "0.23.0"})
-    ] == ["torch"]
+    found = broken(**{"torch-npu": "2.10.0", "torch": "2.9.0", "vllm-ascend": "0.23.0"})
+    assert found == [("vllm-ascend", "torch")]
     for cann, driver, holds in (("9.1.0", "25.2.1", True), ("9.1.0", "25.0.rc1", False), ("9.0.0", "25.0.rc1", True)):
-        assert (
-            not [*version_pairs.find_broken_pairs({version_pairs.CANN: cann, version_pairs.CANN_DRIVER: driver})]
-        ) == holds
+        assert (broken(**{version_pairs.CANN: cann, version_pairs.CANN_DRIVER: driver}) == []) == holds
     pinned = (ROOT / "constraints" / "ascend.txt").read_text().splitlines()
-    assert not [*version_pairs.find_broken_pairs(dict(line.split("==") for line in pinned if "==" in line))]
-    assert all(pair.source and pair.same + bool(pair.exact) + bool(pair.least) for pair in version_pairs.PAIRS)
+    assert broken(**dict(line.split("==") for line in pinned if "==" in line)) == []
+    pairs = (*version_pairs.DRIVER_PAIRS, *list_version_pairs(), *version_pairs.TORCH_PAIRS)
+    assert all(pair.source and pair.same + bool(pair.exact) + bool(pair.least) for pair in pairs)
 
 
 def test_the_table_at_80_columns(golden):

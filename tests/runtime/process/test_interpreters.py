@@ -12,6 +12,7 @@ from own_engine import GENERATOR, TRAINER
 
 from msrl_graph import backends, compile
 from msrl_graph.data.plan_paths import make_absolute
+from msrl_graph.backends.spec import EnginePackages
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
@@ -71,9 +72,10 @@ def changed(spec, **capabilities):
 
 
 def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_is_the_way_out(monkeypatch):
-    generator = changed(GENERATOR, needs=("ray-ascend",), options=("dtype",))
+    generator = replace(changed(GENERATOR, options=("dtype",)), packages=EnginePackages(needs=("ray-ascend",)))
+    bridge = replace(backends.ENGINES["megatron"].packages, needs=("megatron-bridge",))
     monkeypatch.setitem(backends.ENGINES, "likeliest", generator)
-    monkeypatch.setitem(backends.ENGINES, "pairs", changed(TRAINER, needs=("megatron-bridge",)))
+    monkeypatch.setitem(backends.ENGINES, "pairs", replace(TRAINER, packages=bridge))
     generates = "engine actor.generate = likeliest"
     trains = "engine actor.update = pairs"
     told = refused(generates, trains)
