@@ -33,7 +33,7 @@ def version(*names: str) -> str:
 
 
 def missing_packages(spec: EngineSpec, kind: DeviceKind) -> list[str]:
-    """Return the packages that an engine needs on a kind of devices and that are not installed."""
+    """Return the packages of an engine that are missing for a kind of devices."""
     return [package for package in spec.packages.on(kind) if not version(*spec.packages.names(package))]
 
 

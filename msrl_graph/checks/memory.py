@@ -9,6 +9,9 @@ that do not fit, with the size of each item.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ..backends import ENGINES
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..ir.plan import PhaseMemory, Plan
 from .stage import PlanContext
@@ -80,9 +83,11 @@ def _advice(plan: Plan, worst: PhaseMemory) -> str:
         return "add hosts, which share the rows; `reshard { mode = naive }` swaps nothing to the host"
     if largest == "activations":
         node = plan.graph.verb("update")[0].name
-        return (
-            f"without another layout, `engine {node} = fsdp {{ recompute = full }}` keeps only one layer's activations"
-        )
+        engine = plan.placement(node).engine.name
+        recompute = f"`engine {node} = {engine} {{ recompute = full }}`"
+        if "recompute" in ENGINES[engine].capabilities.options:
+            return f"without another layout, {recompute} keeps only one layer's activations"
+        return "a smaller `micro_batch` needs less for activations"
     if largest in ("KV cache", "rows", "ranks"):
         return "a larger tp or a shorter response needs less per sequence"
     if largest == "logits":

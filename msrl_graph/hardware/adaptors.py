@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 def install_same_version(name: str, version: str) -> str:
-    """Return the command that installs a package in the version of the package that it adapts."""
+    """Return the command that installs an adaptor in a version of its package."""
     return f"pip install '{name}=={version.partition('+')[0]}.*'"
 
 

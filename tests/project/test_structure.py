@@ -2,6 +2,7 @@
 them."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -150,3 +151,37 @@ def test_a_check_loads_the_specs_of_engines_only():
 
 def test_files_stay_short():
     assert {str(p.relative_to(PACKAGE)): n for p in FILES if (n := len(p.read_text().splitlines())) > 420} == {}
+
+
+# Words of engines, with the files outside of the engines' own in which code may name them, and why.
+ENGINE_WORDS = re.compile("vllm|megatron|mindspeed|fsdp", re.IGNORECASE)
+OWN_FILES = ("backends/vllm/", "backends/megatron/", "backends/fsdp")
+MAY_NAME_ENGINES = {
+    "backends/__init__.py": "the table of engines",
+    "hardware/stacks.py": "versions that are locked together for a kind of devices, as data for constraints/",
+    "dsl/foreign_names.py": "words of other frameworks that a user may write by habit",
+    "ir/options.py": "an example of a path, in a meaning that documentation shows",
+}
+
+
+def named_engines(path):
+    """The words of engines in a file's code: not in comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    documentation = {
+        id(item.value) for item in ast.walk(tree) if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)
+    }
+    for item in ast.walk(tree):
+        if id(item) not in documentation:
+            fields = (value for _, value in ast.iter_fields(item))
+            yield from (text for text in fields if isinstance(text, str) and ENGINE_WORDS.search(text))
+
+
+def test_only_an_engine_names_itself():
+    """So the engine of a plug-in gets the same treatment as ours."""
+    naming = {
+        file: sorted(set(named_engines(path)))
+        for path in FILES
+        if not (file := path.relative_to(PACKAGE).as_posix()).startswith(OWN_FILES)
+    }
+    naming = {file: names for file, names in naming.items() if names}
+    assert naming.keys() == MAY_NAME_ENGINES.keys(), naming

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...ir.plan import Plan
-from . import ascend, cuda, host, hosts, program, torch_probe
+from . import ascend, cuda, host, hosts, plug_ins, program, torch_probe
 from .findings import ExaminedHost, Finding, asking, judged, merged, together
 from .machine import HostQuery
 
-WANTS = (host.WANTS, ascend.WANTS, cuda.WANTS)
-RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cuda.ABOVE, *host.RULES)
+WANTS = (host.WANTS, ascend.WANTS, cuda.WANTS, plug_ins.WANTS)
+RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cuda.ABOVE, *host.RULES, *plug_ins.RULES)
 
 
 def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:

@@ -124,6 +124,27 @@ def test_a_broken_plug_in_is_reported_when_a_program_names_it(environment, folde
     assert f"the plug-in `{name}` of the package toy-plug-ins 0.3" in done.stderr and why in done.stderr
 
 
+def test_the_doctor_lists_plug_ins_and_says_which_cannot_be_loaded(environment, tmp_path):
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    done = subprocess.run(
+        [environment, "-m", "msrl_graph.cli.doctor", "--json"],
+        cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [finding for finding in json.loads(done.stdout)["findings"] if finding["check"] == "plug-ins"]
+    (usable,) = [finding["told"] for finding in found if finding["state"] == "ok"]
+    assert usable.startswith("toy-plug-ins 0.3 has engines toy, families mistral, ")
+    listed = {*usable.partition(" has ")[2].split(", ")}
+    assert listed == {
+        *("engines toy", "families mistral", "functions toy", "trackers toy", "devices toy-npu", "device_kinds toy"),
+    }
+    broken = {finding["told"]: finding["next"] for finding in found if finding["state"] == "warning"}
+    assert len(broken) == len(BROKEN)
+    for name, why in BROKEN:
+        (told,) = [told for told in broken if f"the plug-in `{name}` of the package toy-plug-ins 0.3" in told]
+        assert why in told and "toy-plug-ins" in broken[told]
+
+
 def test_an_unknown_engine_lists_those_of_plug_ins(environment, folder):
     write(folder, ("generate = toy", "generate = toi"))
     done = call(environment, folder, "compile", "p.rlg", "--check")
