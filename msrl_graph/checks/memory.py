@@ -9,8 +9,6 @@ that do not fit, with the size of each item.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..backends import ENGINES
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..ir.plan import PhaseMemory, Plan

@@ -29,7 +29,6 @@ from msrl_graph.backends.engine_protocols import Response, Sampling
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
-from msrl_graph.analysis.rowsets import Numbers, rowsets
 from msrl_graph.ir.run_options import RunOptions
 from msrl_graph.runtime.data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged, texts
 from msrl_graph.runtime.data.numerics import sampled_columns

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...backends import ENGINES, UNTESTED_KINDS, can_build
-from ...backends.packages import ALIASES
-from ...diagnostics.quantities import plural, size
 from ...backends.packages import list_adaptors, list_version_pairs
+from ...diagnostics.quantities import plural, size
 from ...hardware import version_pairs
 from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from ...hardware.device_kinds import CUDA as NVIDIA

@@ -16,11 +16,10 @@ from ...compiler.unsupported import find_untested
 from ...data.plan_paths import copy_to_host, make_absolute, pin_urls
 from ...diagnostics import Diagnostic, Fault, Span
 from ...diagnostics.quantities import plural
+from ...diagnostics.surface import name_option
 from ...files import urls
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ...diagnostics.surface import name_option
-from ...data.plan_paths import copy_to_host, make_absolute, pin_urls
 from ...ir.run_options import RunOptions
 from ..data import dataset as data
 from ..data import row_files as rows

@@ -19,8 +19,8 @@ from typing import NoReturn
 import msgspec
 
 from ...diagnostics import Fault
-from ...diagnostics.text_page import WIDTH
 from ...diagnostics.surface import show_on
+from ...diagnostics.text_page import WIDTH
 from ..dock.messages import DockTimeout
 from ..metrics.display import Display, Screen, Tail
 from ..metrics.http_server import StatusServer

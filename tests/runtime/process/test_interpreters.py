@@ -11,8 +11,8 @@ import pytest
 from own_engine import GENERATOR, TRAINER
 
 from msrl_graph import backends, compile
-from msrl_graph.data.plan_paths import make_absolute
 from msrl_graph.backends.spec import EnginePackages
+from msrl_graph.data.plan_paths import make_absolute
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
