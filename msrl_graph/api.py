@@ -178,8 +178,10 @@ def _check_arguments(plan: object, arguments: RunArguments) -> None:
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
     for option in arguments.stated():
         value = getattr(arguments, option.name)
-        if option.kind == "text":
+        if option.kind == "location":
             _check_folder(option.name, value)
+        elif option.kind == "text" and not isinstance(value, str):
+            _refuse(f"`{option.name}` is a str, not {kind_of(value)}")
         elif option.kind == "switch" and not isinstance(value, bool):
             _refuse(f"`{option.name}` is True or False, not {kind_of(value)}")
         elif option.kind == "number":

@@ -16,7 +16,7 @@ import re
 import typing
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from ..diagnostics.surface import name_option
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     Location: TypeAlias = Path | str
 else:
-    Location = str
+    Location = Annotated[str, "a folder or a URL"]
 
+Kind = Literal["switch", "number", "location", "text"]
 T = TypeVar("T")
 _KEY = "option"
 
@@ -36,7 +37,8 @@ _KEY = "option"
 class OptionDeclaration:
     """What the field of an option states.
 
-    - `kind`: "switch" for an option that is on or off, "number" for a natural number, "text" for any other.
+    - `kind`: "switch" for an option that is on or off, "number" for a natural number, "location" for a folder or a URL,
+      "text" for any other.
     - `help`: the meaning. `{NAME}` stands for the option NAME.
     - `value`: what stands for the value in documentation, such as DIR; "" for a switch.
     - `most`: the largest allowed number.
@@ -45,7 +47,7 @@ class OptionDeclaration:
     """
 
     name: str
-    kind: Literal["switch", "number", "text"]
+    kind: Kind
     default: Any
     help: str
     value: str
@@ -85,7 +87,7 @@ class DeclaredOptions:
     @functools.cache
     def declared(cls) -> tuple[OptionDeclaration, ...]:
         """Return the declarations, in the order of the fields."""
-        types = typing.get_type_hints(cls)
+        types = typing.get_type_hints(cls, include_extras=True)
         return tuple(
             OptionDeclaration(field.name, _find_kind(types[field.name]), field.default, **field.metadata[_KEY])
             for field in dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -108,9 +110,10 @@ class DeclaredOptions:
                 object.__setattr__(self, declared.name, os.fspath(value))
 
 
-def _find_kind(annotation: Any) -> Literal["switch", "number", "text"]:
-    types = {annotation, *typing.get_args(annotation)}
-    return "switch" if bool in types else "number" if int in types else "text"
+def _find_kind(annotation: Any) -> Kind:
+    types = (annotation, *typing.get_args(annotation))
+    kinds: dict[Any, Kind] = {bool: "switch", int: "number", Location: "location", str: "text"}
+    return next(kind for type_, kind in kinds.items() if type_ in types)
 
 
 @dataclass(frozen=True)

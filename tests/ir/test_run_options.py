@@ -52,7 +52,8 @@ def test_an_unknown_argument_is_named_as_python_does():
 WRONG = {
     "switch": [("yes", "is True or False, not a str"), (None, "is True or False, not None")],
     "number": [("3", "not a str"), (-1, "not -1"), (True, "not True"), (2**54, f"not {2**54}")],
-    "text": [(3, "is a folder, a str or a Path, not an int")],
+    "location": [(3, "is a folder, a str or a Path, not an int")],
+    "text": [(3, "is a str, not an int")],
 }
 
 
@@ -69,7 +70,7 @@ def test_a_value_of_the_wrong_type_is_refused(option):
 
 @pytest.mark.parametrize("option", [option for option in RunOptions.declared() if not option.evaluates])
 def test_options_of_training_do_not_go_with_evaluate(option, capsys):
-    value = {"switch": True, "number": 1, "text": "x"}[option.kind]
+    value = {"switch": True, "number": 1, "location": "x", "text": "x"}[option.kind]
     with pytest.raises(Fault, match=f"`evaluate` trains nothing: `{option.name}` does not go with it"):
         run(compile("grpo", model="tiny"), evaluate=True, **{option.name: value})
 

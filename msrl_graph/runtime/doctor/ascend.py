@@ -55,7 +55,7 @@ WANTS = asking(
     ],
     paths=[DEVICES, f"{NNAL}/set_env.sh", *(f"{home}/{KERNELS}/ascend910*/*" for home in (f"${HOME}", *HOMES))],
     variables=[ASCEND.visible, HOME, "ATB_HOME_PATH", "LD_LIBRARY_PATH", "HOME"],
-    packages={name: [name] for name in (PLUGIN, *(adaptor.name for adaptor in ADAPTORS))},
+    packages={PLUGIN: [PLUGIN]},
     commands=[
         _command(INFO.split()),
         _command(["hccn_tool", "-i", "{}", "-link", "-g"], repeat_for=DEVICES),

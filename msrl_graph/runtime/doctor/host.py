@@ -35,6 +35,7 @@ RUN = (
     "pyarrow",
     "msgspec",
 )
+ADAPTORS = [adaptor for kind in DEVICE_KINDS.values() for adaptor in list_adaptors(kind)]
 EXTRAS = (ASCEND.name, NVIDIA.name)  # extras of this package
 LEAST = "3.11"  # the lowest Python version; pyproject.toml
 SHARED = "/dev/shm"
@@ -55,7 +56,8 @@ WANTS = asking(
         **{
             package: [*engine.packages.names(package)]
             for engine in ENGINES.values()
-            for package in engine.packages.needs
+            for kind in DEVICE_KINDS.values()
+            for package in engine.packages.on(kind)
         },
     },
     rooms=[SHARED],
@@ -119,7 +121,7 @@ def packages(host: ExaminedHost) -> Iterator[Finding]:
         yield Finding("packages", message, "wrong", install)
     else:
         needs = (package for spec in ENGINES.values() for package in spec.packages.needs)
-        adaptors = (adaptor.name for kind in host.kinds for adaptor in list_adaptors(kind) if adaptor.required)
+        adaptors = (adaptor.name for adaptor in ADAPTORS if adaptor.required)
         shown = dict.fromkeys(name for name in ("torch", "ray", *needs, *adaptors) if name in host.packages)
         yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in shown))
 
@@ -136,9 +138,8 @@ def together(host: ExaminedHost) -> Iterator[Finding]:
 
 
 def _how_to_install(package: str, wanted: str, host: ExaminedHost) -> str:
-    adaptors = {adaptor.name: adaptor for kind in DEVICE_KINDS.values() for adaptor in list_adaptors(kind)}
-    if package in adaptors:
-        return adaptors[package].install(wanted)
+    if adaptor := next((adaptor for adaptor in ADAPTORS if adaptor.name == package), None):
+        return adaptor.install(wanted)
     return {
         CANN_DRIVER: "sudo bash Ascend-hdk-*-npu-driver_*_linux-$(uname -m).run --upgrade; then restart the host",
         CUDA_DRIVER: f"Ubuntu: sudo apt install nvidia-driver-{wanted.split()[0]}-server; then restart the host",
