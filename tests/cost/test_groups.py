@@ -23,13 +23,14 @@ def planned(statements, devices):
 
 def made(rank, _, text, expected):
     """Of several ranks, as the runtime's own engines are built; an axis of all ranks has the group that is there."""
+    from msrl_graph.runtime.rank.context import RankContext
     from msrl_graph.runtime.rank.engines import Engines
 
     plan, known = from_json(text), {*dist.distributed_c10d._world.pg_map}
-    engines = Engines(plan, rank)
-    engines.build()
+    context = RankContext(plan, rank)
+    Engines(context).build()
     new = [g for g in dist.distributed_c10d._world.pg_map if g not in known and g.size() > 1]
-    whole = any(size == dist.get_world_size() for mesh in engines.meshes.values() for size in mesh.mesh.shape)
+    whole = any(size == dist.get_world_size() for mesh in context.meshes.values() for size in mesh.mesh.shape)
     sends = any(r.mode == "send" for r in plan.reshards)
     assert len(new) + (whole or sends) == expected[plan.pool_of(rank).name], [*map(dist.get_process_group_ranks, new)]
 

@@ -16,8 +16,8 @@ from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.process.task import Task, WeightFetch
 from msrl_graph.runtime.process.task_report import Report, WeightsNotDelivered
 from msrl_graph.runtime.rank import weight_proof
+from msrl_graph.runtime.rank.context import RankContext
 from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
-from msrl_graph.runtime.rank.training import Training
 from msrl_graph.sharding.layout import slices
 
 EDGE = "actor.update", "actor.generate"
@@ -55,18 +55,18 @@ class Delivering(Rank):
     """A rank that is handed versions of the weights."""
 
     def __init__(self, plan, rank, folder):
-        Training.__init__(self, plan, rank)
-        self.store = met(rank, folder)
+        super().__init__(RankContext(plan, rank))
+        self.context.store = met(rank, folder)
         self.build()
-        self.mover = self.resharders[EDGE]
-        self.proof = self.proofs[EDGE]
-        self.trained = self.trainers["actor"].shards() if "actor" in self.trainers else []
+        self.mover = self.engines.resharders[EDGE]
+        self.proof = self.engines.proofs[EDGE]
+        self.trained = self.engines.trainers["actor"].shards() if "actor" in self.engines.trainers else []
 
     def learn(self):
         """The weights become other ones, the same on each layout."""
-        if self.trained and "actor" in self.swaps:
-            self.swaps["actor"].wait()
-        for number, tensor in enumerate(self.plan.model(EDGE[0]).weights):
+        if self.trained and "actor" in self.engines.swaps:
+            self.engines.swaps["actor"].wait()
+        for number, tensor in enumerate(self.context.plan.model(EDGE[0]).weights):
             noise = 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
             for s in self.trained:
                 if s.name == tensor.name:
@@ -74,7 +74,7 @@ class Delivering(Rank):
 
     def deliver(self, version):
         """What is wrong with it, in words."""
-        told = version + (EDGE[1] in self.generators)  # an update is not told of a fetch as it publishes
+        told = version + (EDGE[1] in self.engines.generators)  # an update is not told of a fetch as it publishes
         fetches = {self.mover.name: WeightFetch(version, told)}
         self.report = Report("rank")
         try:
@@ -140,7 +140,7 @@ def cut_wrongly(rank):
 
 def rows_exchanged(rank):
     """Two rows of what this rank generates with change places as it is told that all is there."""
-    if generator := rank.generators.get(EDGE[1]):
+    if generator := rank.engines.generators.get(EDGE[1]):
 
         def filled():
             tensor = next(s.tensor for s in generator.allocate() if s.name == COLUMNS)

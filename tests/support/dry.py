@@ -48,8 +48,13 @@ from msrl_graph.runtime.functions.values import InjectedArguments
 from msrl_graph.runtime.metrics.ports import Ports
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import NextValues, Report
+from msrl_graph.runtime.rank.context import NodeBatch, RankContext
+from msrl_graph.runtime.rank.engines import Engines
+from msrl_graph.runtime.rank.generation import GeneratorRole
 from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
-from msrl_graph.runtime.rank.training import Training
+from msrl_graph.runtime.rank.rollout import Rollout
+from msrl_graph.runtime.rank.share_requests import ShareRequests
+from msrl_graph.runtime.rank.training import TrainerRole
 from msrl_graph.runtime.weights import checkpoint
 
 CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (dock.DockHost, functions.FunctionHost)}
@@ -205,9 +210,9 @@ class Versions:
         self.fetched: Counter[int] = Counter()
 
     def pass_on(self, sends: list[DryRank], fetches: list[DryRank]) -> None:
-        for rank in (r.rank for r in sends):
+        for rank in (r.context.rank for r in sends):
             count = self.sent[rank]
-            if min(self.fetched[r.rank] for r in fetches) > count and self.copy.get(rank) == self.told[count]:
+            if min(self.fetched[r.context.rank] for r in fetches) > count and self.copy.get(rank) == self.told[count]:
                 self.sent[rank] += 1
 
 
@@ -216,55 +221,57 @@ class Weightless(InstructionRunner):
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank: Any = self.rank
-        ends = [rank.plan.placement(n).pool for n in (src, dst)]
-        name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
-        if (src, dst) not in fetched_edges(rank.plan):
+        context = rank.context
+        plan = rank.dry.plan
+        ends = [plan.placement(n).pool for n in (src, dst)]
+        name = next(r.name for r in plan.reshards if (r.src, r.dst) == (src, dst))
+        if (src, dst) not in fetched_edges(plan):
             if (src, dst) in rank.dry.versions:
                 found = rank.dry.versions[src, dst]
                 said = self.task.fetches.get(name)
                 version = said.version if said else self.task.number
-                if rank.local < rank.plan.placement(src).layout.devices:
-                    due = UpdateAttributes.of(rank.plan.graph.node(src)).due
-                    updated = [*dict.fromkeys(rank.updated[src])]  # each step of an update counts once here
+                if context.local < plan.placement(src).layout.devices:
+                    due = UpdateAttributes.of(plan.graph.node(src)).due
+                    updated = [*dict.fromkeys(rank.training.updated[src])]  # each step of an update counts once here
                     assert updated == [*filter(due, range(version))], "another version than it has"
                 assert self.task.number - found.allowed <= version <= self.task.number
                 found.taken[self.task.key] = version
-            rank._meet((src, dst), rank._here(*ends))
+            context.meet((src, dst), context.here(*ends))
             rank.dry.work(f"reshard {dst}", self.task)
             return
         versions = rank.dry.versions[src, dst]
         number = self.task.number
-        many = rank.sparse.get((src, dst), 1)
-        sends, fetches = (rank._here(pool) for pool in ends)
+        many = rank.engines.sparse.get((src, dst), 1)
+        sends, fetches = (context.here(pool) for pool in ends)
         fetch = self.task.fetches.get(name)
 
         def sent(count: int, by: list[DryRank]) -> bool:
             versions.pass_on(sends, fetches)
-            return all(versions.sent[r.rank] >= count for r in by)
+            return all(versions.sent[r.context.rank] >= count for r in by)
 
         if rank in fetches:
             assert number - versions.allowed <= fetch.version <= number, (self.task.key, fetch.version)
             versions.taken[self.task.key] = fetch.version
             count = fetch.fetch_count
-            if count == versions.asked[rank.rank]:  # it has that version: it stays from one task to the next
+            if count == versions.asked[context.rank]:  # it has that version: it stays from one task to the next
                 assert many > 1 and versions.told[count - 1] == fetch.version
                 return
-            versions.asked[rank.rank] += 1
-            assert versions.asked[rank.rank] == count
+            versions.asked[context.rank] += 1
+            assert versions.asked[context.rank] == count
             if len(versions.told) < count:
                 versions.told.append(fetch.version)
             assert versions.told[count - 1] == fetch.version
             assert many == 1 or fetch.version not in versions.told[: count - 1], "fetched twice"
-            rank.dry.world.block(lambda: all(versions.copy.get(r.rank) == fetch.version for r in sends))
+            rank.dry.world.block(lambda: all(versions.copy.get(r.context.rank) == fetch.version for r in sends))
             rank.dry.work(f"fetch {dst}", self.task)
-            versions.fetched[rank.rank] = count
+            versions.fetched[context.rank] = count
             rank.dry.world.block(lambda: sent(count, sends))
-        elif name in self.task.sends and versions.copy.get(rank.rank) != number:
+        elif name in self.task.sends and versions.copy.get(context.rank) != number:
             versions.copied.add(number)
             told = fetch.fetch_count if fetch else 0
             rank.dry.world.block(lambda: sent(told, [rank]))
             rank.dry.work(f"copy {src}", self.task)
-            versions.copy[rank.rank] = number
+            versions.copy[context.rank] = number
 
     def release(self, pool: str, node: str) -> None:
         pass
@@ -290,58 +297,83 @@ class Growing:
                     del lengths[i]
 
 
-class DryRank(Rank):
-    runner = Weightless
+class DryContext(RankContext):
+    """What one rank of a group finds, the others have by meeting it."""
 
     def __init__(self, dry: Dry, rank: int) -> None:
-        Training.__init__(self, dry.plan, rank)
-        plan = dry.plan
-        host = dry.plan.cluster.host(rank)
+        super().__init__(dry.plan, rank)
         self.dry = dry
-        self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.way, host)
-        self.request_executor = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
-        self.requests = {}
         self.times: Counter[Any] = Counter()
-        self.lockstep = {c.node for c in plan.docks.controllers if c.lockstep}
-        self.updated: dict[str, list[int]] = defaultdict(list)  # by node, in which iterations
-        self.generators = {n.name: Growing() for n in plan.graph.verb("generate")}  # type: ignore[dict-item,misc]
 
-    def _meet(self, what: Any, members: list[DryRank]) -> None:
+    def meet(self, what: Any, members: list[DryRank]) -> None:
         self.dry.world.meet(what, len(members), self.times)
 
-    def _here(self, *pools: str) -> list[DryRank]:
-        return [r for r in self.dry.ranks if r.pool is not None and r.pool.name in pools]
+    def here(self, *pools: str) -> list[DryRank]:
+        return [r for r in self.dry.ranks if r.context.pool is not None and r.context.pool.name in pools]
 
-    def _share_result(self, node: Node, find: Callable[..., Any], *arguments: Any) -> Any:
+    def meet_pool(self, what: Any) -> None:
+        self.meet(what, self.here(self.pool.name))  # type: ignore[union-attr]
+
+    def share_result(self, node: Node, find: Callable[..., Any], *arguments: Any) -> Any:
         layout = self.plan.placement(node.name).layout
         group = layout.coordinates(self.local).dp
-        members = [r for r in self._here(self.pool.name) if layout.coordinates(r.local).dp == group]  # type: ignore[union-attr]
+        pool = self.here(self.pool.name)  # type: ignore[union-attr]
+        members = [r for r in pool if layout.coordinates(r.context.local).dp == group]
         what = ("shared", node.name, group)
-        if self._is_group_leader(node):
+        if self.is_group_leader(node):
             self.dry.shared[what, self.times[what] + 1] = find(*arguments)
-        self._meet(what, members)
+        self.meet(what, members)
         return self.dry.shared[what, self.times[what]]
 
-    def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
-        for batch in super()._batches(node, task, report):
+    def sum_over_groups(self, node: Node, numbers: Array) -> Array:
+        what = ("summed", node.name)
+        key = (what, self.times[what] + 1)
+        if self.is_group_leader(node):
+            self.dry.shared[key] = self.dry.shared.get(key, 0) + numbers
+        self.meet_pool(what)
+        found: Array = self.dry.shared[key]
+        return found
+
+
+class DryShares(ShareRequests):
+    """Ranks that compute in step meet for each batch."""
+
+    def __init__(self, context: DryContext, client: Handed) -> None:
+        dry = self.dry = context.dry
+        self.lockstep = {c.node for c in dry.plan.docks.controllers if c.lockstep}
+        super().__init__(context, client, Strand(dry.world, f"rank {context.rank} asks"))  # type: ignore[arg-type]
+
+    def batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
+        context: Any = self.context
+        for batch in super().batches(node, task, report):
             if node.name in self.lockstep:
-                self._meet(("batch", node.name), self._here(self.pool.name))  # type: ignore[union-attr]
+                context.meet_pool(("batch", node.name))
             yield batch
 
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
+
+class DryGenerator(GeneratorRole):
+    """Writes numbers of rows in place of responses."""
+
+    def __init__(self, context: DryContext, engines: Engines) -> None:
+        super().__init__(context, engines)
+        self.dry = context.dry
+
+    def compute(self, work: NodeBatch) -> Iterator[dict[str, ColumnRows]]:
+        node, task, batch = work.node, work.task, work.batch
         self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         numbers = reader.numbers(task)
         made = self.dry.rows.columns[node.writes[0]]
-        rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
-        names = dict.fromkeys((*node.writes, *sampled_columns(self.plan.graph, node)))
+        names = dict.fromkeys((*node.writes, *sampled_columns(self.dry.plan.graph, node)))
+        sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, (1,))
+        context = [np.zeros(1, np.int32)] * len(batch.rows)
+        rollout = Rollout(node, task, batch, work.report, context, sampling, self.random_stream(node, task))
         if node.cuts and task.trains:
-            sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, (1,))
-            context = [np.zeros(1, np.int32)] * len(batch.rows)
-            yield self._run_partial_rollout(node, task, batch, context, sampling, report, "")
+            yield self._run_partial_rollout(rollout)
             self.dry.begun[task.number] = task
             return
-        self._random_stream(node, task).keys(task.number, rows)
+        rows = rollout.rows
+        assert len(rollout.keys) == len(rows)
         failed: dict[str, ColumnRows] = {}
         if len(rows) and node.fails:
             sieve = self.dry.rows.sieves[node.name]
@@ -354,43 +386,64 @@ class DryRank(Rank):
         count = chance.randint(1, 3)
         for i, part in enumerate(np.array_split(rows[order], count)) if len(batch.rows) else ():  # as they end
             some = np.sort(part)
-            yield (failed if i == 0 else {}) | {c: ColumnRows(some, cells(self.plan.graph, c, some)) for c in names}
+            columns = {c: ColumnRows(some, cells(self.dry.plan.graph, c, some)) for c in names}
+            yield (failed if i == 0 else {}) | columns
 
-    def _sum_over_groups(self, node: Node, numbers: Array) -> Array:
-        what = ("summed", node.name)
-        key = (what, self.times[what] + 1)
-        if self._is_group_leader(node):
-            self.dry.shared[key] = self.dry.shared.get(key, 0) + numbers
-        self._meet(what, self._here(self.pool.name))  # type: ignore[union-attr]
-        found: Array = self.dry.shared[key]
-        return found
-
-    def _policy_columns(self, node: Node, task: Task, rows: Array, *_: Any) -> dict[str, ColumnRows]:
+    def _policy_columns(self, rollout: Rollout, rows: Array, *_: Any) -> dict[str, ColumnRows]:
         """What a partial rollout has taken."""
-        if self._is_group_leader(node):
-            fan = self.dry.readers[node.name].numbers(task).fans[self.dry.rows.columns[node.writes[0]]]
-            self.dry.taken[task.number] += np.unique(rows // fan).tolist()
-        names = dict.fromkeys((*node.writes, *sampled_columns(self.plan.graph, node)))
-        return {c: ColumnRows(rows, cells(self.plan.graph, c, rows)) for c in names}
+        node = rollout.node
+        if self.context.is_group_leader(node):
+            self.dry.taken[rollout.task.number] += np.unique(rows // rollout.sampling.samples).tolist()
+        names = dict.fromkeys((*node.writes, *sampled_columns(self.dry.plan.graph, node)))
+        return {c: ColumnRows(rows, cells(self.dry.plan.graph, c, rows)) for c in names}
 
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
+
+class DryTrainer(TrainerRole):
+    """Writes numbers of rows, and learns nothing. `updated`: by node, in which iterations."""
+
+    def __init__(self, context: DryContext, engines: Engines) -> None:
+        super().__init__(context, engines)
+        self.dry = context.dry
+        self.updated: dict[str, list[int]] = defaultdict(list)
+
+    def infer(self, work: NodeBatch) -> dict[str, ColumnRows]:
+        node, task, rows = work.node, work.task, work.batch.rows
         self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
-        return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
+        return self.dry.written(node, reader.rows, reader.numbers(task), rows) if len(rows) else {}
 
-    def _update(self, node: Node, task: Task, batch: Batch, *_: Any) -> None:
-        for first in batch.rows[:1]:
-            self._rng(node, task, batch.share.epoch, int(first))
+    def update(self, work: NodeBatch) -> None:
+        node, task = work.node, work.task
+        for first in work.batch.rows[:1]:
+            self._rng(node, task, work.batch.share.epoch, int(first))
         self.updated[node.name].append(task.number)
         self.dry.see(task, "", ((name, task.states[name]) for name in node.states if name in task.states))
         self.dry.work(node.name, task)
+
+
+class DryRank(Rank):
+    """A rank, and what its Ray actor would pass on to its parts."""
+
+    runner = Weightless
+
+    def __init__(self, dry: Dry, rank: int) -> None:
+        plan = dry.plan
+        context = DryContext(dry, rank)
+        super().__init__(context)
+        self.dry = dry
+        self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.way, plan.cluster.host(rank))
+        self.shares = DryShares(context, self.client)
+        self.generation = DryGenerator(context, self.engines)
+        self.training: DryTrainer = DryTrainer(context, self.engines)
+        self.roles = {"generate": self.generation, "infer": self.training, "update": self.training}
+        self.engines.generators = {n.name: Growing() for n in plan.graph.verb("generate")}  # type: ignore[dict-item,misc]
 
     def save(self, worker: str, folder: str) -> None:
         pass
 
     def resume(self, folder: str, manifest: checkpoint.Manifest) -> None:
-        for node in self.plan.graph.verb("update"):
-            self.updated[node.name] = [*filter(UpdateAttributes.of(node).due, range(manifest.iteration))]
+        for node in self.dry.plan.graph.verb("update"):
+            self.training.updated[node.name] = [*filter(UpdateAttributes.of(node).due, range(manifest.iteration))]
 
 
 class Saved(NamedTuple):
@@ -559,7 +612,7 @@ class Dry:
             docks.append(world.actor(member.name, made))
             self.warehouses.append(made.warehouse)
         self.ranks += [DryRank(self, r) for r in range(plan.cluster.devices)]
-        ranks = [world.actor(f"rank {r.rank}", r) for r in self.ranks]
+        ranks = [world.actor(f"rank {r.context.rank}", r) for r in self.ranks]
         hosted = function_hosts.FunctionHosts(
             plan.cluster.nodes,
             0,

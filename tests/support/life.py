@@ -17,12 +17,12 @@ def lived(folder, *changes):
     both have drawn, and end with."""
     stage, drawn = started(*changes), []
     drawn.append(iterated(stage))
-    files, steps, failed = stage.checkpoint(str(partial := checkpoint.begin(folder, 1)), {})
+    files, steps, failed = stage.checkpoints.write(str(partial := checkpoint.begin(folder, 1)), {})
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 1, 0, dict(steps), {}, tuple(files))
     path = checkpoint.commit(partial, manifest, 1)
     drawn.append(iterated(stage))
     again = started(*changes)
-    again.resume(str(path), checkpoint.read_manifest(path))
+    again.checkpoints.resume(str(path), checkpoint.read_manifest(path))
     drawn.append(iterated(again))
     assert not failed
     return drawn, stage.whole(), again.whole()
@@ -35,7 +35,7 @@ def started(*changes):
 
 
 def iterated(stage):
-    edge = stage.resharders[EDGE]
+    edge = stage.engines.resharders[EDGE]
     edge.run(stage.generator.allocate)
     stage.generator.filled()
     columns = stage.sampled()

@@ -144,13 +144,13 @@ def frozen_turns(rank, _):
     kept = Stage(one_rank())
     away = Stage(one_rank((at, f"  engine reference.infer = fsdp {{ offload = weights }}\n{at}")))
     node = away.plan.graph.node("reference.infer")
-    shards = away.trainers["reference"].shards()
+    shards = away.engines.trainers["reference"].shards()
     columns = kept.sampled()
     wanted = kept.act(node.name, columns)["ref_logp"]
     for _turn in range(2):
         assert not any(s.tensor.untyped_storage().nbytes() for s in shards)
-        away.fetch_weights(node)
+        away.engines.fetch_weights(node)
         found = away.act(node.name, columns)["ref_logp"]
-        away.release_weights(node)
+        away.engines.release_weights(node)
         assert np.array_equal(found.values, wanted.values)
     assert not any(s.tensor.untyped_storage().nbytes() for s in shards)

@@ -29,6 +29,7 @@ from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
 from msrl_graph.model.families import find_family
 from msrl_graph.runtime.process import memory
+from msrl_graph.runtime.rank.context import RankContext
 from msrl_graph.runtime.rank.engines import Engines
 from msrl_graph.sharding.layout import slices
 
@@ -210,7 +211,7 @@ def moving(rank):
     def move(text, seed):
         plan = from_json(text)
         (edge,) = plan.reshards
-        engines = Engines(plan, rank)
+        engines = Engines(RankContext(plan, rank))
         engines.build()
         mover = engines.resharders[edge.src, edge.dst]
         swap = engines.swaps.get("actor")

@@ -11,8 +11,8 @@ from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, concatenate_
 from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.context import NodeBatch, RankContext
 from msrl_graph.runtime.rank.rank import Rank
-from msrl_graph.runtime.rank.training import Training
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 HIDDEN = ("response.logp", "response.begins")  # columns that only the dock knows
@@ -48,12 +48,16 @@ class Stage(Rank):
     """Needs a process group."""
 
     def __init__(self, plan, rank=0):
-        Training.__init__(self, plan, rank)
+        super().__init__(RankContext(plan, rank))
         self.told = Report("rank")
         self.build()
-        for name, generator in self.generators.items():
+        for name, generator in self.engines.generators.items():
             hf_modules.fill(plan.model(name), generator.allocate())
             self.generator = generator
+
+    @property
+    def plan(self):
+        return self.context.plan
 
     def act(self, name, columns, rows=None, task="train"):
         """What a node writes, handed these columns."""
@@ -64,7 +68,8 @@ class Stage(Rank):
         elements = {c: len(column.values) for c, column in columns.items()}
         batch = Batch(share(rows, size, size, elements), rows, columns)
         written: dict[str, list[ColumnRows]] = {}
-        for part in self.compute(node, Task(task, 3, 4, {"actor.generate": 2}), batch, self.told):
+        work = NodeBatch(node, Task(task, 3, 4, {"actor.generate": 2}), batch, self.told)
+        for part in self.roles[node.verb].compute(work):
             for c, made in part.items():
                 written.setdefault(c, []).append(made)
         pieces = {c: concatenate_rows(made) for c, made in written.items()}
@@ -82,9 +87,9 @@ class Stage(Rank):
 
     def whole(self):
         """Update weights and Adam's state, copied."""
-        parts = self.trainers["actor"]._optimizer.parts
+        parts = self.engines.trainers["actor"]._optimizer.parts
         state = [v.clone() for part in parts for s in part.state.values() for v in s.values()]
-        return [s.tensor.clone() for s in self.trainers["actor"].shards()], state
+        return [s.tensor.clone() for s in self.engines.trainers["actor"].shards()], state
 
 
 def same(one, other):

@@ -150,7 +150,7 @@ def pairs(stage):
     columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))}
     for name, sizes in (("chosen", (3, 5, 1, 4, 2, 5, 3, 2)), ("rejected", (1, 2, 5, 4, 4, 3, 1, 1))):
         columns[name] = ragged([draw.integers(3, 13, n) for n in sizes], np.int32)
-    return columns | (stage.act("reference.infer", columns) if "reference" in stage.trainers else {})
+    return columns | (stage.act("reference.infer", columns) if "reference" in stage.engines.trainers else {})
 
 
 def apart(stage):
@@ -159,7 +159,7 @@ def apart(stage):
     with torch.no_grad():
         for worker, name, shape in (("critic", "score.weight", (1, 128)), ("actor", "model.norm.weight", (128,))):
             noise = torch.randn(shape) * 0.1
-            for piece in stage.trainers[worker].shards() if worker in stage.trainers else ():
+            for piece in stage.engines.trainers[worker].shards() if worker in stage.engines.trainers else ():
                 if piece.name == name:
                     piece.tensor.add_(noise[slices(piece.box)])
     return stage
@@ -168,7 +168,7 @@ def apart(stage):
 def staged(text, *changes, rank=0, **options):
     """A stage on a plan."""
     stage = apart(Stage(planned(text, *changes, **options), rank))
-    stage.watch.comparison = None  # what it is handed was not drawn
+    stage.context.watch.comparison = None  # what it is handed was not drawn
     return stage
 
 

@@ -17,7 +17,9 @@ def net(stage, worker, kind="ForCausalLM"):
 
     config = transformers.AutoConfig.from_pretrained(EXAMPLE / "model", num_labels=1)
     model = getattr(transformers, f"Qwen2{kind}")(config).double()
-    wrong = model.load_state_dict({s.name: s.tensor.double() for s in stage.trainers[worker].shards()}, strict=True)
+    wrong = model.load_state_dict(
+        {s.name: s.tensor.double() for s in stage.engines.trainers[worker].shards()}, strict=True
+    )
     assert not wrong.missing_keys
     return model
 

@@ -27,8 +27,8 @@ from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.context import RankContext
 from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
-from msrl_graph.runtime.rank.training import Training
 from msrl_graph.sharding.layout import full_box
 
 ROOT = Path(__file__).parents[2]
@@ -118,10 +118,11 @@ class Sharing(InstructionRunner):
     """What ranks write, all of them have."""
 
     def run(self, pool, node):
-        self.rank.written = {}
+        client = self.rank.client
+        client.written = {}
         super().run(pool, node)
         everyone = [None] * dist.get_world_size()
-        mine = self.rank.written
+        mine = client.written
         dist.all_gather_object(
             everyone, {c: (p.rows, [p.column[i] for i in range(len(p.rows))]) for c, p in mine.items()}
         )
@@ -129,28 +130,19 @@ class Sharing(InstructionRunner):
             pieces = {
                 row: value for written in everyone if name in written for row, value in zip(*written[name], strict=True)
             }
-            self.rank.columns[name] = ragged(
+            client.columns[name] = ragged(
                 [pieces[row] for row in sorted(pieces)], np.int32 if name == "response" else np.float32
             )
 
 
-class Walk(Rank):
-    """Needs a process group of the plan's devices."""
+class Handed:
+    """Stands in for the dock's client and for the requests for rows: every row that a node reads is here."""
 
-    runner = Sharing
-
-    def __init__(self, plan, rank):
-        Training.__init__(self, plan, rank)
-        self.client = self
+    def __init__(self, context):
+        self.context = context
         self.wait_seconds = 0.0
         self.move_seconds = 0.0
         self.columns = {}
-        with memory.Peak() as peak:
-            self.build()
-        self.loaded = peak
-        self.ends = dict.fromkeys(self.ends, ())
-
-    # Stands in for the dock's client.
 
     def report_activity(self, what):
         pass
@@ -170,35 +162,52 @@ class Walk(Rank):
     def put_rows(self, node, task, columns):
         self.written = columns
 
-    def _request_batch(self, node, task):
+    def begin(self, instructions, task):
         pass
 
-    def _batches(self, node, task, report):
+    def batches(self, node, task, report):
         """This group's rows of what a node reads; of an update, mini-batch by mini-batch."""
-        layout = self.plan.placement(node.name).layout
-        graph = self.plan.graph
+        plan = self.context.plan
+        layout = plan.placement(node.name).layout
+        graph = plan.graph
         every = np.arange(graph.rows[graph.level(node)])
         size = UpdateAttributes.of(node).step_rows(len(every))
         for start in range(0, len(every), size):
-            rows = np.array_split(every[start : start + size], layout.dp)[layout.coordinates(self.local).dp]
+            rows = np.array_split(every[start : start + size], layout.dp)[layout.coordinates(self.context.local).dp]
             known = [c for c in self.columns if c in (*node.reads, "response.logp")]
             # A prompt goes with each of its responses.
             columns = {c: self.columns[c].take(rows * len(self.columns[c]) // len(every)) for c in known}
             elements = {c: size * graph.bound(c) for c in node.reads}
             yield Batch(share(rows, len(rows), size, elements), rows, columns)
 
+
+class Walk(Rank):
+    """Needs a process group of the plan's devices."""
+
+    runner = Sharing
+
+    def __init__(self, plan, rank):
+        super().__init__(RankContext(plan, rank))
+        self.client = self.shares = Handed(self.context)
+        with memory.Peak() as peak:
+            self.build()
+        self.loaded = peak
+        self.generation.ends = dict.fromkeys(self.generation.ends, ())
+
     def iteration(self, number, measure):
         """The instructions of one iteration, with what ranks write shared among them; the report."""
-        graph = self.plan.graph
+        graph = self.context.plan.graph
         draw = np.random.default_rng(number)
         prompts = graph.rows[0]
         responses = graph.rows[-1]
-        size = self.plan.model("actor.update").vocabulary
+        size = self.context.plan.model("actor.update").vocabulary
         bound = graph.bound("prompt")
         longest = graph.bound("response")
-        self.columns = {"prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32)}
         offsets = offsets_from_lengths(np.full(responses, longest))
-        self.columns["advantage"] = ColumnData(draw.normal(size=responses * longest).astype(np.float32), offsets)
+        self.client.columns = {
+            "prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32),
+            "advantage": ColumnData(draw.normal(size=responses * longest).astype(np.float32), offsets),
+        }
         return self.run(Task("train", number, prompts), measure)
 
 

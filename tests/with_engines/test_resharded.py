@@ -62,7 +62,7 @@ def _resident(rank, _, text):
     """Resident bytes where the update's weights are on the device, on the host beside the generation's, and back."""
     found = []
     read = psutil.Process().memory_info
-    engines = resharded.Engines(from_json(text), rank)
+    engines = resharded.Engines(resharded.RankContext(from_json(text), rank))
     engines.build()
     ((edge, mover),) = engines.resharders.items()
     swap = engines.swaps["actor"]

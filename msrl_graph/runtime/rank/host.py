@@ -40,9 +40,19 @@ class RankHost:
         os.environ |= waits() | missing_settings(wanted, os.environ)
         # Before the import of torch, parts of which make a cache folder among the temporary files.
         set_up_process(folder, logs, f"rank {rank}", deadline)
+        from ...backends.devices import TorchDevice
+        from ...hardware import visibility_masks
+        from ...ir.plan import from_json
+        from ..process import compute_setup
+        from .context import RankContext
         from .rank import Rank
 
-        self.rank = Rank(plan, rank, threads, ray.get_runtime_context().get_accelerator_ids())
+        compute_setup.prepare_process(threads)
+        placed = from_json(plan)
+        kind = placed.cluster.device.kind
+        devices = ray.get_runtime_context().get_accelerator_ids().get(kind.resource, ())  # that Ray gave to the process
+        index = visibility_masks.torch_index(devices, os.environ.get(kind.visible))
+        self.rank = Rank(RankContext(placed, rank, TorchDevice(kind, index)))
 
     def address(self) -> tuple[str, int]:
         return self.rank.address()
@@ -54,10 +64,10 @@ class RankHost:
         return self.rank.run(task, measure)
 
     def checkpoint(self, folder: str, metadata: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
-        process = f"rank {self.rank.rank}"
+        process = f"rank {self.rank.context.rank}"
         number = Path(folder).stem.lstrip(".0")
         fault_points.reach(process, f"write checkpoint {number}")
-        result = self.rank.checkpoint(folder, metadata)
+        result = self.rank.checkpoints.write(folder, metadata)
         fault_points.reach(process, f"written checkpoint {number}")
         return result
 
@@ -70,13 +80,13 @@ class RankHost:
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def wants(self, manifest: Manifest) -> set[str]:
-        return self.rank.wants(manifest)
+        return self.rank.checkpoints.wants(manifest)
 
     def resume(self, folder: str, manifest: Manifest) -> None:
-        self.rank.resume(folder, manifest)
+        self.rank.checkpoints.resume(folder, manifest)
 
     def replay(self, folder: str) -> None:
-        self.rank.replay(folder)
+        self.rank.generation.replay(folder)
 
     def save(self, worker: str, folder: str) -> None:
-        self.rank.save(worker, folder)
+        self.rank.checkpoints.save(worker, folder)

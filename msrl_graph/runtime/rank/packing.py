@@ -5,6 +5,7 @@ Invariant: token ids and the values of columns are not changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from ...analysis.sequences import begins_columns, drawn_name, sequences, temperature_states
+from ...backends.engine_protocols import Outputs
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
 from ..data import numerics
@@ -153,3 +155,45 @@ def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
         _, parent = np.unique(parent * base + tokens[live, column], return_inverse=True)
         beginnings += int(parent.max(initial=-1)) + 1
     return beginnings, ended
+
+
+def scored_column(column: ir.Column, seen: PreparedBatch) -> str:
+    """Return the scored column to whose tokens the values of a column belong.
+
+    A scored column is a column for whose tokens the model computes log-probabilities or values. The result may be the
+    column itself. It is "" if the column has one value per row.
+    """
+    return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
+
+
+def join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
+    """Join the outputs of forward passes into the data of a written or scored column.
+
+    The rows of the result are in the order of the micro-batches.
+    """
+    scored = scored_column(column, seen)
+    width = column.dims[1].size if len(column.dims) > 1 else 0
+    parts = []
+    for rows, output in zip(micro, outputs, strict=True):
+        per_token = output.logp if output.values is None else output.values
+        values = per_token if not width else output.ids if column.element == "i32" else output.best
+        assert values is not None
+        parts.append(seen.split(rows, values)[scored] if scored else values)
+    joined = torch.cat(parts).cpu().numpy()
+    if width:
+        joined = np.ascontiguousarray(
+            joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
+        )
+    return ColumnData(joined, offsets_from_lengths(seen.lengths[scored][np.concatenate(micro)]) if scored else None)
+
+
+def select_ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
+    """Return the k token ids that a column has for each scored token, as [tokens, k].
+
+    The ids belong to the tokens of one scored column; tokens of other scored columns get zeros.
+    """
+    ids = flatten_column(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
+    counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}
+    return torch.cat(
+        [ids if name == column.dims[0].like else ids.new_zeros(count, ids.shape[1]) for name, count in counts.items()]
+    )

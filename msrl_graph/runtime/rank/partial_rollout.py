@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ... import noise
-from ...backends.engine_protocols import Generator, Response, Sampling
+from ...backends.engine_protocols import Generator, Response
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ..data.columns import Array
 from ..data.row_files import REPLAY_HINT, Recording
-from ..process.task import CutPrompt, Task
+from ..process.task import CutPrompt
 from ..process.task_report import RunError
+from .rollout import Rollout, response_rows
 
 # The state of a prompt: computed by another group; incomplete; incomplete, and the iteration waits for it; complete.
 ELSEWHERE, GROWS, AWAITED, WHOLE = range(4)
@@ -50,40 +50,29 @@ class PartialResponse:
 class PartialRollout:
     """The prompts of an iteration that this rank's data-parallel group computes.
 
-    - `rows`: the numbers of the prompts. `version`: the version of the weights.
     - `takes`: how many prompts the iteration takes, in total over all groups.
+    - `version`: the version of the weights.
     - `sum_states`: a function that adds up the groups' arrays. Each array has one number for each prompt of the
       iteration: whether the prompt is complete (`WHOLE`), or 0 if another group computes the prompt.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        rows: Array,
-        context: list[Array],
-        sampling: Sampling,
-        attributes: GenerateAttributes,
-        takes: int,
-        version: int,
-        sum_states: Callable[[Array], Array],
-        stream: noise.RandomStream,
-    ) -> None:
-        self.task = task
-        self.rows = rows.tolist()
-        self.context = context
-        self.sampling = sampling
+    def __init__(self, rollout: Rollout, takes: int, version: int, sum_states: Callable[[Array], Array]) -> None:
+        task = self.task = rollout.task
+        sampling = self.sampling = rollout.sampling
+        self.rows = rollout.batch.rows.tolist()
+        self.context = rollout.contexts
         self.takes = takes
-        self.attributes = attributes
+        self.attributes = GenerateAttributes.of(rollout.node)
         self.version = version
         self.sum_states = sum_states
         self.longest = int(sampling.max_tokens)
-        self.stretch = attributes.stretch(self.longest)
+        self.stretch = self.attributes.stretch(self.longest)
         self.responses: dict[int, list[PartialResponse]] = {}
         self.keys: dict[int, Any] = {}
         for row in self.rows:
             iteration, number = self._find_origin(row)
             numbers = np.arange(number * sampling.samples, (number + 1) * sampling.samples)
-            self.keys[row] = stream.keys(iteration, numbers)
+            self.keys[row] = rollout.stream.keys(iteration, numbers)
             known = task.cut[row].responses if row < len(task.cut) else ()
             self.responses[row] = [PartialResponse(*response) for response in known] or [
                 PartialResponse() for _ in range(sampling.samples)
@@ -127,7 +116,7 @@ class PartialRollout:
             raise RunError(f"{recorded}, but `{node.name}` ({node.span.place}) takes {self.takes}: {REPLAY_HINT}")
         places = np.flatnonzero(np.isin(self.rows, prompts))
         taken_rows = [self.rows[place] for place in places]
-        rows = (np.array(taken_rows, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
+        rows = response_rows(np.array(taken_rows, np.int64), fan)
         columns_read = recording.responses(*arguments, [self.context[place] for place in places], rows, fan)
         grown = [PartialResponse(*known) for known in zip(*columns_read, strict=True)]
         for response in grown:

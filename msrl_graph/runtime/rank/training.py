@@ -7,6 +7,7 @@ make the same calls on their engine, even ranks without rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import distributed as dist
 
 from ... import algorithms, noise
 from ...analysis.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
@@ -24,39 +24,51 @@ from ...ir import graph as ir
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
+from ...analysis.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
 from ...ir.workload import micro_batches
 from ..data import numerics
 from ..data.columns import Array, ColumnData, ColumnRows, offsets_from_lengths
 from ..data.tokens import tokenise_columns
 from ..dock.messages import Batch
 from ..functions.user_traceback import describe_failure
-from ..metrics.reward_variance import ColumnMeans
 from ..process.task import Task
 from ..process.task_report import Report, RunError
 from . import joint_loss, loss
 from . import learning_rate as rates
+from .context import NodeBatch, RankContext
 from .engines import Engines
 from .micro_batches import MicroBatches, pack
-from .packing import PreparedBatch, flatten_column, prepare_batch
+from .packing import PreparedBatch, join_outputs, prepare_batch, scored_column, select_ids
 
 Sum = tuple[str, float, float]  # name, total, weight
 
 
-class Training(Engines):
-    """The methods of a rank that compute `infer` and `update` for a batch."""
+class TrainerRole:
+    """The part of a rank that computes `infer` and `update` for a batch."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        super().__init__(plan, rank)
-        self.watch = numerics.NumericsWatch(plan)
-        self.means = ColumnMeans(plan)
+    def __init__(self, context: RankContext, engines: Engines) -> None:
+        self.context = context
+        self.engines = engines
         self.stepped = False  # whether weights have changed since the task began
 
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
+    def begin_task(self) -> None:
+        """Note that a task begins, before which no weights change."""
+        self.stepped = False
+
+    def compute(self, work: NodeBatch) -> Iterator[dict[str, ColumnRows]]:
+        """Yield the columns that an `infer` writes, or take an optimizer step."""
+        if work.node.verb == "infer":
+            yield self.infer(work)
+        else:
+            self.update(work)
+
+    def infer(self, work: NodeBatch) -> dict[str, ColumnRows]:
+        node, task, batch, report = work.node, work.task, work.batch, work.report
         seen = self._prepare_batch(node, task, batch)
-        written = [self.plan.graph.column(name) for name in node.writes]
+        written = [self.context.plan.graph.column(name) for name in node.writes]
         best = max((column.dims[1].size for column in written if len(column.dims) > 1), default=0)
         micro = self._micro_batches(node, batch, seen)
-        outputs = self.trainers[node.worker].score(*self._passes(node, seen, micro, best=best))
+        outputs = self.engines.trainers[node.worker].score(*self._passes(node, seen, micro, best=best))
         if not len(batch.rows) or not outputs:
             return {}
         order = np.concatenate(micro)
@@ -64,21 +76,22 @@ class Training(Engines):
         rows = batch.rows[order]
         wrong = seen.has_unknown_tokens[order]
         for column in written:
-            data = columns[column.name] = _join_outputs(column, seen, micro, outputs)
+            data = columns[column.name] = join_outputs(column, seen, micro, outputs)
             if column.element != "i32":
                 wrong = self._check_rows(
                     node, task, report, rows, data, self._sampled_log_probs(node, seen, column, order), wrong
                 )
             if data.offsets is None:
-                self.means.count(report, node, task, column.name, rows, data.values)
+                self.context.means.count(report, node, task, column.name, rows, data.values)
         for data in columns.values():
             if data.values.dtype.kind == "f":  # nodes that read a wrong row must notice that the row is wrong
                 data.values[np.repeat(wrong, data.lengths)] = math.nan
         return {name: ColumnRows(rows, data) for name, data in columns.items()}
 
-    def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
+    def update(self, work: NodeBatch) -> None:
+        node, task, batch, report = work.node, work.task, work.batch, work.report
         if not batch.share.round_rows:
-            if self._is_leader(node):
+            if self.context.is_leader(node):
                 report.remarks.append(
                     f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step"
                 )
@@ -86,10 +99,10 @@ class Training(Engines):
         seen = self._prepare_batch(node, task, batch)
         wrong = seen.has_unknown_tokens
         for name, column in seen.columns.items():
-            if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
+            if name in node.reads or not (self.context.watch.comparison and self.context.watch.comparison.turns):
                 wrong = wrong | numerics.rows_not_finite(column)
-        wrong = self.watch.check_scored(node, task, report, batch.rows, seen.lengths, wrong)
-        trainer = self.trainers[node.worker]
+        wrong = self.context.watch.check_scored(node, task, report, batch.rows, seen.lengths, wrong)
+        trainer = self.engines.trainers[node.worker]
         normalizer = self._loss_normalizer(node, batch, seen)
         micro = self._micro_batches(node, batch, seen)
         target = next(iter(seen.lengths))
@@ -99,6 +112,7 @@ class Training(Engines):
         # A single micro-batch is the whole mini-batch, so its loss needs no second forward pass.
         joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
         rounding = self._rounding(node)
+        graph = self.context.plan.graph
         by_micro_batch: dict[int, _Told] = {}  # empty on ranks without the last layers
 
         def compute(output: Outputs, index: int) -> torch.Tensor:
@@ -109,7 +123,7 @@ class Training(Engines):
             value = (
                 joint.value_of_rows(rows)
                 if joint
-                else self._loss(node, task, loss.make_inputs(self.plan.graph, node, seen, rows, output, None, rounding))
+                else self._loss(node, task, loss.make_inputs(graph, node, seen, rows, output, None, rounding))
             )
             lengths = torch.from_numpy(seen.lengths[target][rows]).to(value.loss.device)
             total = loss.reduce(node, value.loss, lengths, normalizer)
@@ -123,22 +137,22 @@ class Training(Engines):
             numbers = batch.rows[order]
             wrong = wrong[order]
             outputs = [summary.outputs for summary in summaries]
-            for scored in map(self.plan.graph.column, seen.scored):
+            for scored in map(self.context.plan.graph.column, seen.scored):
                 as_drawn = self._sampled_log_probs(node, seen, scored, order)
                 wrong = self._check_rows(
-                    node, task, report, numbers, _join_outputs(scored, seen, micro, outputs), as_drawn, wrong
+                    node, task, report, numbers, join_outputs(scored, seen, micro, outputs), as_drawn, wrong
                 )
             lengths = next(iter(seen.lengths.values()))[order]
             unit, offsets = ("row", None) if loss.is_per_row(node) else ("token", offsets_from_lengths(lengths))
             cost = ColumnData(torch.cat([summary.loss for summary in summaries]).numpy(), offsets)
             wrong = wrong | (joint is not None and joint.has_wrong_row)  # a wrong row affects the loss of all rows
-            wrong = self.watch.check_finite(
+            wrong = self.context.watch.check_finite(
                 node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, wrong
             )
         sums = [entry for summary in summaries for entry in summary.sums]
         figures = [entry for summary in summaries for entry in summary.figures]
         self._step(node, task, batch, report, bool(wrong.any()), sums, figures)
-        if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # a generation would count these tokens
+        if batch.share.epoch == 0 and not [*graph.verb("generate")]:  # a generation would count these tokens
             report.count("prompt_tokens", float(sum(column.lengths.sum() for column in seen.contexts)), 0)
             report.count("response_tokens", float(sum(column.lengths.sum() for column in seen.scored.values())), 0)
 
@@ -150,42 +164,43 @@ class Training(Engines):
         `sums` are sums of the loss and its terms; a step is taken only if all sums are finite. `figures` are other
         metrics.
         """
-        step = self.steps.get(node.name, 0) + 1
+        step = self.engines.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
         attributes = UpdateAttributes.of(node)
-        lr = rates.learning_rate(self.plan, node, step, task.states)
-        norm = self.trainers[node.worker].step(
+        lr = rates.learning_rate(self.context.plan, node, step, task.states)
+        norm = self.engines.trainers[node.worker].step(
             lr, attributes.clip_grad, finite, algorithms.optimizer(attributes.optimizer), node
         )
         stepped = math.isfinite(norm)
         metrics = [*sums, *figures] if stepped else []
         if stepped:
-            self.steps[node.name] = step
+            self.engines.steps[node.name] = step
             self.stepped = True
-        if self._is_leader(node):
+        if self.context.is_leader(node):
             # The losses of all ranks and micro-batches add up to one loss per step, of weight 1.
             metrics += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if stepped else []
             metrics += [("updates", stepped, 0), ("skipped", not stepped, 0)]
         report.count("rows", len(batch.rows), 0)
         # With several updates, each update has its own metrics in addition to the common metrics.
-        for metric_prefix in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
+        for metric_prefix in ("", f"{node.name}/") if len([*self.context.plan.graph.verb("update")]) > 1 else ("",):
             for name, value, weight in metrics:
                 report.count(metric_prefix + name, value, weight)
-        if not stepped and (self._is_leader(node) or self.watch.stops):
+        if not stepped and (self.context.is_leader(node) or self.context.watch.stops):
             message = f"the gradient of their mini-batch of {batch.share.round_rows} rows has the norm {norm}"
-            self.watch.report_rows(
-                node, task, report, "", batch.rows, message + ("" if self.watch.stops else "; the step is skipped")
-            )
+            message += "" if self.context.watch.stops else "; the step is skipped"
+            self.context.watch.report_rows(node, task, report, "", batch.rows, message)
 
     # From rows to losses.
 
     def _prepare_batch(self, node: Node, task: Task, batch: Batch) -> PreparedBatch:
-        compared = self.watch.comparison
+        compared = self.context.watch.comparison
         like = {compared.column: compared.response} if compared else {}
-        batch = replace(batch, columns=tokenise_columns(self.plan, node, batch.columns))
-        prepared = prepare_batch(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
-        if prepared.contexts and not is_whole_conversation(self.plan.graph, node):
-            self.watch.check_input(
+        batch = replace(batch, columns=tokenise_columns(self.context.plan, node, batch.columns))
+        prepared = prepare_batch(
+            self.context.plan.graph, node, batch, self.context.plan.model(node.name).vocabulary, like
+        )
+        if prepared.contexts and not is_whole_conversation(self.context.plan.graph, node):
+            self.context.watch.check_input(
                 node, task, batch.rows, np.sum([column.lengths for column in prepared.contexts], axis=0)
             )
         return prepared
@@ -196,7 +211,7 @@ class Training(Engines):
         Rows of similar length are in the same micro-batch, to save padding. All data-parallel groups have the same
         number of micro-batches, enough for the largest share; some micro-batches may be empty.
         """
-        placement = self.plan.placement(node.name)
+        placement = self.context.plan.placement(node.name)
         size = int(placement.engine.options.get("micro_batch") or 0) or max(batch.share.largest_share_rows, 1)
         count = micro_batches(batch.share.largest_share_rows, size, placement.layout)
         return np.array_split(np.argsort(seen.size, kind="stable"), count)
@@ -214,14 +229,14 @@ class Training(Engines):
         `best` is the number of likeliest tokens to return for each token. If loss terms read the log-probabilities of a
         column of token ids, the micro-batches also have these ids.
         """
-        id_columns = loss.id_columns(self.plan.graph, node).values() if node.verb == "update" else ()
-        after = scores_texts(self.plan.graph, node)
-        stated = [temperature(self.plan.graph, name) for name in seen.scored]
+        id_columns = loss.id_columns(self.context.plan.graph, node).values() if node.verb == "update" else ()
+        after = scores_texts(self.context.plan.graph, node)
+        stated = [temperature(self.context.plan.graph, name) for name in seen.scored]
         # The temperature is one number for all tokens, or one number per token.
         differ = len({*stated}) > 1 or any(value.kind != "number" for value in stated)
 
         def make(rows: Array) -> TensorDict:
-            ids = [_ids(column, seen, rows) for column in id_columns]
+            ids = [select_ids(column, seen, rows) for column in id_columns]
             temperatures = (
                 [
                     np.repeat(self._row_temperatures(seen, name, rows), counts[rows])
@@ -244,7 +259,7 @@ class Training(Engines):
 
     def _row_temperatures(self, seen: PreparedBatch, target: str, rows: Array) -> Array:
         """Return the temperature at which each row of the column `target` was sampled."""
-        stated = temperature(self.plan.graph, target)
+        stated = temperature(self.context.plan.graph, target)
         if stated.kind == "number":
             return np.full(len(rows), stated.literal(), np.float32)
         return seen.columns[temperature_name(stated)].values[rows].astype(np.float32)
@@ -261,15 +276,14 @@ class Training(Engines):
         outputs: list[Outputs],
     ) -> joint_loss.JointMiniBatch:
         """Gather the outputs of all micro-batches from all ranks; compute the loss."""
-        placement = self.plan.placement(node.name)
-        group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
+        group = self.context.dp_group(node)
         columns = {column: seen.columns[column] for column in sorted(loss.columns_read(node)[0] & seen.columns.keys())}
         joint = joint_loss.JointMiniBatch(
             replace(seen, columns=columns, has_unknown_tokens=wrong), batch.rows, micro, outputs, group
         )
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         all_rows = np.arange(len(joint.numbers))
-        arguments = (self.plan.graph, node, joint.prepared, all_rows, joint.outputs, rng, self._rounding(node))
+        arguments = (self.context.plan.graph, node, joint.prepared, all_rows, joint.outputs, rng, self._rounding(node))
         value = self._loss(node, task, loss.make_inputs(*arguments))
         joint.backward(
             value,
@@ -278,14 +292,16 @@ class Training(Engines):
         return joint
 
     def _rounding(self, node: Node) -> float:
-        return loss.ROUNDS[holdings.dtype(self.plan, node.name)]
+        return loss.ROUNDS[holdings.dtype(self.context.plan, node.name)]
 
     def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
         """Return the random generator for terms of the whole mini-batch.
 
         The random numbers are the same in any layout. `first` is the number of the mini-batch's first row.
         """
-        return noise.RandomStream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
+        return noise.RandomStream(self.context.plan.deploy.run.seed, "loss", node.name).generator(
+            task.number, epoch, first
+        )
 
     def _loss(self, node: Node, task: Task, inputs: loss.LossInputs) -> loss.Value:
         try:
@@ -303,14 +319,11 @@ class Training(Engines):
         target = next(iter(seen.scored))
         rows = batch.share.round_rows
         skips = UpdateAttributes.of(node).masked_rows == "skip"
-        if not skips and target not in seen.masks and self.plan.graph.column(target).element != "text":
+        if not skips and target not in seen.masks and self.context.plan.graph.column(target).element != "text":
             return loss.LossNormalizer(batch.share.elements[target], rows)
         lengths = seen.lengths[target]
-        counts = torch.tensor([int(lengths.sum()), int((lengths > 0).sum())])
-        placement = self.plan.placement(node.name)
-        if placement.layout.dp > 1:
-            dist.all_reduce(counts, group=self._mesh(placement)["dp"].get_group())
-        tokens, scored_rows = counts.tolist()
+        counts = np.array([lengths.sum(), (lengths > 0).sum()])
+        tokens, scored_rows = self.context.sum_over_groups(node, counts).tolist()
         return loss.LossNormalizer(tokens, scored_rows if skips else rows)
 
     # Checks.
@@ -323,10 +336,10 @@ class Training(Engines):
         The column is a scored column, or has the log-probabilities of a scored column. Returns None if the node
         compares nothing, or if a step has changed the weights since the task began.
         """
-        compared = self.watch.comparison
+        compared = self.context.watch.comparison
         if compared is None or compared.node != node.name or self.stepped:
             return None
-        if compared.response != _scored_column(column, seen) or len(column.dims) != 1:
+        if compared.response != scored_column(column, seen) or len(column.dims) != 1:
             return None
         return numerics.SampledLogProbs(
             seen.columns[compared.column].take(order),
@@ -347,9 +360,9 @@ class Training(Engines):
 
         `wrong` is a mask of rows that are known to be wrong; the result also contains these rows.
         """
-        if self.plan.model(node.name).scores:
-            return self.watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)
-        return self.watch.check_logp(node, task, report, rows, data, as_drawn, wrong)
+        if self.context.plan.model(node.name).scores:
+            return self.context.watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)
+        return self.context.watch.check_logp(node, task, report, rows, data, as_drawn, wrong)
 
 
 class _Told(NamedTuple):
@@ -376,45 +389,3 @@ def _summarize(output: Outputs, value: loss.Value, total: torch.Tensor) -> _Told
         figures.append(("entropy", float(output.entropy.detach().sum()), output.entropy.numel()))
     outputs = Outputs(*(tensor if tensor is None else tensor.detach().cpu() for tensor in output[:2]))
     return _Told(outputs, value.loss.detach().cpu(), sums, figures)
-
-
-def _scored_column(column: ir.Column, seen: PreparedBatch) -> str:
-    """Return the scored column to whose tokens the values of a column belong.
-
-    A scored column is a column for whose tokens the model computes log-probabilities or values. The result may be the
-    column itself. It is "" if the column has one value per row.
-    """
-    return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
-
-
-def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
-    """Join the outputs of forward passes into the data of a written or scored column.
-
-    The rows of the result are in the order of the micro-batches.
-    """
-    scored = _scored_column(column, seen)
-    width = column.dims[1].size if len(column.dims) > 1 else 0
-    parts = []
-    for rows, output in zip(micro, outputs, strict=True):
-        per_token = output.logp if output.values is None else output.values
-        values = per_token if not width else output.ids if column.element == "i32" else output.best
-        assert values is not None
-        parts.append(seen.split(rows, values)[scored] if scored else values)
-    joined = torch.cat(parts).cpu().numpy()
-    if width:
-        joined = np.ascontiguousarray(
-            joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
-        )
-    return ColumnData(joined, offsets_from_lengths(seen.lengths[scored][np.concatenate(micro)]) if scored else None)
-
-
-def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
-    """Return the k token ids that a column has for each scored token, as [tokens, k].
-
-    The ids belong to the tokens of one scored column; tokens of other scored columns get zeros.
-    """
-    ids = flatten_column(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
-    counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}
-    return torch.cat(
-        [ids if name == column.dims[0].like else ids.new_zeros(count, ids.shape[1]) for name, count in counts.items()]
-    )

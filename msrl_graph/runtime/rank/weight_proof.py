@@ -17,7 +17,7 @@ rank of the update decides for all ranks whether the next delivery has a probe.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,11 @@ from torch import distributed as dist
 
 from ... import noise
 from ...backends import ENGINES, hf_modules
-from ...backends.devices import TorchDevice
 from ...backends.engine_protocols import ForwardRequest, Generator, Sampling, Shard, Trainer, collect_responses
 from ...backends.spec import EngineSpec
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
-from ...ir.plan import Placement, Plan
 from ...ir.resharding_plan import Reshard
 from ...ir.workload import micro_batches
 from ...sharding.layout import Side
@@ -42,6 +40,7 @@ from ..data.numerics import TOLERANCE
 from ..process.task_report import WeightsNotDelivered
 from ..weights.delivery_check import Delivery, boxes_by_name, describe_mismatch
 from ..weights.digest import WIDTH, Digest
+from .context import RankContext
 from .micro_batches import MicroBatches, pack
 
 SHARE = 0.01  # the fraction of the run's time up to which deliveries are probed more often than PROBE_EVERY requires
@@ -65,20 +64,15 @@ class WeightProof:
       contain the likeliest next tokens and their log-probabilities.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        edge: Reshard,
-        device: TorchDevice,
-        sides: tuple[Side, Side],
-        ends: tuple[int, int],
-        team: Any,
-        trainer: Trainer | None,
-    ) -> None:
-        self.plan = plan
+    def __init__(self, context: RankContext, edge: Reshard, sides: tuple[Side, Side], trainer: Trainer | None) -> None:
+        """Make the process group of the update's ranks; a collective of all ranks."""
+        plan = self.plan = context.plan
+        device = context.device
+        src_end, dst_end = (context.local if context.is_here(node) else -1 for node in (edge.src, edge.dst))
+        ends = self.ends = (src_end, dst_end)
+        members = [sides[0].device(index, context.per_host) for index in range(sides[0].devices)]
+        self.team = dist.new_group(members) if len(members) > 1 else None
         self.edge = edge
-        self.ends = ends
-        self.team = team
         self.trainer = trainer
         self.generator: Generator | None = None  # set once all engines are built
         self.model = plan.model(edge.src)
@@ -339,13 +333,13 @@ def suggest_other_kernels(node: str, engine: str) -> str:
     return "" if engine == "hf" else f"; `engine {node} = hf` uses torch's own kernels"
 
 
-def check_complete(
-    node: Node, placement: Placement, rank: int, side: Side, tensors: Iterable[Any], shards: Sequence[Shard]
-) -> None:
+def check_complete(context: RankContext, node: Node, shards: Sequence[Shard]) -> None:
     """End the run if a new engine lacks tensors that its layout declares.
 
     The run also ends if a tensor is not in the layout, or has another box than in the layout.
     """
-    if wrong := describe_mismatch(boxes_by_name(tensors, side, rank), shards):
+    placement = context.plan.placement(node.name)
+    side = ENGINES[placement.engine.name].side(placement.layout)
+    if wrong := describe_mismatch(boxes_by_name(context.plan.model(node.name).weights, side, context.local), shards):
         subject = f"`{node.name}` ({node.span.place}), engine {placement.engine.name}"
-        raise WeightsNotDelivered(f"{subject}: rank {rank} of its layout has {wrong}")
+        raise WeightsNotDelivered(f"{subject}: rank {context.local} of its layout has {wrong}")

@@ -21,6 +21,7 @@ from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.backends.optimizer.steps import Steps
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.context import NodeBatch
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.sharding.layout import Layout, full_box
 from msrl_graph.sharding.tensors import Tensor
@@ -133,7 +134,7 @@ def steps(rank, name, layout, judge, columns, micro, out):
     placement.engine.options["micro_batch"] = micro
     for number, rows in enumerate(ROUNDS):
         if number == 3:  # what a checkpoint would hold
-            trainer = stage.trainers["actor"]
+            trainer = stage.engines.trainers["actor"]
             trainer.restore(
                 {kind: {s.name: s.tensor.clone() for s in of} for kind, of in trainer.moments().items()}, number
             )
@@ -142,9 +143,11 @@ def steps(rank, name, layout, judge, columns, micro, out):
         mine = np.array(parts[placement.layout.coordinates(rank).dp])
         elements = {c: int(columns[c].lengths[rows].sum()) for c in node.reads}
         part = share(mine, max(map(len, parts)), len(rows), elements)
-        stage._update(node, TASK, Batch(part, mine, {c: columns[c].take(mine) for c in node.reads}), report)
+        stage.training.update(
+            NodeBatch(node, TASK, Batch(part, mine, {c: columns[c].take(mine) for c in node.reads}), report)
+        )
         told += [[report.sums[key][0] for key in ("grad_norm", "lr")]] if rank == 0 else []
-    stage.save("actor", str(out / name / "actor"))
+    stage.checkpoints.save("actor", str(out / name / "actor"))
     if rank == 0:
         torch.save(told, out / name / "told")
 
@@ -174,9 +177,9 @@ def test_a_run_that_goes_on_takes_the_same_steps(learnt, name, tmp_path):
     for _ in range(2):
         stage.act("actor.update", columns)
     partial = checkpoint.begin(tmp_path, 1)
-    files, counts, _ = stage.checkpoint(str(partial), {})
+    files, counts, _ = stage.checkpoints.write(str(partial), {})
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 1, 0, counts, {}, tuple(files))
-    again.resume(str(checkpoint.commit(partial, manifest, 2)), manifest)
+    again.checkpoints.resume(str(checkpoint.commit(partial, manifest, 2)), manifest)
     rates = []
     for one in (stage, again):
         one.told = Report("rank")

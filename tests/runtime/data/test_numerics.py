@@ -27,6 +27,7 @@ from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.dock.readers import ColumnRead, list_node_reads
 from msrl_graph.runtime.process.task import Task, WeightFetch
 from msrl_graph.runtime.process.task_report import Report, RunError
+from msrl_graph.runtime.rank.context import NodeBatch
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
@@ -109,7 +110,7 @@ def test_log_probabilities_as_sampled_may_stand_for_the_old_ones():
 def infer_alone(stage, columns):
     with torch.no_grad():
         packed = pack([columns["prompt"]], [columns["response"]], np.arange(8))
-        return stage.trainers["actor"].score([packed], ForwardRequest())[0].logp.numpy()
+        return stage.engines.trainers["actor"].score([packed], ForwardRequest())[0].logp.numpy()
 
 
 # The numbers, one by one.
@@ -160,10 +161,10 @@ def test_rows_of_older_weights_are_told_apart_and_may_drift():
         batch = Batch(share(np.arange(size), size, size, elements), np.arange(size), {c: columns[c] for c in elements})
         if version == 3:
             with pytest.raises(RunError, match=r"where rounding makes at most 0\.001"):
-                stage._infer(node, task, batch, Report("rank"))
+                stage.training.infer(NodeBatch(node, task, batch, Report("rank")))
             continue
         told = Report("rank")
-        stage._infer(node, task, batch, told)
+        stage.training.infer(NodeBatch(node, task, batch, told))
         total, tokens = told.sums["logp_drift/2"]
         assert tokens == elements["response"] and total / tokens > 1e-3 and told.peaks["logp_drift_max/2"] > 1e-3
         assert "logp_drift" not in told.sums and not told.remarks
@@ -191,7 +192,7 @@ def test_under_skip_the_step_with_drift_is_left_out(changes):
     fresh = stage.act("actor.infer", columns) if not changes else {}
     stage.act("actor.update", columns | fresh | {"ref_logp": columns["advantage"]})
     before = stage.whole()
-    stage.stepped = False
+    stage.training.stepped = False
     corrupt(stage)
     columns = stage.sampled()
     fresh = stage.act("actor.infer", columns) if not changes else {}
@@ -214,13 +215,13 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
     rows = np.arange(10, 14)
     what = r"^`actor.generate` \(line 23 of grpo.rlg\) on rows 11, 13 of iteration 0: it drew the token 16, outside"
     with pytest.raises(RunError, match=what):
-        stage.watch.check_response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)
+        stage.context.watch.check_response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)
     when = (
         r"^`actor.generate` \(line 23 of grpo.rlg\) on row 12 of the evaluation of held_out after 40 iterations: "
         r"the response is empty$"
     )
     with pytest.raises(RunError, match=when):
-        stage.watch.check_response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
+        stage.context.watch.check_response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
     report = Report("rank")
     logp.values[-1] = logp.values[0] = math.nan
     numerics.NumericsWatch(one_rank(SKIP)).check_response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
@@ -264,7 +265,7 @@ def test_of_several_mini_batches_only_the_bad_one_is_left_out():
             wrong_one.values[2] = math.inf
             before = stage.whole()
             stage.act("actor.update", first | {"advantage": wrong_one})
-            assert same(before, stage.whole()) and stage.steps == {}
+            assert same(before, stage.whole()) and stage.engines.steps == {}
             assert [r for r in stage.told.remarks if "actor.update" not in r] == []  # its maker told it
         stage.act("actor.update", second)
         assert stage.told.sums["updates"] == (1.0, 0) and stage.told.sums["skipped"] == (float(bad), 0)

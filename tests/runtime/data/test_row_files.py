@@ -16,13 +16,14 @@ from tokenizers import Tokenizer
 
 from msrl_graph import compile, noise
 from msrl_graph.cli import run_main
-from msrl_graph.ir.attributes import GenerateAttributes
 from msrl_graph.runtime.data import row_files as rows
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, ragged, texts
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.driver.run_folder import MADE
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.process.task_report import RunError
+from msrl_graph.runtime.process.task_report import Report, RunError
 from msrl_graph.runtime.rank.partial_rollout import PartialRollout
+from msrl_graph.runtime.rank.rollout import Rollout
 
 TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]
@@ -216,7 +217,7 @@ def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
     columns = generations.columns()
     rows.write(tmp_path, three, columns, Task("train", 3, 4))
     stage = Stage(three)
-    stage.replay(str(tmp_path))
+    stage.generation.replay(str(tmp_path))
 
     def taken(name, problems):
         given = {
@@ -303,9 +304,8 @@ def rolled(folder, takes, groups=2):
     for mine in np.array_split(np.arange(4), groups):
         context = [PROMPTS[i] for i in mine]
         stream = noise.RandomStream(0, "token", node.name, "train")
-        rollout = PartialRollout(
-            task, mine, context, said, GenerateAttributes.of(node), takes, 0, lambda of: of, stream
-        )
+        prompts = Rollout(node, task, Batch(None, mine, {}), Report(""), context, said, stream)
+        rollout = PartialRollout(prompts, takes, 0, lambda of: of)
         taken = rollout.replay(rows.Recording(plan, folder), node, ("response", "response.logp"))
         tokens = {row: [g.tokens.tolist() for g in rollout.responses[row]] for row in taken}
         found.append((tokens, [(c.position, c.cuts, len(c.responses)) for c in rollout.cut_prompts(taken)]))

@@ -143,7 +143,7 @@ def test_the_trainer_finds_the_log_probabilities_of_the_policys_tokens(alone, tm
     assert total / tokens < 1e-4
     assert not stage.told.remarks
     columns["response.logp"].values[np.flatnonzero(mask)[3]] = -np.inf  # the policy's, and no number
-    stage.watch.stops = False
+    stage.context.watch.stops = False
     off = Stage.act(stage, "actor.infer", columns)
     assert np.isnan(off["old_logp"].values).any()
 
@@ -176,7 +176,7 @@ def on_ranks(rank, folder, path, layout, files):
     stage = Stage(
         program(path, *two, ("layout actor.generate { dp = 1 }", f"layout actor.generate {{ {layout} }}")), rank
     )
-    first = stage._is_group_leader(stage.plan.graph.node("actor.generate"))
+    first = stage.context.is_group_leader(stage.plan.graph.node("actor.generate"))
     rows = (0, 1, 2, 3) if "tp" in layout else ((0, 3), (1, 2))[rank]
     torch.save((rows, drawn(stage, rows), first), Path(files) / f"{layout[:2]}-{rank}")
 

@@ -110,7 +110,7 @@ def test_steps_of_two_edges_add_up():
     doing = stage.runner(stage, Task("train", 0, 4), stage.told)
     for edge in stage.plan.reshards:
         doing.reshard(("devices",), edge.src, edge.dst)
-    edges = [*stage.resharders.values()]
+    edges = [*stage.engines.resharders.values()]
     assert len(edges) == 2
     for step in edges[0].seconds:
         assert stage.told.seconds[f"reshard {step}"] == sum(edge.seconds[step] for edge in edges), step

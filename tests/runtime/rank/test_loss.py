@@ -184,13 +184,13 @@ def test_a_kink_where_log_probabilities_are_equal_has_no_slope_of_rounding(tmp_p
     (-(logp - logp.detach()).exp() * torch.from_numpy(columns["advantage"].values)).mean().backward()
     named = dict(model.named_parameters())
     exact = torch.cat([named[t.name].grad.flatten().float() for t in stage.plan.model("actor.update").weights])
-    trainer = stage.trainers["actor"]
+    trainer = stage.engines.trainers["actor"]
     found = []
     trainer.step = lambda *_: found.append(gradient(trainer)) or 1.0  # looks at the gradient, and takes no step
     for micro in (0, 1, 2, 5):
         stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
         stage.act("actor.update", columns)
-        stage.stepped = False
+        stage.training.stepped = False
     for one in found:
         assert torch.nn.functional.cosine_similarity(one, exact, dim=0) > 0.99999
         largest = float(exact.abs().max())

@@ -19,9 +19,11 @@ from msrl_graph import compile
 from msrl_graph.backends.engine_protocols import Response
 from msrl_graph.backends.generation.segments import generate_in_segments
 from msrl_graph.ir.attributes import GenerateAttributes
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.driver.run_state import RunState
 from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.rank.partial_rollout import PartialRollout
+from msrl_graph.runtime.rank.rollout import Rollout
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.simulation import rollout as simulation
 
@@ -78,7 +80,7 @@ def rolled(plan, task, lengths, groups, left=(), keys=None):
     """An iteration that so many groups draw, each in a thread of its own: the responses that they take, by position,
     what they report, and the positions under way, of which some have `left` before. `keys` are those drawn by so far,
     by position and number."""
-    said = GenerateAttributes.of(plan.graph.node("actor.generate"))
+    node = plan.graph.node("actor.generate")
     told = []
     positions = [*(c.position for c in task.cut), *range(task.position, task.position + task.prompts - len(task.cut))]
     here = Barrier(groups, timeout=20)
@@ -95,9 +97,10 @@ def rolled(plan, task, lengths, groups, left=(), keys=None):
         rows = np.array([row for row in range(len(positions))[number::groups] if positions[row] not in left], np.int64)
         context = [np.array([positions[row]], np.int32) for row in rows]
         how = sampling(samples=FAN, max_tokens=LONGEST, ends=(END,))
-        rollout = PartialRollout(task, rows, context, how, said, TAKES, task.number, together, Legible())
-        taken = rollout.run(Engine(lengths, {} if keys is None else keys))
         report = Report(f"rank {number}")
+        prompts = Rollout(node, task, Batch(None, rows, {}), report, context, how, Legible())
+        rollout = PartialRollout(prompts, TAKES, task.number, together)
+        taken = rollout.run(Engine(lengths, {} if keys is None else keys))
         report.cut = rollout.cut_prompts(taken)
         return {positions[row]: rollout.responses[row] for row in taken}, report
 

@@ -20,6 +20,7 @@ from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report, RunError
+from msrl_graph.runtime.rank.context import NodeBatch
 from msrl_graph.runtime.rank.micro_batches import pack
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -186,7 +187,7 @@ def test_an_empty_response_has_no_score_and_its_row_is_reported(judge, on_nan):
     stage = staged(SCORES, judge=judge, more=f"run {{ on_nan = {on_nan} }}")
     columns = pairs(stage)
     columns["rejected"] = ragged([columns["rejected"][i][: 0 if i == 5 else 9] for i in range(8)], np.int32)
-    before = [s.tensor.clone() for s in stage.trainers["judge"].shards()]
+    before = [s.tensor.clone() for s in stage.engines.trainers["judge"].shards()]
     told = "`judge.update` (line 10 of tiny.rlg) on row 5 of iteration 3: `rejected` holds no token, so it has no score"
     if on_nan == "stop":
         with pytest.raises(RunError, match=re.escape(told)):
@@ -194,12 +195,14 @@ def test_an_empty_response_has_no_score_and_its_row_is_reported(judge, on_nan):
         return
     stage.act("judge.update", columns)
     assert stage.told.sums["skipped"] == stage.told.sums["wrong/empty"] == (1, 0) and told in stage.told.remarks
-    assert all(torch.equal(a, s.tensor) for a, s in zip(before, stage.trainers["judge"].shards(), strict=True))
+    assert all(torch.equal(a, s.tensor) for a, s in zip(before, stage.engines.trainers["judge"].shards(), strict=True))
 
 
 def test_a_round_without_pairs_takes_no_step(judge):
     stage = staged(SCORES, judge=judge)
     none = np.zeros(0, np.int64)
     report = Report("")
-    stage._update(stage.plan.graph.node("judge.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
+    stage.training.update(
+        NodeBatch(stage.plan.graph.node("judge.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
+    )
     assert "updates" not in report.sums

@@ -21,6 +21,7 @@ from msrl_graph.runtime.data.columns import ColumnData, ragged, texts
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.context import NodeBatch
 from msrl_graph.runtime.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -80,7 +81,7 @@ def test_a_prompt_of_text_is_the_tokens_that_it_makes(rolled, judge):
         found.append(
             [
                 *(c.values for some in made for c in some.values()),
-                *(s.tensor.numpy() for s in stage.trainers["actor"].shards()),
+                *(s.tensor.numpy() for s in stage.engines.trainers["actor"].shards()),
             ]
         )
     assert all(map(np.array_equal, *found)) and len(found[0]) > 5
@@ -133,7 +134,7 @@ def test_each_of_several_columns_has_the_temperature_that_it_was_drawn_at(micro)
 
 def test_a_critic_that_is_begun_from_a_policy_predicts_nothing(judge):
     stage, columns = built(ROLLOUT, judge=judge)
-    next(s.tensor for s in stage.trainers["critic"].shards() if s.name == "score.weight").zero_()
+    next(s.tensor for s in stage.engines.trainers["critic"].shards() if s.name == "score.weight").zero_()
     assert not stage.act("critic.infer", columns)["value"].values.any()
 
 
@@ -271,17 +272,19 @@ def test_a_round_without_rows_takes_no_step(paired):
     stage, _ = paired
     none = np.zeros(0, np.int64)
     report = Report("")
-    before = [s.tensor.clone() for s in stage.trainers["actor"].shards()]
-    stage._update(stage.plan.graph.node("actor.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
+    before = [s.tensor.clone() for s in stage.engines.trainers["actor"].shards()]
+    stage.training.update(
+        NodeBatch(stage.plan.graph.node("actor.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
+    )
     assert report.remarks == ["`actor.update` (line 14 of tiny.rlg) has no rows in iteration 3: it takes no step"]
     assert "updates" not in report.sums
-    assert all(torch.equal(a, s.tensor) for a, s in zip(before, stage.trainers["actor"].shards(), strict=True))
+    assert all(torch.equal(a, s.tensor) for a, s in zip(before, stage.engines.trainers["actor"].shards(), strict=True))
 
 
 def test_a_value_that_is_not_finite_is_told_once_and_goes_on(judge):
     stage, columns = built(ROLLOUT, judge=judge)
-    stage.watch.stops = False
-    next(s.tensor for s in stage.trainers["critic"].shards() if s.name == "score.weight")[0, 0] = math.inf
+    stage.context.watch.stops = False
+    next(s.tensor for s in stage.engines.trainers["critic"].shards() if s.name == "score.weight")[0, 0] = math.inf
     found = stage.act("critic.infer", columns)["value"]
     assert not np.isfinite(found.values).any() and stage.told.sums["wrong/value"][0] == 8
     columns["value"] = ColumnData(np.full(25, np.nan, np.float32), found.offsets)
@@ -298,7 +301,7 @@ def test_a_critic_is_saved_as_transformers_has_it(judge, tmp_path):
 
     stage, columns = built(ROLLOUT, judge=judge)
     stage.act("critic.update", columns)
-    stage.save("critic", str(tmp_path / "critic"))
+    stage.checkpoints.save("critic", str(tmp_path / "critic"))
     model, told = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert model.num_labels == 1 and not any(told.values())
     scores = [model(sequence(columns, i, "prompt", "response")).logits[0].detach() for i in range(8)]
@@ -308,8 +311,8 @@ def test_a_critic_is_saved_as_transformers_has_it(judge, tmp_path):
     deploy = stage.plan.deploy
     (model / "chat_template.jinja").write_text("{{ messages }}")
     policy = replace(deploy.models["policy"], path=str(model))
-    stage.plan = replace(stage.plan, deploy=replace(deploy, models={**deploy.models, "policy": policy}))
-    stage.save("actor", str(tmp_path / "actor"))
+    stage.context.plan = replace(stage.plan, deploy=replace(deploy, models={**deploy.models, "policy": policy}))
+    stage.checkpoints.save("actor", str(tmp_path / "actor"))
     assert {p.name for p in (tmp_path / "actor").iterdir()} == {p.name for p in model.iterdir()}
     for file in ("config.json", "chat_template.jinja"):
         assert (tmp_path / "actor" / file).read_text() == (model / file).read_text()
@@ -322,15 +325,17 @@ def test_a_critic_goes_on_from_a_checkpoint(judge, tmp_path):
     for _ in range(2):
         stage.act("critic.update", columns)
     partial = checkpoint.begin(tmp_path, 2)
-    files, steps, failed = stage.checkpoint(str(partial), {})
+    files, steps, failed = stage.checkpoints.write(str(partial), {})
     steps = dict(steps)
     assert (steps, failed) == ({"critic.update": 2}, "")
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 2, 0, steps, {}, tuple(files)), 2)
     stage.act("critic.update", columns)
     again = staged(ROLLOUT, judge=judge)
-    again.resume(str(path), checkpoint.read_manifest(path))
+    again.checkpoints.resume(str(path), checkpoint.read_manifest(path))
     again.act("critic.update", columns)
-    for one, other in zip(stage.trainers["critic"].shards(), again.trainers["critic"].shards(), strict=True):
+    for one, other in zip(
+        stage.engines.trainers["critic"].shards(), again.engines.trainers["critic"].shards(), strict=True
+    ):
         assert torch.equal(one.tensor, other.tensor), one.name
 
 
@@ -413,35 +418,37 @@ STEPS = (
 
 def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
     stage, columns = built(ROLLOUT, *SECOND, judge=judge)
-    reference = torch.optim.AdamW([s.tensor.clone() for s in stage.trainers["actor"].shards()])
+    reference = torch.optim.AdamW([s.tensor.clone() for s in stage.engines.trainers["actor"].shards()])
     for node, options in STEPS:
-        apply = stage.trainers["actor"]._optimizer._apply
+        apply = stage.engines.trainers["actor"]._optimizer._apply
         seen = []
-        stage.trainers["actor"]._optimizer._apply = lambda gradients, *rest, apply=apply, seen=seen: (
+        stage.engines.trainers["actor"]._optimizer._apply = lambda gradients, *rest, apply=apply, seen=seen: (
             seen.append([g.clone() * rest[0] for g in gradients]),
             apply(gradients, *rest),
         )
         stage.act(node, columns)
-        stage.trainers["actor"]._optimizer._apply = apply
+        stage.engines.trainers["actor"]._optimizer._apply = apply
         reference.param_groups[0].update(options)
         for parameter, gradient in zip(reference.param_groups[0]["params"], seen[0], strict=True):
             parameter.grad = gradient
         reference.step()
-    assert stage.steps == {"actor.update": 2, "warm": 2}
-    for mine, theirs in zip(stage.trainers["actor"].shards(), reference.param_groups[0]["params"], strict=True):
+    assert stage.engines.steps == {"actor.update": 2, "warm": 2}
+    for mine, theirs in zip(stage.engines.trainers["actor"].shards(), reference.param_groups[0]["params"], strict=True):
         assert torch.allclose(mine.tensor, theirs, atol=1e-6), mine.name
     assert stage.told.sums["updates"] == (4, 0) and stage.told.sums["warm/updates"] == (2, 0)
     assert stage.told.sums["loss"][0] == pytest.approx(
         stage.told.sums["warm/loss"][0] + stage.told.sums["actor.update/loss"][0]
     )
     partial = checkpoint.begin(tmp_path, 1)
-    files, steps, _ = stage.checkpoint(str(partial), {})
+    files, steps, _ = stage.checkpoints.write(str(partial), {})
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, steps, {}, tuple(files)), 2)
     again = staged(ROLLOUT, *SECOND, judge=judge)
-    again.resume(str(path), checkpoint.read_manifest(path))
+    again.checkpoints.resume(str(path), checkpoint.read_manifest(path))
     for one in (stage, again):
         one.act("warm", columns)
-    for one, other in zip(stage.trainers["actor"].shards(), again.trainers["actor"].shards(), strict=True):
+    for one, other in zip(
+        stage.engines.trainers["actor"].shards(), again.engines.trainers["actor"].shards(), strict=True
+    ):
         assert torch.equal(one.tensor, other.tensor), one.name
 
 
@@ -512,5 +519,5 @@ def test_a_state_is_a_factor_of_a_term(of, per):
     batch = Batch(
         share(none, 8, 8, {"response": 20}), none, {} if of else {"beta": ColumnData(np.zeros(0, np.float32))}
     )
-    stage._update(stage.plan.graph.node("actor.update"), TASK, batch, report)
+    stage.training.update(NodeBatch(stage.plan.graph.node("actor.update"), TASK, batch, report))
     assert report.sums["updates"] == (1, 0) and report.sums["grad_norm"] == (0, 1)

@@ -187,7 +187,7 @@ def test_probes_are_as_many_as_time_allows_and_one_of_so_many_at_least(share, pr
     monkeypatch.setattr(weight_proof, "SHARE", share)
     stage = Stage(one_rank())
     found = []
-    (one,) = stage.proofs.values()
+    (one,) = stage.engines.proofs.values()
     for number in range(110):
         assert reshard(stage, number).seconds["proof"] > 0
         if one.unprobed:

@@ -119,7 +119,7 @@ def test_neither_the_batch_nor_its_cut_changes_a_conversation(alone, tmp_path, m
 def on_ranks(rank, folder, path, model, layout, files):
     stage = Stage(program(Path(files) / str(rank), model, layout=layout, devices=2), rank)
     rows = (0, 1, 2, 3) if "tp" in layout else ((0, 3), (1, 2))[rank]
-    first = stage._is_group_leader(stage.plan.graph.node("actor.generate"))
+    first = stage.context.is_group_leader(stage.plan.graph.node("actor.generate"))
     torch.save((rows, drawn(stage, rows), first), Path(files) / f"{layout[:2]}-{rank}")
 
 

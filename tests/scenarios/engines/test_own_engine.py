@@ -19,9 +19,9 @@ from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.context import RankContext
 from msrl_graph.runtime.rank.engines import Engines
 from msrl_graph.runtime.rank.rank import InstructionRunner
-from msrl_graph.runtime.rank.training import Training
 
 GENERATES = ("  run {", "  engine actor.generate = likeliest\n  run {")
 TRAINS = ("  run {", "  engine actor.update = pairs { micro_batch = 3 }\n  run {")
@@ -52,7 +52,7 @@ def test_one_that_no_program_names_is_in_no_plan():
 @pytest.mark.usefixtures("alone")
 def test_a_generator_gets_new_weights_and_is_told_of_them():
     stage = Stage(one_rank(GENERATES, SLOW))
-    generator = stage.generators["actor.generate"]
+    generator = stage.engines.generators["actor.generate"]
     assert type(generator) is own_engine.Likeliest and generator.fills == 0
     assert generator.said is GenerateAttributes.of(stage.plan.graph.node("actor.generate")), (
         "what its node says is for it to read"
@@ -67,8 +67,8 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
     stage.act("actor.update", columns | {"old_logp": drawn, "ref_logp": drawn})
     InstructionRunner(stage, Task("train", 3, 4, 2), Report("")).reshard((), "actor.update", "actor.generate")
     assert generator.fills == 2
-    stage.swaps["actor"].wait()
-    after = {s.name: s.tensor for s in stage.trainers["actor"].shards()}
+    stage.engines.swaps["actor"].wait()
+    after = {s.name: s.tensor for s in stage.engines.trainers["actor"].shards()}
     assert all(torch.equal(s.tensor, after[s.name]) for s in generator.held)
     assert not all(map(torch.equal, before, (s.tensor for s in generator.held)))
 
@@ -77,12 +77,12 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
 def test_weights_of_a_trainer_that_tells_no_likeliest_tokens_are_proven_and_not_probed():
     stage = Stage(one_rank(TRAINS, SLOW))
     InstructionRunner(stage, Task("train", 3, 4, 2), report := Report("")).reshard((), "actor.update", "actor.generate")
-    (proof,) = stage.proofs.values()
+    (proof,) = stage.engines.proofs.values()
     assert report.seconds["proof"] > 0 and not proof.unprobed and len(proof.digests) == 51
-    stage.swaps["actor"].wait()
-    stage.trainers["actor"].held[5].tensor.add_(1)  # as if it were no longer what was sent
-    sent = proof.delivery.sent_digests(stage.trainers["actor"].shards())
-    assert proof.delivery.find_differences(proof.digests, sent) == [stage.trainers["actor"].held[5].name]
+    stage.engines.swaps["actor"].wait()
+    stage.engines.trainers["actor"].held[5].tensor.add_(1)  # as if it were no longer what was sent
+    sent = proof.delivery.sent_digests(stage.engines.trainers["actor"].shards())
+    assert proof.delivery.find_differences(proof.digests, sent) == [stage.engines.trainers["actor"].held[5].name]
 
 
 def columns():
@@ -107,10 +107,12 @@ def learn(rank, folder, plan, out):
     for _ in range(2):
         stage.act("actor.update", columns())
     told = {name: total for name, total in stage.told.sums.items() if name in TOLD}
-    held = {s.name: s.tensor for s in stage.trainers["actor"].shards() if s.tensor.numel()}
+    held = {s.name: s.tensor for s in stage.engines.trainers["actor"].shards() if s.tensor.numel()}
     said = UpdateAttributes.of(stage.plan.graph.node("actor.update"))
-    assert len(stage.trainers["actor"].told) == 4 and all(t == said for t in stage.trainers["actor"].told)
-    torch.save((logp, told, held, stage.trainers["actor"].calls), f"{out}/{dist.get_world_size()}-{rank}")
+    assert len(stage.engines.trainers["actor"].told) == 4 and all(
+        t == said for t in stage.engines.trainers["actor"].told
+    )
+    torch.save((logp, told, held, stage.engines.trainers["actor"].calls), f"{out}/{dist.get_world_size()}-{rank}")
 
 
 def test_a_pipeline_gives_what_one_stage_gives(tmp_path):
@@ -151,5 +153,5 @@ def test_where_no_group_is_made_beside_a_sleeping_engine_it_is_built_when_all_ar
     monkeypatch.setattr(fsdp.FsdpEngine, "__init__", building("trainer", fsdp.FsdpEngine.__init__))
     monkeypatch.setattr(Engines, "_build_reshard", building("reshard", Engines._build_reshard))
     monkeypatch.setattr(hf.HfEngine, "release", building("release", hf.HfEngine.release))
-    Training(one_rank(), 0).build()
+    Engines(RankContext(one_rank(), 0)).build()
     assert [*dict.fromkeys(told)] == order

@@ -15,6 +15,7 @@ from msrl_graph.runtime.data.columns import ColumnData
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.context import NodeBatch
 
 ROWS = 8
 TASK = Task("train", 3, 4)
@@ -40,7 +41,7 @@ def sharing(rank, *changes):
             node = stage.plan.graph.node(name)
             stage.plan.placement(name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in (*node.reads, "response.logp")} if len(mine) else {}
-            parts = stage.compute(node, TASK, Batch(part, mine, taken), report)
+            parts = stage.roles[node.verb].compute(NodeBatch(node, TASK, Batch(part, mine, taken), report))
             for made in (piece for part in parts for piece in part.values()):
                 logp |= {int(row): made.column[i].tolist() for i, row in enumerate(made.rows)}
         return logp, report.sums.get("grad_norm", (0.0, 0))[0]
@@ -72,7 +73,7 @@ def test_a_share_of_no_prompts_generates_nothing(alone):
     stage = Stage(one_rank())
     none = np.zeros(0, np.int64)
     batch = Batch(share(none, 1, 1, {"prompt": 6}), none, {})
-    assert not [*stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told)]
+    assert not [*stage.generation.compute(NodeBatch(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told))]
 
 
 # Which rank gets each row; None: another mini-batch has it.

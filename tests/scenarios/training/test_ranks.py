@@ -17,6 +17,7 @@ from torch import distributed as dist
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.context import NodeBatch
 
 ROWS = 8
 TASK = Task("train", 3, 4, {"actor.generate": 2})
@@ -70,7 +71,7 @@ def working(rank, judge):
         for node in (n for n in here.plan.graph.nodes if n.verb in ("infer", "update")):
             here.plan.placement(node.name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in node.reads} if len(mine) else {}
-            parts = here.compute(node, TASK, Batch(part, mine, taken), report)
+            parts = here.roles[node.verb].compute(NodeBatch(node, TASK, Batch(part, mine, taken), report))
             for name, made in (item for part in parts for item in part.items()):
                 written |= {(name, int(row)): np.asarray(made.column[i]) for i, row in enumerate(made.rows)}
         return written, report.sums

@@ -203,14 +203,14 @@ def moved(stage, seed):
     torch.manual_seed(seed)
     found = {}
     with torch.no_grad():
-        for shard in stage.trainers["actor"].shards():
+        for shard in stage.engines.trainers["actor"].shards():
             shard.tensor.add_(torch.randn(shard.tensor.shape).to(shard.tensor.dtype) * 0.01)
             found[shard.name] = shard.tensor.double().clone()
     return found
 
 
 def own(stage, worker="reference"):
-    with stage._shards_on_device(worker) as shards:
+    with stage.engines.shards_on_device(worker) as shards:
         return {s.name: s.tensor.double().clone() for s in shards}
 
 
@@ -230,9 +230,9 @@ def test_every_value_of_an_average_is_that_of_a_float64_one(alone, dtype, offloa
     for number in range(30):
         for name, value in moved(stage, number).items():
             expected[name] = 0.99 * expected[name] + 0.01 * value
-        stage.followers["reference"].follow(number)
+        stage.engines.followers["reference"].follow(number)
     found = own(stage)
-    exact = {s.name: s.tensor for s in stage.followers["reference"].averages}
+    exact = {s.name: s.tensor for s in stage.engines.followers["reference"].averages}
     assert (dtype == "bf16") == bool(exact)
     for name, value in expected.items():
         kept = exact.get(name, found[name]).double()
@@ -247,17 +247,17 @@ def test_every_value_of_an_average_is_that_of_a_float64_one(alone, dtype, offloa
 def test_a_reset_copies_every_so_many_iterations_and_then_both_score_alike(alone, offload):
     stage = staged("follows = actor, every = 3", offload=offload)
     columns = stage.sampled()
-    stage.watch.comparison = None  # the rows were drawn by other weights
+    stage.context.watch.comparison = None  # the rows were drawn by other weights
     expected = own(stage)
     for number in range(7):
         now = moved(stage, number)
         if number in (2, 5):
             expected = now
-        stage.followers["reference"].follow(number)
+        stage.engines.followers["reference"].follow(number)
         assert all(torch.equal(value, expected[name]) for name, value in own(stage).items()), number
-        stage.fetch_weights(stage.plan.graph.node("reference.infer"))
+        stage.engines.fetch_weights(stage.plan.graph.node("reference.infer"))
         theirs = stage.act("reference.infer", columns)["ref_logp"].values
-        stage.release_weights(stage.plan.graph.node("reference.infer"))
+        stage.engines.release_weights(stage.plan.graph.node("reference.infer"))
         mine = stage.act("actor.infer", columns)["old_logp"].values
         assert (np.abs(theirs - mine).max() < 1e-6) == (number in (2, 5)), number
 
@@ -269,22 +269,22 @@ def test_a_checkpoint_holds_it_and_a_resume_goes_on_as_if_nothing_had_happened(a
     stage = staged(stated, dtype, offload)
     for number in range(3):
         moved(stage, number)
-        stage.followers["reference"].follow(number)
+        stage.engines.followers["reference"].follow(number)
     tmp_path.joinpath("c").mkdir()
-    files, steps, wrong = stage.checkpoint(str(tmp_path / "c"), {})
+    files, steps, wrong = stage.checkpoints.write(str(tmp_path / "c"), {})
     assert not wrong
     kinds = {piece.name.split("/")[1] for file in files for piece in file.pieces if piece.name.startswith("reference/")}
     assert kinds == {"weights", *([AVERAGE] if dtype == "bf16" else [])}
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 3, 0, steps, {}, tuple(files))
     again = staged(stated, dtype, offload)
-    for s in again.trainers["actor"].shards():  # the moments of steps that were not taken are not there
+    for s in again.engines.trainers["actor"].shards():  # the moments of steps that were not taken are not there
         source = checkpoint.CheckpointSource(tmp_path / "c", manifest)
         with torch.no_grad():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
-    again._resume_follower(checkpoint.CheckpointSource(tmp_path / "c", manifest), "reference")
+    again.checkpoints._resume_follower(checkpoint.CheckpointSource(tmp_path / "c", manifest), "reference")
     for which in (stage, again):
         moved(which, 9)
-        which.followers["reference"].follow(3)
+        which.engines.followers["reference"].follow(3)
     one = own(stage)
     other = own(again)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -293,11 +293,11 @@ def test_a_checkpoint_holds_it_and_a_resume_goes_on_as_if_nothing_had_happened(a
 def test_a_checkpoint_in_which_it_did_not_follow_leaves_it_as_its_model(alone, tmp_path):
     tmp_path.joinpath("c").mkdir()
     before = Stage(one_rank())
-    files, steps, _ = before.checkpoint(str(tmp_path / "c"), {})
+    files, steps, _ = before.checkpoints.write(str(tmp_path / "c"), {})
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 3, 0, steps, {}, tuple(files))
     stage = staged("follows = actor")
     first = own(stage)
-    stage._resume_follower(checkpoint.CheckpointSource(tmp_path / "c", manifest), "reference")
+    stage.checkpoints._resume_follower(checkpoint.CheckpointSource(tmp_path / "c", manifest), "reference")
     assert all(torch.equal(value, first[name]) for name, value in own(stage).items())
 
 
@@ -313,9 +313,9 @@ def _follows(rank, folder, layout, dtype):
     for number in range(30):
         for name, value in moved(stage, number).items():
             expected[name] = 0.9 * expected[name] + 0.1 * value
-        stage.followers["teacher"].follow(number)
+        stage.engines.followers["teacher"].follow(number)
     found = own(stage, "teacher")
-    exact = {s.name: s.tensor for s in stage.followers["teacher"].averages}
+    exact = {s.name: s.tensor for s in stage.engines.followers["teacher"].averages}
     assert (dtype == "bf16") == bool(exact)
     for name, value in expected.items():
         assert torch.allclose(exact.get(name, found[name]).double(), value, rtol=1e-4, atol=1e-6), name
