@@ -6,8 +6,8 @@ Invariant: importing this module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..sharding.tensors import Box
 
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from ..ir.optimizer_spec import OptimizerSpec
     from ..ir.workload import Workload
     from ..model.architecture import Model
+
+
+T = TypeVar("T")
+
+
+def fill_fields(kind: type[T], attributes: object, **values: Any) -> T:
+    """Make a dataclass from `values` and from attributes, by their names.
+
+    So an attribute that engines read is a field of a request, and no code passes it on.
+    """
+    named = {field.name for field in fields(kind) if hasattr(attributes, field.name)}  # type: ignore[arg-type]
+    return kind(**{name: getattr(attributes, name) for name in named} | values)
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,70 @@ class Sampling:
         return replace(self, **selected) if selected else self
 
 
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The responses that a generator draws.
+
+    - `prompts`: the tokens that responses continue. Each prompt has the same number of responses.
+    - `keys`: one noise key for each response: the key and the step (the number of the token in the response) decide
+      what is drawn (noise.py).
+    - `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
+      prompt for each response, and the prompt ends with these tokens. They count as steps and towards `max_tokens`,
+      which is larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
+    - `stretch`: if not 0, each response is yielded in parts of `stretch` tokens. After one part of each unfinished
+      response has been yielded, the next parts are drawn only if the caller continues to iterate."""
+
+    prompts: list[NDArray[np.int32]]
+    keys: NDArray[np.uint64]
+    sampling: Sampling
+    begun: int | NDArray[np.int64] = 0
+    stretch: int = 0
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """The number of responses to each prompt."""
+        return len(self.keys) // len(self.prompts)
+
+    @property
+    def response_prompts(self) -> list[NDArray[np.int32]]:
+        """For each response, its prompt."""
+        return [prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)]
+
+    @property
+    def room(self) -> NDArray[np.int64]:
+        """For each response, the largest number of tokens that may be drawn."""
+        import numpy as np
+
+        return np.broadcast_to(np.asarray(self.sampling.max_tokens - self.begun), len(self.keys))
+
+    def select(self, responses: NDArray[np.int64]) -> GenerateRequest:
+        """Return the request for some responses, each with a prompt of its own."""
+        prompts = self.response_prompts
+        begun = self.begun if isinstance(self.begun, int) else self.begun[responses]
+        return replace(
+            self,
+            prompts=[prompts[i] for i in responses],
+            keys=self.keys[responses],
+            sampling=self.sampling.select(responses),
+            begun=begun,
+        )
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """An optimizer step that a trainer makes.
+
+    `sound = False` on one rank makes the gradient's norm NaN on all ranks. `optimizer` has this step's options for the
+    rules that the engine was built with; None: the same options. `node` is the update that makes the step. Its
+    attributes are `UpdateAttributes.of(request.node)`."""
+
+    lr: float
+    clip_grad: float
+    sound: bool = True
+    optimizer: OptimizerSpec | None = None
+    node: Node | None = None
+
+
 class Response(NamedTuple):
     """A response, or a part of a response.
 
@@ -163,19 +239,11 @@ class Trainer(Protocol):
         the calls in the same order, so `loss` may contain a collective over dp. A micro-batch's autograd graph is freed
         when the micro-batch is done. Exceptions of `loss` propagate."""
 
-    def step(
-        self,
-        lr: float,
-        clip_grad: float,
-        sound: bool = True,
-        optimizer: OptimizerSpec | None = None,
-        node: Node | None = None,
-    ) -> float:
+    def step(self, request: StepRequest) -> float:
         """Make an optimizer step; return the gradient's norm before clipping.
 
         The norm is the same on all ranks. Gradients are released. If the norm is not finite, weights and optimizer
-        states do not change. `sound = False` on one rank makes the norm NaN on all ranks. `optimizer` has this step's
-        options for the rules that the engine was built with. `node` is the update that makes the step."""
+        states do not change."""
 
     def moments(self) -> dict[str, list[Shard]]:
         """Return the optimizer states by kind. A state has the same box as its weight.
@@ -207,23 +275,8 @@ class Generator(Protocol):
     def release(self) -> None:
         """Release the memory of the weights and of the KV cache."""
 
-    def generate(
-        self,
-        prompts: list[NDArray[np.int32]],
-        keys: NDArray[np.uint64],
-        sampling: Sampling,
-        begun: NDArray[np.int64] | None = None,
-        stretch: int = 0,
-    ) -> Iterator[Response]:
-        """Generate `sampling.samples` responses per prompt; yield each one at its end.
+    def generate(self, request: GenerateRequest) -> Iterator[Response]:
+        """Generate the requested responses; yield each one at its end, or in parts.
 
         All ranks of one copy of the model yield the same responses in the same order. A response includes its end
-        token. If the caller stops iterating, no more tokens are drawn. `keys` has one noise key per response: the key
-        and the step (the number of the token in the response) decide what is drawn (noise.py).
-
-        `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
-        prompt per response, and the prompt ends with these tokens. They count as steps and towards `max_tokens`, which
-        is larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
-
-        With a `stretch`, each response is yielded in parts of `stretch` tokens. After one part of each unfinished
-        response has been yielded, the next parts are drawn only if the caller continues to iterate."""
+        token. If the caller stops iterating, no more tokens are drawn."""

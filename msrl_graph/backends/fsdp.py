@@ -19,13 +19,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..ir.optimizer_spec import OptimizerSpec
 from ..sharding.layout import Layout, shard
 from . import experts, hf_modules, kernels, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
-from .engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights
+from .engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, StepRequest, Weights
 from .fsdp_spec import SPEC
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..ir.graph import Node
     from ..ir.plan import Placement
     from ..model.architecture import Model
     from .devices import Devices
@@ -107,7 +105,6 @@ class FsdpEngine:
         ]
         hf_modules.fill(model, self._shards)
         self._parameters = [named[tensor.name] for tensor in model.trained]
-        self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
             self._gradients = Gradients(self._parameters)
@@ -148,26 +145,18 @@ class FsdpEngine:
         tree = replace(tree, attention=self.kernels.attention)
         tree = tree.to(self.place)
         columns = known.to(self.place, non_blocking=True)
-        temperature = columns.get("temperature", request.temperature)
         with self._forward_context():
-            outputs: Outputs = self.module(tree, columns["token"], columns.get("given", None), temperature, request)
+            outputs: Outputs = self.module(tree, columns, request)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward pass follows that would release the gathered weights.
             for part in self._fsdp_modules:
                 part.reshard()
         return self.context.gather_outputs(outputs, tree)
 
-    def step(
-        self,
-        lr: float,
-        clip_grad: float,
-        sound: bool = True,
-        optimizer: OptimizerSpec | None = None,
-        node: Node | None = None,
-    ) -> float:
+    def step(self, request: StepRequest) -> float:
         import torch
 
-        assert self._optimizer is not None and self._rules is not None
+        assert self._optimizer is not None
         gradients = []
         # A gradient must live only as long as it is in the list `gradients`.
         for tensor, parameter in zip(self.model.trained, self._parameters, strict=True):
@@ -182,7 +171,7 @@ class FsdpEngine:
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
             if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
                 torch.distributed.all_reduce(gradients[-1], group=self._tp)
-        return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
+        return self._optimizer.step(gradients, request)
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()
@@ -295,26 +284,20 @@ def _sum_rotary_key_gradients(attention: Any, mesh: DeviceMesh) -> None:
     attention.kv_a_proj_with_mqa.register_forward_hook(sum_key_gradient)
 
 
-def _outputs(
-    module: Any,
-    tree: prefix_tree.Tree,
-    token: torch.Tensor,
-    given: torch.Tensor | None,
-    temperature: float | torch.Tensor,
-    request: ForwardRequest,
-) -> Outputs:
-    """Compute a model's outputs for the requested tokens.
+def _outputs(module: Any, tree: prefix_tree.Tree, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:
+    """Compute a model's outputs for the requested tokens of a micro-batch.
 
-    The requested tokens are the tokens for which the micro-batch asks for outputs; `token` has their ids. The engine
-    installs this function as the forward method of `module`. So FSDP2 gathers the weights of the embedding and the head
-    for the call. Logits are computed only for the requested tokens, in float32.
+    The engine installs this function as the forward method of `module`. So FSDP2 gathers the weights of the embedding
+    and the head for the call. Logits are computed only for the requested tokens, in float32.
     """
     import torch
 
     hidden = prefix_tree.compute_states(module.model, tree).index_select(0, tree.before)
     if hasattr(module, "score"):
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # a view would lose FSDP2's hooks
-    logits = module.lm_head(hidden).float() / temperature
+    token = micro_batch["token"]
+    given = micro_batch.get("given", None)
+    logits = module.lm_head(hidden).float() / micro_batch.get("temperature", request.temperature)
     if not request.entropy and not request.best and given is None:
         entropy = _entropy(logits) if torch.is_grad_enabled() else None
         return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"), entropy=entropy)

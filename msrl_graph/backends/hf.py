@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..sharding.layout import Layout, shard
 from . import experts, hf_modules, kernels
 from .devices import allocate, release
-from .engine_protocols import Response, Sampling, Shard, Weights
+from .engine_protocols import GenerateRequest, Response, Sampling, Shard, Weights
 from .generation.continuous import SequenceBatch
 from .generation.sampling import draw
 from .generation.segments import generate_in_segments
@@ -80,39 +80,23 @@ class HfEngine:
         for piece in self._shards:
             release(piece.tensor)
 
-    def generate(
-        self,
-        prompts: list[NDArray[np.int32]],
-        keys: NDArray[np.uint64],
-        sampling: Sampling,
-        begun: NDArray[np.int64] | None = None,
-        stretch: int = 0,
-    ) -> Iterator[Response]:
+    def generate(self, request: GenerateRequest) -> Iterator[Response]:
         import numpy as np
         import torch
 
-        begun = np.zeros(len(keys), np.int64) if begun is None else begun
-        stops = load_stops(self.model.path, sampling.stop) if sampling.stop else None
-        slots = self.micro_batch * sampling.samples or len(keys)
-        if stretch and slots < len(keys):  # a row that has drawn its stretch leaves its place to the next
-            yield from generate_in_segments(self.generate, prompts, keys, sampling, begun, stretch, stops)
+        number = len(request.keys)
+        stops = load_stops(self.model.path, request.sampling.stop) if request.sampling.stop else None
+        slots = self.micro_batch * request.sampling.samples or number
+        stretch = request.stretch
+        if stretch and slots < number:  # a row that has drawn its stretch leaves its place to the next
+            yield from generate_in_segments(self.generate, request, stops)
             return
-        samples_per_prompt = len(keys) // len(prompts)
-        index_groups = [np.arange(len(keys))]
-        if stretch and samples_per_prompt == 1:
+        batches = [(np.arange(number), SequenceBatch(self, request, slots, stops))]
+        if stretch and request.samples_per_prompt == 1:
             # Rows that continue have longer contexts than new ones: one batch would be as wide as the longest row.
-            index_groups = [indices for indices in map(np.flatnonzero, (begun > 0, begun == 0)) if len(indices)]
-        batches = []
-        for indices in index_groups:
-            group_prompts = [prompts[i] for i in indices[::samples_per_prompt] // samples_per_prompt]
-            batches.append(
-                (
-                    indices,
-                    SequenceBatch(
-                        self, group_prompts, keys[indices], begun[indices], sampling.select(indices), slots, stops
-                    ),
-                )
-            )
+            begun = np.broadcast_to(request.begun, number) > 0
+            groups = [indices for indices in map(np.flatnonzero, (begun, ~begun)) if len(indices)]
+            batches = [(group, SequenceBatch(self, request.select(group), slots, stops)) for group in groups]
         for step in count(1):
             for indices, batch in batches:
                 with torch.inference_mode():  # not while other code computes between two steps

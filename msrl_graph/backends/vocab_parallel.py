@@ -8,30 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .engine_protocols import ForwardRequest, Outputs
+from .engine_protocols import ForwardRequest, MicroBatch, Outputs
 
 if TYPE_CHECKING:
     import torch
 
 
-def outputs(
-    logits: torch.Tensor,
-    first: int,
-    token: torch.Tensor,
-    given: torch.Tensor | None,
-    request: ForwardRequest,
-    group: Any,
-) -> Outputs:
+def outputs(logits: torch.Tensor, first: int, micro_batch: MicroBatch, request: ForwardRequest, group: Any) -> Outputs:
     """Compute a policy's outputs from one rank's part of the logits.
 
     - `logits` [tokens, ids on this rank]: float32 logits of consecutive token ids, divided by the temperature. `first`
       is the first of these ids.
-    - `token` [tokens] and `given` [tokens, k]: ids of the whole vocabulary, whose log-probabilities are computed.
+    - `micro_batch`: its columns `token` [tokens] and `given` [tokens, k] have ids of the whole vocabulary, whose
+      log-probabilities are computed.
     - `request`: the other outputs to compute.
     - `group`: the ranks that together have the whole vocabulary; None if this rank has the whole vocabulary.
     """
     import torch
 
+    token = micro_batch["token"]
+    given = micro_batch.get("given", None)
     highest = logits.detach().amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], -torch.inf)
     highest = _highest(highest, group)
     total = _sum((logits - highest[:, None]).exp().sum(-1), group).log() + highest

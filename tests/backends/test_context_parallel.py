@@ -21,7 +21,7 @@ from torch import distributed as dist
 from msrl_graph.algorithms.optimizers import sgd
 from msrl_graph.backends import devices, prefix_tree, ring_attention
 from msrl_graph.backends.context_parallel import ContextGroup
-from msrl_graph.backends.engine_protocols import ForwardRequest, Outputs
+from msrl_graph.backends.engine_protocols import ForwardRequest, Outputs, StepRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import HOST
 from msrl_graph.model import models
@@ -101,8 +101,10 @@ def micro_batches(of, layout, rank):
 
     def packed(rows):
         token = torch.from_numpy(np.concatenate([responses[r] for r in rows]).astype(np.int64))
-        given = None if of.scores else torch.stack([token, 15 - token], 1)
-        return pack([contexts], [responses], rows, given=given)
+        made = pack([contexts], [responses], rows)
+        if not of.scores:
+            made["given"] = torch.stack([token, 15 - token], 1)
+        return made
 
     return [packed(np.arange(4 * i, 4 * i + 4)) for i in range(layout.coordinates(rank).dp, 4, layout.dp)]
 
@@ -125,7 +127,7 @@ def trained(of, layout, rank=0, mesh=None, recompute="none"):
     norms = []
     for _ in range(3):
         engine.train(batches, loss, ForwardRequest(0.8, entropy=not of.scores))
-        norms.append(engine.step(0.1, 1.0))
+        norms.append(engine.step(StepRequest(0.1, 1.0)))
     pieces = zip(engine.shards(), begun, strict=True)
     return [tuple(out) for out in told], norms, {s.name: (s.box, old, s.tensor.clone()) for s, old in pieces}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.engine_protocols import ForwardRequest, Shard, collect_responses
+from msrl_graph.backends.engine_protocols import ForwardRequest, GenerateRequest, Shard, StepRequest, collect_responses
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -30,7 +30,7 @@ def test_greedy_agrees_with_transformers(generator):
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")
-    got, _ = collect_responses(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
+    got, _ = collect_responses(generator.generate(GenerateRequest(PROMPTS, np.arange(3), sampling(temperature=0.0))))
     for prompt, tokens in zip(PROMPTS, got, strict=True):
         out = net.generate(torch.from_numpy(prompt)[None], max_new_tokens=5, do_sample=False)
         assert list(tokens) == out[0, len(prompt) :].tolist()
@@ -41,7 +41,9 @@ def test_draws_follow_the_distribution(generator):
     """The first token of one prompt, drawn 4,000 times, against the softmax."""
     logits = transformer_logits(PROMPTS[1], 0.8)
     got, _ = collect_responses(
-        generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
+        generator.generate(
+            GenerateRequest([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
+        )
     )
     counts = np.bincount([t[0] for t in got], minlength=16)
     expected = logits.softmax(-1).numpy() * 4000
@@ -54,13 +56,17 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     order = share.argsort(descending=True).tolist()
     drawn, _ = collect_responses(
         generator.generate(
-            [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3)
+            GenerateRequest(
+                [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3)
+            )
         )
     )
     assert {int(t[0]) for t in drawn} == set(order[:3])
     drawn, _ = collect_responses(
         generator.generate(
-            [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5)
+            GenerateRequest(
+                [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5)
+            )
         )
     )
     nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
@@ -68,7 +74,9 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     # Both: the nucleus is one of what the k likeliest are together.
     drawn, _ = collect_responses(
         generator.generate(
-            [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8)
+            GenerateRequest(
+                [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8)
+            )
         )
     )
     both = [t for i, t in enumerate(order[:3]) if share[order[:i]].sum() < 0.8 * share[order[:3]].sum()]
@@ -79,7 +87,9 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
 def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
     engine = engines.trainer(model())
-    tokens, logps = collect_responses(generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes)))
+    tokens, logps = collect_responses(
+        generator.generate(GenerateRequest(PROMPTS, np.arange(12), sampling(samples=4, **changes)))
+    )
     prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
     packed = pack([prompts], [ragged(tokens, np.int32)], np.arange(12))
     (found,) = engine.score([packed], ForwardRequest(changes.get("temperature", 1.0)))
@@ -89,7 +99,7 @@ def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, c
 
 def test_an_update_is_told_the_entropy_of_each_token(generator):
     engine = engines.trainer(model(), optimizer=adamw(lr=0.0))
-    tokens, _ = collect_responses(generator.generate(PROMPTS, np.arange(12), sampling(samples=4)))
+    tokens, _ = collect_responses(generator.generate(GenerateRequest(PROMPTS, np.arange(12), sampling(samples=4))))
     packed = pack([ragged([PROMPTS[i // 4] for i in range(12)], np.int32)], [ragged(tokens, np.int32)], np.arange(12))
     (found,) = engine.score([packed], ForwardRequest(0.8, best=16))
     assert found.entropy is None and engine.score([packed], ForwardRequest(0.8))[0].entropy is None  # nobody asks
@@ -107,17 +117,19 @@ def test_an_update_is_told_the_entropy_of_each_token(generator):
 
 
 def test_at_temperature_0_a_token_is_sure(generator):
-    _, logps = collect_responses(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
+    _, logps = collect_responses(generator.generate(GenerateRequest(PROMPTS, np.arange(3), sampling(temperature=0.0))))
     assert not np.concatenate(logps).any()
 
 
 def test_each_response_has_its_own_temperature(generator):
     """A row draws what it would draw among rows of one temperature, those at 0 the likeliest tokens."""
     heat = np.array([0, 1, 2, 0.5, 0, 1], np.float32)
-    mixed, logps = collect_responses(generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat)))
+    mixed, logps = collect_responses(
+        generator.generate(GenerateRequest(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat)))
+    )
     for value in np.unique(heat):
         alone, expected = collect_responses(
-            generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=float(value)))
+            generator.generate(GenerateRequest(PROMPTS, np.arange(6), sampling(samples=2, temperature=float(value))))
         )
         for i in np.flatnonzero(heat == value):
             assert list(mixed[i]) == list(alone[i])
@@ -152,7 +164,7 @@ def test_bf16_weights_learn_by_float32_masters():
     first = float(engine.score([packed], ForwardRequest())[0].logp.mean())
     for _ in range(20):
         engines.train(engine, packed, lambda made: -made.logp.mean(), ForwardRequest())
-        engine.step(2e-5, 1.0)
+        engine.step(StepRequest(2e-5, 1.0))
     assert float(engine.score([packed], ForwardRequest())[0].logp.mean()) > first
     assert all(m.dtype == torch.float32 for m in engine._optimizer.parts[0].masters)
     moved = [not torch.equal(a, s.tensor) for a, s in zip(before, engine.shards(), strict=True)]

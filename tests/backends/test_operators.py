@@ -13,7 +13,13 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import (
+    ForwardRequest,
+    GenerateRequest,
+    Sampling,
+    StepRequest,
+    collect_responses,
+)
 from msrl_graph.backends.spec import Act
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
@@ -47,9 +53,11 @@ def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
 
     assert operators(infer) == pytest.approx(counted("fsdp", "infer", model.layers), rel=SAME)
     assert operators(update) == pytest.approx(counted("fsdp", "update", model.layers), rel=SAME)
-    engine.step(1e-6, 1.0)  # the first one makes the optimizer's state
+    engine.step(StepRequest(1e-6, 1.0))  # the first one makes the optimizer's state
     update()
-    assert operators(lambda: engine.step(1e-6, 1.0)) == pytest.approx(counted("fsdp", "step", model.layers), rel=SAME)
+    assert operators(lambda: engine.step(StepRequest(1e-6, 1.0))) == pytest.approx(
+        counted("fsdp", "step", model.layers), rel=SAME
+    )
 
 
 def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
@@ -62,7 +70,9 @@ def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
 
     def generate(tokens: int) -> int:
         return operators(
-            lambda: collect_responses(engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0)))
+            lambda: collect_responses(
+                engine.generate(GenerateRequest(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0)))
+            )
         )
 
     one = generate(1)

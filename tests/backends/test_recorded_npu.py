@@ -32,7 +32,7 @@ def test_a_ranks_life_is_that_on_a_hosts_cores_and_keeps_the_order_that_a_device
     assert same(on_npu[1], on_npu[2]) and torch.equal(on_npu[0][1], on_npu[0][2])
     # Weights leave and come back as each of two ranks is built and in three iterations, each time in pinned buffers
     # made anew, by streams of their own.
-    weights = len(Stage(one_rank(ENGINES)).trainers["actor"].shards())
+    weights = len(Stage(one_rank(ENGINES)).engines.trainers["actor"].shards())
     assert told.count("pinned buffer") == 5 * weights
     assert told.count("wait_stream") == told.count("stream") == 2 * 5
     assert {"record", "wait_event", "synchronize", "synchronize event", "set_device"} <= {*told}

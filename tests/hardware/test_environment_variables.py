@@ -91,9 +91,9 @@ def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):
     wanted = (Setting("FIRST", "1", "so", "a page"), Setting("SECOND", "2", "so", "a page"))
     make = f"""import os
 from msrl_graph.hardware.environment_variables import Setting
-from msrl_graph.runtime.rank.host import RankHost
+from msrl_graph.runtime.rank.host import RankHost, RankSetup
 try:
-    RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', {wanted!r})
+    RankHost.__ray_metadata__.modified_class('', RankSetup(0, 1, '', 'logs', {wanted!r}))
 finally:
     open("seen", "w").write(os.environ["FIRST"] + os.environ["SECOND"])
 """

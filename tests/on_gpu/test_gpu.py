@@ -21,7 +21,7 @@ from torch import multiprocessing
 
 from msrl_graph.backends import hf_modules
 from msrl_graph.backends.devices import TorchDevice
-from msrl_graph.backends.engine_protocols import Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import GenerateRequest, Sampling, collect_responses
 from msrl_graph.backends.vllm.core import SURROUNDINGS
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import CUDA
@@ -95,7 +95,7 @@ def filled(engine, of, scale=1.0):
 
 
 def drawn(engine):
-    return collect_responses(engine.generate(PROMPTS, np.arange(16), PLAIN))
+    return collect_responses(engine.generate(GenerateRequest(PROMPTS, np.arange(16), PLAIN)))
 
 
 def compared(one, other):

@@ -23,7 +23,13 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, hf_modules
-from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import (
+    ForwardRequest,
+    GenerateRequest,
+    Sampling,
+    StepRequest,
+    collect_responses,
+)
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import freezing, models
@@ -166,7 +172,7 @@ def measure_trainer(rank, folder, name, layout, reference, breaks, frozen):
         tokens = torch.from_numpy(responses.values.astype(np.int64))[index]
         found["logp"] = (told.logp - logps[index].gather(1, tokens[:, None])[:, 0]).abs().max()
     engine.train([packed], lambda made, _: (made.logp * shares(responses)[index]).sum(), ForwardRequest(1.0))
-    found["gradient"] = abs(engine.step(RATE, 1e9) / norm - 1)
+    found["gradient"] = abs(engine.step(StepRequest(RATE, 1e9)) / norm - 1)
     steps = [
         (shard.tensor - weights[shard.name][slices(shard.box)]).abs().max() / RATE
         for shard in engine.shards()
@@ -190,7 +196,7 @@ def measure_generator(rank, folder, name, layout, reference, breaks, frozen):
     own = np.arange(ROWS).reshape(layout.dp, -1)[layout.coordinates(rank).dp]
     rows = (own[:, None] * 2 + np.arange(2)).reshape(-1)
     sampling = Sampling(2, 6, 1.0, 1.0, 0, ends=())
-    drawn, logps = collect_responses(engine.generate([prompts[r] for r in own], rows, sampling))
+    drawn, logps = collect_responses(engine.generate(GenerateRequest([prompts[r] for r in own], rows, sampling)))
     engine.release()
     with torch.no_grad():
         logits = Reference(folder).logits([prompts[r // 2] for r in rows], drawn)

@@ -26,6 +26,7 @@ from msrl_graph import noise
 from msrl_graph.analysis.async_schedule import count_lanes, fetched_edges, staleness_bounds
 from msrl_graph.analysis.rowsets import Numbers, rowsets
 from msrl_graph.backends.engine_protocols import Response, Sampling
+from msrl_graph.backends.engine_protocols import GenerateRequest, Response, Sampling
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
@@ -282,15 +283,15 @@ class Weightless(InstructionRunner):
 class Growing:
     """Stands in for a generator: after each stretch some responses have ended."""
 
-    def generate(
-        self, prompts: list[Array], keys: Array, sampling: Sampling, begun: Array, stretch: int
-    ) -> Iterator[Response]:
-        lengths = dict(enumerate(begun.tolist()))
+    def generate(self, request: GenerateRequest) -> Iterator[Response]:
+        assert not isinstance(request.begun, int)
+        lengths = dict(enumerate(request.begun.tolist()))
+        longest = int(request.sampling.max_tokens)
         while lengths:
             for i, length in [*lengths.items()]:
-                count = min(stretch, int(sampling.max_tokens) - length)
-                bits = zlib.crc32(repr((int(keys[i]), length)).encode())
-                ended = bits % 3 == 0 or length + count == sampling.max_tokens
+                count = min(request.stretch, longest - length)
+                bits = zlib.crc32(repr((int(request.keys[i]), length)).encode())
+                ended = bits % 3 == 0 or length + count == longest
                 yield Response(i, np.full(count, 2, np.int32), np.zeros(count, np.float32), ended)
                 lengths[i] += count
                 if ended:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.cost.holdings import largest_moment
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
@@ -107,7 +107,7 @@ def _peaks(rank, _, name, work, out):
 
     def update():
         engine.train(batches, _loss, asked)
-        engine.step(1e-4, 1.0)
+        engine.step(StepRequest(1e-4, 1.0))
 
     verbs = {"infer": lambda: engine.score(batches, ForwardRequest()), "update": update}
     for act in verbs.values():

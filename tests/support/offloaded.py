@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from stage import Stage, one_rank
 
 from msrl_graph.algorithms.optimizers import adamw, muon, sgd
-from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
@@ -55,7 +55,7 @@ def stepped(engine, micro, times, loss=loss):
     norms = []
     for _ in range(times):
         engine.train(micro, loss, ForwardRequest(0.8, entropy=True))
-        norms.append(engine.step(1e-2, 1.0))
+        norms.append(engine.step(StepRequest(1e-2, 1.0)))
     return norms
 
 

@@ -72,9 +72,10 @@ class Likeliest:
     def release(self):
         pass
 
-    def generate(self, prompts, rows, sampling, begun=None):
-        for i in range(len(rows)):
-            before = [prompts[i * len(prompts) // len(rows)][-1]]
+    def generate(self, request):
+        sampling = request.sampling
+        for i, prompt in enumerate(request.response_prompts):
+            before = [prompt[-1]]
             while len(before) <= sampling.max_tokens and (len(before) == 1 or before[-1] not in sampling.ends):
                 before.append(self.next[before[-1]])
             yield Response(i, np.array(before[1:], np.int32), self.logp[before[:-1]].astype(np.float32))
@@ -134,9 +135,9 @@ class Pairs:
         entropy = -(logps.exp() * logps).sum(-1)
         return hidden, Outputs(logp=logp, entropy=entropy if asked.entropy else entropy.detach())
 
-    def step(self, lr, clip_grad, sound=True, optimizer=None, node=None):
-        self.told.append(UpdateAttributes.of(node))
-        total = torch.tensor(0.0 if sound else torch.nan)
+    def step(self, request):
+        self.told.append(UpdateAttributes.of(request.node))
+        total = torch.tensor(0.0 if request.sound else torch.nan)
         for weight in self.weights.values():
             total += 0.0 if weight.grad is None else weight.grad.square().sum()
         if self.group is not None:
@@ -145,7 +146,7 @@ class Pairs:
         with torch.no_grad():
             for weight in self.weights.values():
                 if np.isfinite(norm) and weight.grad is not None:
-                    weight -= lr * weight.grad
+                    weight -= request.lr * weight.grad
                 weight.grad = None
         return norm
 

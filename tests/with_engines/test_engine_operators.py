@@ -11,7 +11,13 @@ import torch
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import (
+    ForwardRequest,
+    GenerateRequest,
+    Sampling,
+    StepRequest,
+    collect_responses,
+)
 from msrl_graph.backends.megatron import spec as megatron
 from msrl_graph.backends.spec import OperatorCalls
 from msrl_graph.backends.vllm import spec as vllm
@@ -48,11 +54,11 @@ def test_megatron_calls_as_many_operators_as_its_spec_says(alone):
         engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
 
     update()
-    engine.step(1e-6, 1.0)  # the first one makes the optimizer's state
+    engine.step(StepRequest(1e-6, 1.0))  # the first one makes the optimizer's state
     actions = {
         "infer": lambda: engine.score([packed], ForwardRequest()),
         "update": update,
-        "step": lambda: engine.step(1e-6, 1.0),
+        "step": lambda: engine.step(StepRequest(1e-6, 1.0)),
     }
     for act, action in actions.items():
         wanted = counted("megatron", act, model.layers, megatron.PYTHON[act])
@@ -73,7 +79,9 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
 
     def generate(tokens):
         return operators(
-            lambda: collect_responses(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0)))
+            lambda: collect_responses(
+                engine.generate(GenerateRequest(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0)))
+            )
         )
 
     one = generate(1)

@@ -14,7 +14,7 @@ from place import THRICE, TRAINED, assert_alike
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -48,10 +48,11 @@ def micro_batches(rank, layout, scores=False):
     responses = ragged([draw.integers(0, 16, draw.integers(2, 6)) for _ in range(ROWS)], np.int32)
     own = np.arange(ROWS).reshape(layout.dp, -1)[layout.coordinates(rank).dp]
     size = 2 if layout.vpp > 1 else 4
-    return [
-        pack([contexts], [responses], rows, after=scores and i % 2 == 1, given=_given(responses, rows))
-        for i, rows in enumerate(own.reshape(-1, size))
-    ]
+    packed = []
+    for i, rows in enumerate(own.reshape(-1, size)):
+        packed.append(pack([contexts], [responses], rows, after=scores and i % 2 == 1))
+        packed[-1]["given"] = _given(responses, rows)
+    return packed
 
 
 def _given(responses, rows):
@@ -72,7 +73,7 @@ def trained(engine, batches, scores):
     norms = []
     for _ in range(3):
         engine.train(batches, loss, ForwardRequest(0.8, entropy=not scores))
-        norms.append(engine.step(0.3, 1.0))
+        norms.append(engine.step(StepRequest(0.3, 1.0)))
     return told, norms, {s.name: (s.box, s.tensor.clone()) for s in engine.shards()}
 
 

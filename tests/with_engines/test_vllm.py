@@ -16,7 +16,7 @@ from mixture import latent, mixture
 from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.engine_protocols import Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import GenerateRequest, Sampling, collect_responses
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import NOWHERE
@@ -55,8 +55,10 @@ def both(alone):
     return filled(vllm()), filled(engines.generator(model()))
 
 
-def compare(one, other, prompts, rows, sampling, begun=None, most=3e-5):
-    found, wanted = (collect_responses(e.generate(prompts, rows, sampling, begun)) for e in (one, other))
+def compare(one, other, prompts, rows, sampling, begun=0, most=3e-5):
+    found, wanted = (
+        collect_responses(e.generate(GenerateRequest(prompts, rows, sampling, begun))) for e in (one, other)
+    )
     assert [t.tolist() for t in found[0]] == [t.tolist() for t in wanted[0]]
     assert all(t.dtype == np.int32 for t in found[0]) and all(p.dtype == np.float32 for p in found[1])
     assert np.allclose(np.concatenate(found[1]), np.concatenate(wanted[1]), atol=most)
@@ -87,12 +89,12 @@ def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
     whole = compare(*both, prompts, np.arange(100, 136), PLAIN)
     order = draw.permutation(9)
     rows = (100 + order[:, None] * 4 + np.arange(4)).reshape(-1)
-    again, _ = collect_responses(both[0].generate([prompts[i] for i in order], rows, PLAIN))
+    again, _ = collect_responses(both[0].generate(GenerateRequest([prompts[i] for i in order], rows, PLAIN)))
     assert all(np.array_equal(again[k], whole[row - 100]) for k, row in enumerate(rows))
 
 
 def test_a_response_goes_on_where_it_was_left(both):
-    whole, _ = collect_responses(both[0].generate(PROMPTS, np.arange(12), PLAIN))
+    whole, _ = collect_responses(both[0].generate(GenerateRequest(PROMPTS, np.arange(12), PLAIN)))
     begun = np.array([len(t) // 2 for t in whole])
     after = [np.concatenate([PROMPTS[i // 4], whole[i][: begun[i]]]).astype(np.int32) for i in range(12)]
     rest = compare(*both, after, np.arange(12), PLAIN, begun)
@@ -107,7 +109,7 @@ def test_a_stop_string_across_a_stretch_or_a_cut_ends_a_response(both):
     whole = compare(*both, PROMPTS, rows, said)
     assert len({len(t) for t in whole}) > 2
     parts = [[] for _ in rows]
-    for part in both[0].generate(PROMPTS, rows, said, stretch=2):
+    for part in both[0].generate(GenerateRequest(PROMPTS, rows, said, stretch=2)):
         parts[part.place] += part.tokens.tolist()
     assert parts == [t.tolist() for t in whole]
     some = [i for i in rows if len(whole[i]) > 1]
@@ -138,9 +140,13 @@ def test_an_error_leaves_no_request_behind(both):
     with pytest.raises(
         ValueError, match="a prompt of 200 tokens and 20 more exceed the 46 that the engine was built for"
     ):
-        collect_responses(both[0].generate([PROMPTS[0], np.zeros(200, np.int32)], np.arange(8), PLAIN))
+        collect_responses(both[0].generate(GenerateRequest([PROMPTS[0], np.zeros(200, np.int32)], np.arange(8), PLAIN)))
     with pytest.raises(IndexError):  # in the middle of a step
-        collect_responses(both[0].generate(PROMPTS, np.arange(12), replace(PLAIN, temperature=np.ones(3, np.float32))))
+        collect_responses(
+            both[0].generate(
+                GenerateRequest(PROMPTS, np.arange(12), replace(PLAIN, temperature=np.ones(3, np.float32)))
+            )
+        )
     compare(*both, PROMPTS, np.arange(12), PLAIN)
 
 
@@ -149,7 +155,7 @@ def test_it_gives_its_memory_back(alone, tmp_path):
     engine = vllm(of=wide, rows=64, samples=8)
     held = engines.resident_without_free()
     filled(engine, wide)
-    collect_responses(engine.generate([PROMPTS[0]] * 2, np.arange(8), PLAIN))
+    collect_responses(engine.generate(GenerateRequest([PROMPTS[0]] * 2, np.arange(8), PLAIN)))
     most = psutil.Process().memory_info().rss
     engine.release()
     left = psutil.Process().memory_info().rss

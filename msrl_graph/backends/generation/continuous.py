@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..engine_protocols import Response, Sampling
+from ..engine_protocols import GenerateRequest, Response, Sampling
 from .stops import Stops, join_response
 
 if TYPE_CHECKING:
@@ -50,34 +50,22 @@ class Network(Protocol):
 class SequenceBatch:
     """The responses to some prompts, generated with continuous batching.
 
-    - `keys`: one noise key for each response. Each prompt has the same number of responses.
-    - `begun`: for each response, the number of its tokens that an earlier call has generated. These tokens are the last
-      tokens of the response's prompt.
     - `slots`: the largest number of responses that are generated at once. If one prompt has more than `slots`
       responses, the limit is the number of responses per prompt.
     - `stops`: the search for strings that end a response; None if no string ends a response.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        prompts: list[NDArray[np.int32]],
-        keys: NDArray[np.uint64],
-        begun: NDArray[np.int64],
-        sampling: Sampling,
-        slots: int,
-        stops: Stops | None,
-    ) -> None:
+    def __init__(self, network: Network, request: GenerateRequest, slots: int, stops: Stops | None) -> None:
         import numpy as np
 
         self.network = network
-        self.prompts = prompts
-        self.keys = keys
-        self.begun = begun
-        self.samples_per_prompt = len(keys) // len(prompts)
-        self.room = sampling.max_tokens - begun
-        self.joined = np.broadcast_to(sampling.joined, len(keys))
-        self.sampling = sampling
+        self.prompts = request.prompts
+        self.sampling = request.sampling
+        keys = self.keys = request.keys
+        self.samples_per_prompt = request.samples_per_prompt
+        self.begun = np.broadcast_to(request.begun, len(keys))
+        self.joined = np.broadcast_to(request.sampling.joined, len(keys))
+        self.room = request.room
         self.slots = max(slots, self.samples_per_prompt)
         self.stops = stops
         self.tokens = np.zeros((len(keys), self.room.max()), np.int32)

@@ -13,50 +13,39 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..engine_protocols import Response, Sampling
+from ..engine_protocols import GenerateRequest, Response
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from .stops import Stops
-
-Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.uint64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
 
 
 def generate_in_segments(
-    draw: Draw,
-    prompts: list[NDArray[np.int32]],
-    keys: NDArray[np.uint64],
-    sampling: Sampling,
-    begun: NDArray[np.int64],
-    stretch: int,
-    stops: Stops | None = None,
+    generate: Callable[[GenerateRequest], Iterator[Response]], request: GenerateRequest, stops: Stops | None = None
 ) -> Iterator[Response]:
-    """Generate responses, and yield each response in parts of `stretch` tokens.
+    """Generate responses; yield each one in parts of `request.stretch` tokens.
 
-    This function implements `Generator.generate` (engine_protocols.py) for calls with a `stretch`.
+    This function implements `Generator.generate` (engine_protocols.py) for requests with a `stretch`.
 
-    - `draw`: the engine's function that generates whole responses.
-    - `begun`: for each response, the number of its tokens that an earlier call has generated. These tokens are the last
-      tokens of the response's prompt.
+    - `generate`: the engine's function that generates whole responses.
     - `stops`: the search for strings that end a response; None if no string ends a response.
 
     Each part is a new request, so the engine gets the prompt and all earlier parts of the response as input again.
     """
     import numpy as np
 
-    samples_per_prompt = len(keys) // len(prompts)
-    contexts = [prompts[i // samples_per_prompt] for i in range(len(keys))]
-    begun = begun.copy()
-    joined = np.broadcast_to(sampling.joined, len(keys)).copy()
-    live = np.arange(len(keys))
-    longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(keys))
+    sampling = request.sampling
+    count = len(request.keys)
+    contexts = request.response_prompts
+    begun = np.broadcast_to(request.begun, count).copy()
+    joined = np.broadcast_to(sampling.joined, count).copy()
+    longest = np.broadcast_to(np.asarray(sampling.max_tokens), count)
+    live = np.arange(count)
     while len(live):
-        bounds = np.minimum(begun[live] + stretch, longest[live])
+        bounds = np.minimum(begun[live] + request.stretch, longest[live])
         segment_sampling = replace(sampling.select(live), max_tokens=bounds, joined=joined[live])
-        ended = np.zeros(len(keys), bool)
-        for response in draw([contexts[i] for i in live], keys[live], segment_sampling, begun[live]):
+        ended = np.zeros(count, bool)
+        prompts = [contexts[i] for i in live]
+        for response in generate(GenerateRequest(prompts, request.keys[live], segment_sampling, begun[live])):
             place = int(live[response.place])
             contexts[place] = np.concatenate([contexts[place], response.tokens])
             begun[place] += len(response.tokens)

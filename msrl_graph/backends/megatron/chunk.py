@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...model.architecture import HEAD, Model
+from ...model.architecture import HEAD
 from ...sharding.layout import elements
 from ...sharding.tensors import Box
 from .. import prefix_tree
 from ..engine_protocols import Shard
 from ..hf_modules import DTYPES
 from . import latent_attention
+from .chunk_spec import ChunkSpec
 
 if TYPE_CHECKING:
     import torch
@@ -59,15 +60,10 @@ class Nodes:
         self.angles = angles
 
 
-def build_stage(
-    model: Model, config: Any, hf_model: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
-) -> Any:
-    """Build the module of the consecutive layers `layers`.
+def build_stage(spec: ChunkSpec) -> Any:
+    """Build the module of a chunk, whose parameters have no values yet.
 
-    The module's parameters have no values yet. With `first`, the module includes the embedding; with `last`, it
-    includes the last norm and the head. `hf_model` is the transformers model without weights. It provides the rotary
-    angles, the attention scale, the biases that correct the routers' scores, and the padding token. The embedding's row
-    for the padding token gets no gradient from the embedding lookup.
+    The embedding's row for the padding token gets no gradient from the embedding lookup.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -77,9 +73,12 @@ def build_stage(
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+    model = spec.model
+    hf_model = spec.hf_model
+    config = spec.config
+    tp = spec.groups.tp
     size = model.head_dim
-    hf_attention = hf_model.model.layers[0].self_attn
-    scale = hf_attention.scaling
+    scale = spec.hf_attention.scaling
 
     class ChunkNorm(torch.nn.RMSNorm):
         """An RMSNorm for layers with sequence parallelism.
@@ -88,7 +87,7 @@ def build_stage(
         """
 
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
-            super().__init__(hidden_size, eps, dtype=config.params_dtype, device=place)
+            super().__init__(hidden_size, eps, dtype=config.params_dtype, device=spec.place)
 
     class Attend(torch.nn.Module):
         """Causal attention over the rows of a prefix tree.
@@ -129,14 +128,16 @@ def build_stage(
             super().__init__(config=config)
             experts = model.experts
             specs = {has_experts: self._layer(has_experts) for has_experts in (False, True)[: 2 if experts else 1]}
-            layer_specs = [specs[number >= model.dense_layers] for number in layers]
+            layer_specs = [specs[number >= model.dense_layers] for number in spec.layers]
             block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=ChunkNorm)
-            self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
+            self.decoder = TransformerBlock(
+                config, block, pre_process=spec.first, post_process=spec.last, pg_collection=spec.groups
+            )
             for part in self.decoder.modules():
                 if hasattr(part, "token_dispatcher"):
                     part.register_forward_hook(_drop_router_weights)
-            self.rotary = hf_model.model.rotary_emb.to(place)
-            for layer, number in zip(self.decoder.layers, layers, strict=True):
+            self.rotary = hf_model.model.rotary_emb.to(spec.place)
+            for layer, number in zip(self.decoder.layers, spec.layers, strict=True):
                 if experts is not None and experts.corrected and number >= model.dense_layers:
                     router = layer.mlp.router
                     router.expert_bias.copy_(hf_model.model.layers[number].mlp.gate.e_score_correction_bias)
@@ -160,7 +161,7 @@ def build_stage(
             parts.input_layernorm = parts.pre_mlp_layernorm = ChunkNorm
             attention.submodules.core_attention = Attend
             if model.latent is not None:
-                latent_attention.specify(attention, model, model.latent, hf_attention, ChunkNorm, groups, place)
+                latent_attention.specify(attention, model.latent, spec, ChunkNorm)
                 return layer
             attention.module = TreeAttention
             if config.qk_layernorm:
@@ -176,16 +177,16 @@ def build_stage(
             On the last pipeline stage, the result has only the nodes whose hidden states are needed to compute outputs
             (`Tree.before`). On every other stage, the result has all nodes.
             """
-            hidden = self.look_up(tree.ids)[:, None] if first else None
+            hidden = self.look_up(tree.ids)[:, None] if spec.first else None
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
             output: torch.Tensor = self.decoder(
                 hidden, attention_mask=None, packed_seq_params=Nodes(tree, (cosines, sines))
             )
-            if not last:
+            if not spec.last:
                 return output
             if config.sequence_parallel:
                 # Each rank has the whole gradient of a score head, and its own part of the logits' gradient.
-                output = mappings.gather_from_sequence_parallel_region(output, not model.scores, group=groups.tp)
+                output = mappings.gather_from_sequence_parallel_region(output, not model.scores, group=tp)
             return output[:, 0].index_select(0, tree.before)
 
         def look_up(self, ids: torch.Tensor) -> torch.Tensor:
@@ -200,7 +201,7 @@ def build_stage(
             else:  # a short vocabulary is on the first ranks only; backward must be the same on all
                 embeddings = self.table.new_zeros(len(ids), self.table.shape[1]) + self.table.sum()
             if config.sequence_parallel:
-                embeddings = mappings.reduce_scatter_to_sequence_parallel_region(embeddings, group=groups.tp)
+                embeddings = mappings.reduce_scatter_to_sequence_parallel_region(embeddings, group=tp)
             return embeddings
 
     return Stage()
@@ -227,9 +228,7 @@ def _drop_router_weights(experts: Any, *_: Any) -> None:
     experts.token_dispatcher.probs = None
 
 
-def make_shards(
-    chunks: list[tuple[Any, range]], boxes: dict[str, Box], first: bool, last: bool, model: Model, place: Any
-) -> Iterator[Shard]:
+def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> Iterator[Shard]:
     """Yield this rank's shard of each weight, as a view of the chunks' parameters.
 
     The shards have the order of the model's weights. The parameters of the embedding and the head are created by this
@@ -237,13 +236,15 @@ def make_shards(
     """
     import torch
 
-    dtype = getattr(torch, DTYPES[model.dtype])
+    first = chunks[0][1]
+    model = first.model
+    make = {"dtype": getattr(torch, DTYPES[model.dtype]), "device": first.place}
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     tensors: dict[str, torch.Tensor] = {}
     names_of = NAMES | (latent_attention.NAMES if model.latent else {})
-    for module, layers in chunks:
+    for module, spec in chunks:
         named = dict(module.decoder.named_parameters())
-        for layer, number in enumerate(layers):
+        for layer, number in enumerate(spec.layers):
             for theirs, ours in names_of.items():
                 for kind in ("weight", "bias"):
                     parameter = named.pop(f"layers.{layer}.{theirs}.{kind}", None)
@@ -260,12 +261,13 @@ def make_shards(
             tensors[LAST_NORM] = norm.detach()
         if named:
             raise ValueError(f"Megatron has a weight that the model lacks: {min(named)}")
-    ends = [(TABLE, 0, first), (TABLE if model.tied else HEAD if model.scores else LOGITS, -1, last)]
+    head = TABLE if model.tied else HEAD if model.scores else LOGITS
+    ends = [(TABLE, 0, first.first), (head, -1, chunks[-1][1].last)]
     for name, chunk_index, is_here in ends:
         if is_here:
             module = chunks[chunk_index][0]
             if name not in tensors:
-                tensors[name] = torch.zeros(sizes[name], dtype=dtype, device=place)
+                tensors[name] = torch.zeros(sizes[name], **make)
                 module.register_parameter("table" if chunk_index == 0 else "head", torch.nn.Parameter(tensors[name]))
             elif chunk_index:
                 module.head = chunks[0][0].table
@@ -275,9 +277,7 @@ def make_shards(
             raise ValueError(f"Megatron does not support the weight {name}")
         if name in tensors and list(tensors[name].shape) != sizes[name]:
             raise ValueError(f"Megatron has the weight {name} in another shape: {list(tensors[name].shape)}")
-        yield Shard(
-            name, box, tensors[name] if name in tensors else torch.empty(sizes[name], dtype=dtype, device=place)
-        )
+        yield Shard(name, box, tensors[name] if name in tensors else torch.empty(sizes[name], **make))
 
 
 def _stack_experts(named: dict[str, Any], owner: str, leaf: str) -> torch.Tensor:

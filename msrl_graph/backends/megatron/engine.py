@@ -17,23 +17,22 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...ir.optimizer_spec import OptimizerSpec
 from ...model.architecture import is_copied
 from ...sharding.layout import shard
 from .. import hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
 from ..context_parallel import ContextGroup
-from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights
+from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, StepRequest, Weights
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..spec import offloads
 from . import chunk, cpu, latent_attention
+from .chunk_spec import ChunkSpec
 from .spec import SPEC
 
 if TYPE_CHECKING:
     import torch
 
-    from ...ir.graph import Node
     from ...ir.plan import Placement
     from ...model.architecture import Model
     from ...sharding.layout import Layout
@@ -80,13 +79,16 @@ class MegatronEngine:
                 variable_seq_lengths=True,
             )
             self.chunks = []
+            specs = []
             for i, layers in enumerate(chunk_layers):
                 first = self.first and i == 0
                 last = self.last and i == len(chunk_layers) - 1
                 config = _config(
                     model, layout, hf_model.config, len(layers), placement.engine.options.get("recompute") == "full"
                 )
-                module = chunk.build_stage(model, config, hf_model, layers, first, last, self.groups, self.place)
+                spec = ChunkSpec(model, hf_model, config, layers, first, last, self.groups, self.place)
+                specs.append(spec)
+                module = chunk.build_stage(spec)
                 module.config = self.config
                 module.model_type = _get_model_type()
                 module.vp_stage = i if layout.vpp > 1 else None
@@ -100,10 +102,8 @@ class MegatronEngine:
                 )
                 self.chunks.append(module)
         boxes = {tensor.name: shard(tensor, SPEC.side(layout), devices.rank) for tensor in model.weights}
-        pairs = list(zip(self.chunks, chunk_layers, strict=True))
-        self._shards = list(chunk.make_shards(pairs, boxes, self.first, self.last, model, self.place))
+        self._shards = list(chunk.make_shards(list(zip(self.chunks, specs, strict=True)), boxes))
         hf_modules.fill(model, self._shards)
-        self._rules = weights.optimizer
         self._optimizer = None
         self._pieces = _locate_pieces(self.chunks, self._shards)
         is_trained = {tensor.name: tensor.is_trained and weights.optimizer is not None for tensor in model.weights}
@@ -201,19 +201,10 @@ class MegatronEngine:
         logits = torch.nn.functional.linear(hidden, module.head).float()[:, : max(0, stop - module.head_first)]
         logits = logits / columns.get("temperature", request.temperature)
         group = self.groups.tp if self.layout.tp > 1 else None
-        return vocab_parallel.outputs(
-            logits, module.head_first, columns["token"], columns.get("given", None), request, group
-        )
+        return vocab_parallel.outputs(logits, module.head_first, columns, request, group)
 
-    def step(
-        self,
-        lr: float,
-        clip_grad: float,
-        sound: bool = True,
-        optimizer: OptimizerSpec | None = None,
-        node: Node | None = None,
-    ) -> float:
-        assert self._optimizer is not None and self._rules is not None
+    def step(self, request: StepRequest) -> float:
+        assert self._optimizer is not None
         gradients = []
         trained = [i for i, tensor in enumerate(self.model.weights) if tensor.is_trained]
         remaining = Counter(member for i in trained for member in self._pieces[i][0])
@@ -229,7 +220,7 @@ class MegatronEngine:
         if self.layout.tp > 1:  # a norm sees a part of the tokens
             pairs = zip(gradients, self.model.trained, strict=True)
             add_up([gradient for gradient, tensor in pairs if is_copied(tensor) and gradient.numel()], self.groups.tp)
-        return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
+        return self._optimizer.step(gradients, request)
 
     def _read_gradient(self, i: int) -> torch.Tensor:
         """Return the gradient of the i-th shard.

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...model.architecture import Model
 from ...model.layers import ExpertMlp, MultiHeadLatentAttention
+from .chunk_spec import ChunkSpec
 
 if TYPE_CHECKING:
     import torch
@@ -72,19 +72,11 @@ def make_router_options(experts: ExpertMlp, hf_config: Any) -> dict[str, Any]:
     return options
 
 
-def specify(
-    attention: Any,
-    model: Model,
-    latent: MultiHeadLatentAttention,
-    hf_attention: Any,
-    norm: Any,
-    groups: Any,
-    place: Any,
-) -> None:
-    """Change Megatron's spec `attention` to compute the same as `hf_attention`.
+def specify(attention: Any, latent: MultiHeadLatentAttention, spec: ChunkSpec, norm: Any) -> None:
+    """Change Megatron's spec `attention` to compute the same as transformers.
 
-    - `attention`: Megatron's spec of a layer's attention, changed in place.
-    - `hf_attention`: the attention module of transformers.
+    - `attention`: Megatron's spec of a layer's attention, changed in place. `spec`: the description of the layer's
+      chunk.
     - `norm`: the class of the chunk's norms.
     """
     import torch
@@ -93,10 +85,12 @@ def specify(
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
+    model = spec.model
+    hf_attention = spec.hf_attention
     nope = latent.nope
     rope = latent.rope
     value = latent.value
-    tp = groups.tp
+    tp = spec.groups.tp
     rotate = modeling.apply_rotary_pos_emb
     if hf_attention.config.rope_interleave:
         rotate = modeling.apply_rotary_pos_emb_interleave
@@ -109,7 +103,7 @@ def specify(
 
     class Down(torch.nn.Linear):
         def __init__(self, size: int, config: Any) -> None:
-            super().__init__(model.hidden, size, model.qkv_bias, device=place, dtype=config.params_dtype)
+            super().__init__(model.hidden, size, model.qkv_bias, device=spec.place, dtype=config.params_dtype)
 
         def forward(self, states: torch.Tensor) -> Any:
             return super().forward(states), None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...ir.optimizer_spec import PARTS, OptimizerSpec, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
-from ..engine_protocols import Shard
+from ..engine_protocols import Shard, StepRequest
 from ..sizes import CHUNK
 from .gradients import add_up
 from .muon import Matrices
@@ -189,9 +189,7 @@ class Steps:
             if self.offload:
                 part.leave()
 
-    def step(
-        self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: OptimizerSpec
-    ) -> float:
+    def step(self, gradients: list[torch.Tensor], request: StepRequest) -> float:
         """Make an optimizer step; return the gradient's norm before clipping.
 
         This method implements `Trainer.step` (engine_protocols.py). A gradient is freed as soon as it is removed from
@@ -208,19 +206,21 @@ class Steps:
                     ],
                     replicas.group,
                 )
-        norm = self._compute_norm(gradients, sound)
+        norm = self._compute_norm(gradients, request.sound)
         if math.isfinite(norm):
-            self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr, optimizer)
+            clip = request.clip_grad
+            self._apply(gradients, min(1.0, clip / (norm + 1e-6)) if clip else 1.0, request)
             self.steps_taken += 1
         gradients.clear()
         return norm
 
-    def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float, optimizer: OptimizerSpec) -> None:
+    def _apply(self, gradients: list[torch.Tensor], scale: float, request: StepRequest) -> None:
         own = [[piece.select(gradients) for piece in pieces] for pieces in self.pieces]
         gradients.clear()
-        stated = dict(zip(self.rules, optimizer.rules, strict=True))
+        stated_rules = request.optimizer.rules if request.optimizer else self.rules
+        stated = dict(zip(self.rules, stated_rules, strict=True))
         for part in self._iterate_on_device():
-            part.step(own.pop(0), scale, {**stated[part.rule].options, "lr": lr})
+            part.step(own.pop(0), scale, {**stated[part.rule].options, "lr": request.lr})
 
     def moments(self) -> dict[str, list[Shard]]:
         """Return the optimizer states; the keys of the result are the kinds of states.

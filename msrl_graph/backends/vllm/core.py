@@ -24,7 +24,7 @@ from ...model.architecture import Model
 from ...model.models import read_engine_fields
 from ...sharding.layout import elements
 from ...sharding.tensors import Box
-from ..engine_protocols import Sampling, Shard
+from ..engine_protocols import GenerateRequest, Shard
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
 from ..spec import BYTES
@@ -64,22 +64,19 @@ class SampledBatch:
     """The tokens that one call of `generate` has drawn. A row is one response.
 
     - `tokens` and `logps` [rows, tokens]: valid up to each row's length in `lengths`.
-    - `room`: for each row, the largest number of tokens that may be drawn.
     - `rows_by_request`: for each request number, the rows that share the request, because they have the same tokens up
       to the current step.
     """
 
-    def __init__(
-        self, keys: NDArray[np.uint64], begun: NDArray[np.int64], room: NDArray[np.int64], sampling: Sampling
-    ) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         import numpy as np
 
-        self.keys = keys
-        self.begun = begun
-        self.room = room
-        self.sampling = sampling
-        self.joined = np.broadcast_to(sampling.joined, len(keys))
-        longest = int(room.max(initial=0))
+        keys = self.keys = request.keys
+        self.sampling = request.sampling
+        self.begun = np.broadcast_to(request.begun, len(keys))
+        self.joined = np.broadcast_to(request.sampling.joined, len(keys))
+        self.room = request.room
+        longest = int(self.room.max(initial=0))
         self.tokens = np.zeros((len(keys), longest), np.int32)
         self.logps = np.zeros((len(keys), longest), np.float32)
         self.lengths = np.zeros(len(keys), np.int64)

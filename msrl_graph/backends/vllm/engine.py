@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ...sharding.layout import shard
 from .. import hf_modules
-from ..engine_protocols import Response, Sampling, Shard, Weights
+from ..engine_protocols import GenerateRequest, Response, Shard, Weights
 from ..generation.segments import generate_in_segments
 from ..generation.stops import join_response, load_stops
 from .core import (
@@ -102,27 +102,18 @@ class VllmEngine:
         self._forget_prefixes()
         self._memory.give()
 
-    def generate(
-        self,
-        prompts: list[NDArray[np.int32]],
-        keys: NDArray[np.uint64],
-        sampling: Sampling,
-        begun: NDArray[np.int64] | None = None,
-        stretch: int = 0,
-    ) -> Iterator[Response]:
+    def generate(self, request: GenerateRequest) -> Iterator[Response]:
         import numpy as np
 
-        begun = np.zeros(len(keys), np.int64) if begun is None else begun
-        if stretch:  # the cache still has the whole blocks of running responses
-            stops = load_stops(self.model.path, sampling.stop) if sampling.stop else None
-            yield from generate_in_segments(self.generate, prompts, keys, sampling, begun, stretch, stops)
+        if request.stretch:  # the cache still has the whole blocks of running responses
+            stop = request.sampling.stop
+            stops = load_stops(self.model.path, stop) if stop else None
+            yield from generate_in_segments(self.generate, request, stops)
             return
 
         self._memory.cache()
-        samples_per_prompt = len(keys) // len(prompts)
-        room = sampling.max_tokens - begun
-        drawn = self.generation.call = SampledBatch(keys, begun, room, sampling)
-        self._prompts = [prompts[i // samples_per_prompt] for i in range(len(keys))]
+        drawn = self.generation.call = SampledBatch(request)
+        self._prompts = request.response_prompts
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
         self._numbers = count()

@@ -150,18 +150,12 @@ class ProcessPool:
             environment = plan.environment_of(rank)
             resources = cluster.device.kind.ray()
             threads = max(1, hosts[host_index].cores // cluster.devices_per_node)
-            rank_arguments = (
-                text,
-                rank,
-                threads,
-                hosts[host_index].folder,
-                logs,
-                environment.settings,
-                plan.docks.deadline,
+            setup = rank_host.RankSetup(
+                rank, threads, hosts[host_index].folder, logs, environment.settings, plan.docks.deadline
             )
             if environment.python:
                 resources["runtime_env"] = {"py_executable": environment.python}
-            self.ranks.append(start(rank_host.RankHost, f"rank {rank}", host_index, *rank_arguments, **resources))
+            self.ranks.append(start(rank_host.RankHost, f"rank {rank}", host_index, text, setup, **resources))
         self.dock_hosts = [member.host for member in docks]
         self.docks = [
             start(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...backends.engine_protocols import Generator, collect_responses
+from ...backends.engine_protocols import GenerateRequest, Generator, collect_responses
 from ...ir.graph import Node
 from ..agents.rank_protocol import AgentsFinished, BatchStart, SampleReply, SampleRequest
 from ..functions.surviving_rows import SurvivingRows
@@ -101,7 +101,8 @@ def _sample_replies(rollout: Rollout, generator: Generator, wanted: list[SampleR
             stop=tuple(dict.fromkeys((*rollout.sampling.stop, *stop))),
         )
         keys = rollout.stream.keys(rollout.task.number, [request.key for request in requests])
-        responses = generator.generate([request.tokens for request in requests], keys, batch_sampling, begun)
+        prompts = [request.tokens for request in requests]
+        responses = generator.generate(GenerateRequest(prompts, keys, batch_sampling, begun))
         tokens, logps = collect_responses(responses)
         replies += [
             SampleReply(request.number, ids[: request.most], id_logps[: request.most])

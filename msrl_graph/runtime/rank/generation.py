@@ -20,7 +20,7 @@ import numpy as np
 from ...analysis.rowsets import rowsets
 from ...analysis.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
 from ... import noise
-from ...backends.engine_protocols import Response, Sampling, collect_responses
+from ...backends.engine_protocols import GenerateRequest, Response, Sampling, collect_responses, fill_fields
 from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
 from ...ir.graph import Node
@@ -134,14 +134,13 @@ class GeneratorRole:
         draw = evaluation.draw(graph, node) if evaluation else Draw(node.name)
         samples = draw.samples or attributes.samples
         response, _ = numerics.sampled_columns(graph, node)
-        sampling = Sampling(
+        sampling = fill_fields(
+            Sampling,
+            attributes,
             samples=samples,
             max_tokens=graph.bound(response) if attributes.max_tokens is None else attributes.max_tokens,
             temperature=self._temperature(work, draw, samples),
-            top_p=attributes.top_p,
-            top_k=attributes.top_k,
             ends=self.ends[node.name],
-            stop=attributes.stop,
         )
         contexts = self._contexts(work)
         if attributes.partner is None:  # a partner's conversations are never empty, or are rejected
@@ -166,7 +165,7 @@ class GeneratorRole:
             ended = map(Response, range(len(rows)), *self.recording.responses(*recorded))
         else:
             generator = self.engines.generators[node.name]
-            ended = generator.generate(rollout.contexts, rollout.keys, rollout.sampling)
+            ended = generator.generate(GenerateRequest(rollout.contexts, rollout.keys, rollout.sampling))
             ended = _count_progress(ended, len(rows))
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         for part in self._split_stream(node, ended):

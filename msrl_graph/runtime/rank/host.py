@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ from ..weights import checkpoint_parts
 from ..weights.checkpoint import Manifest
 
 
+@dataclass(frozen=True)
+class RankSetup:
+    """How the process of rank number `rank` is set up.
+
+    - `threads`: the number of torch's threads. `settings`: environment variables.
+    - `folder`, `logs`: the folders of temporary files and of logs. `deadline`: of the run's dock, in seconds.
+    """
+
+    rank: int
+    threads: int
+    folder: str
+    logs: str
+    settings: tuple[Setting, ...]
+    deadline: float = 0.0
+
+
 @ray.remote
 class RankHost:
     """The Ray actor that runs a `rank.Rank` in a process of its own.
@@ -27,19 +44,10 @@ class RankHost:
     torch.
     """
 
-    def __init__(
-        self,
-        plan: str,
-        rank: int,
-        threads: int,
-        folder: str,
-        logs: str,
-        wanted: tuple[Setting, ...],
-        deadline: float = 0.0,
-    ) -> None:
-        os.environ |= waits() | missing_settings(wanted, os.environ)
+    def __init__(self, plan: str, setup: RankSetup) -> None:
+        os.environ |= waits() | missing_settings(setup.settings, os.environ)
         # Before the import of torch, parts of which make a cache folder among the temporary files.
-        set_up_process(folder, logs, f"rank {rank}", deadline)
+        set_up_process(setup.folder, setup.logs, f"rank {setup.rank}", setup.deadline)
         from ...backends.devices import TorchDevice
         from ...hardware import visibility_masks
         from ...ir.plan import from_json
@@ -47,12 +55,12 @@ class RankHost:
         from .context import RankContext
         from .rank import Rank
 
-        compute_setup.prepare_process(threads)
+        compute_setup.prepare_process(setup.threads)
         placed = from_json(plan)
         kind = placed.cluster.device.kind
         devices = ray.get_runtime_context().get_accelerator_ids().get(kind.resource, ())  # that Ray gave to the process
         index = visibility_masks.torch_index(devices, os.environ.get(kind.visible))
-        self.rank = Rank(RankContext(placed, rank, TorchDevice(kind, index)))
+        self.rank = Rank(RankContext(placed, setup.rank, TorchDevice(kind, index)))
 
     def address(self) -> tuple[str, int]:
         return self.rank.address()

@@ -12,8 +12,6 @@ to the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import distributed as dist
@@ -27,85 +25,47 @@ from .packing import PreparedBatch
 FIELDS = ("logp", "values", "entropy", "given")  # the fields of Outputs with respect to which terms are differentiated
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rows that a rank contributes to a mini-batch.
-
-    - `rows`: the numbers of the rows. `strange`: for each row, whether it contains a wrong value, such as nan.
-    - `lengths`: for each scored column, the number of tokens of each row.
-    - `columns`: the columns that terms read.
-    - `pass_outputs`: for each field of `Outputs` and each scored column, the outputs of the rank's forward passes.
-    """
-
-    rows: Array
-    strange: Array
-    lengths: dict[str, Array]
-    columns: dict[str, ColumnData]
-    pass_outputs: dict[str, dict[str, ColumnData]]
-
-
 class JointMiniBatch:
     """All rows of a mini-batch, gathered from the ranks of a process group.
 
-    - `numbers`: the numbers of all rows, in ascending order. `prepared`: the prepared rows, in this order.
+    - `prepared`: the rows, in ascending order of their numbers, with only the columns that terms read.
     - `outputs`: the outputs of the forward passes, as leaves of a separate autograd graph.
     - `has_wrong_row`: whether any row contains a wrong value, such as nan, so that values computed from all rows are
       wrong.
 
-    The constructor is a collective. Each rank passes its own data:
-
-    - `seen`: the rank's prepared rows, with only the columns that terms read. In these rows, `has_unknown_tokens` is
-      true for every row that is known to be wrong.
-    - `rows`: the numbers of the rank's rows.
-    - `micro`: for each micro-batch, the positions of its rows among the rank's rows.
-    - `outputs`: for each micro-batch, the outputs of the forward pass.
+    The constructor is a collective. Each rank passes its own prepared rows, with only the columns that terms read, and
+    for each of its micro-batches the output of the forward pass.
 
     In the methods, `rows` are positions among the rank's own rows.
     """
 
-    def __init__(
-        self,
-        seen: PreparedBatch,
-        rows: Array,
-        micro: list[Array],
-        outputs: list[Outputs],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, own: PreparedBatch, outputs: list[Outputs], group: dist.ProcessGroup | None) -> None:
         fields = {name: [getattr(output, name) for output in outputs] for name in FIELDS}
-        pass_outputs = {
-            name: _by_column(seen, micro, values) for name, values in fields.items() if values[0] is not None
-        }
-        mine = _Part(rows, seen.has_unknown_tokens, seen.lengths, seen.columns, pass_outputs)
+        own_outputs = {name: _by_column(own, values) for name, values in fields.items() if values[0] is not None}
+        mine = (PreparedBatch(own.rows, own.columns, own.lengths, own.wrong), own_outputs)
         parts = [mine] if group is None else object_collectives.all_gather(mine, group)
-        all_rows = np.concatenate([part.rows for part in parts])
-        order = np.argsort(all_rows)
-        self.numbers = all_rows[order]
-        self._mine = np.searchsorted(self.numbers, rows)
+        batches = [batch for batch, _ in parts]
+        order = np.argsort(np.concatenate([batch.rows for batch in batches]))
         self.prepared = PreparedBatch(
-            contexts=[],
-            scored={},
-            masks={},
-            columns={
-                column: concatenate([part.columns[column] for part in parts]).take(order) for column in seen.columns
-            },
-            lengths={
-                column: np.concatenate([part.lengths[column] for part in parts])[order] for column in seen.lengths
-            },
-            has_unknown_tokens=np.concatenate([part.strange for part in parts])[order],
+            np.concatenate([batch.rows for batch in batches])[order],
+            {name: concatenate([batch.columns[name] for batch in batches]).take(order) for name in own.columns},
+            {name: np.concatenate([batch.lengths[name] for batch in batches])[order] for name in own.lengths},
+            np.concatenate([batch.wrong for batch in batches])[order],
         )
+        self._mine = np.searchsorted(self.prepared.rows, own.rows)
         joined = {
             name: torch.cat(
                 [
                     torch.from_numpy(
-                        concatenate([rank_part.pass_outputs[name][column] for rank_part in parts]).take(order).values
+                        concatenate([pass_outputs[name][column] for _, pass_outputs in parts]).take(order).values
                     )
-                    for column in seen.lengths
+                    for column in own.lengths
                 ]
             )
-            for name in pass_outputs
+            for name in own_outputs
         }
         self.outputs = Outputs(**{name: values.requires_grad_() for name, values in joined.items()})
-        self.has_wrong_row = bool(self.prepared.has_unknown_tokens.any()) or not all(
+        self.has_wrong_row = bool(self.prepared.wrong.any()) or not all(
             bool(values.isfinite().all()) for values in joined.values()
         )
 
@@ -118,7 +78,7 @@ class JointMiniBatch:
         self._value = value
         leaves = {name: values for name, values in self.outputs._asdict().items() if values is not None}
         slopes = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
-        all_rows = np.arange(len(self.numbers))
+        all_rows = np.arange(len(self.prepared.rows))
         self._slopes = {
             name: {
                 column: ColumnData(part.numpy(), offsets_from_lengths(self.prepared.lengths[column]))
@@ -167,16 +127,15 @@ class JointMiniBatch:
         )
 
 
-def _by_column(seen: PreparedBatch, micro: list[Array], pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:
+def _by_column(own: PreparedBatch, pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:
     """Join the outputs of forward passes; the keys of the result are scored columns.
 
-    A scored column is a column for whose tokens the model computes log-probabilities or values. `micro` has the
-    positions of the rows of each forward pass. The rows of the result are in the order of the prepared rows `seen`.
+    The rows of the result are in the order of the prepared rows.
     """
-    order = np.concatenate(micro)
-    split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, pass_outputs, strict=True)]
-    values = {column: torch.cat([part[column] for part in split]).numpy() for column in seen.lengths}
+    order = own.order
+    split = [own.split(rows, values.detach().cpu()) for rows, values in zip(own.micro, pass_outputs, strict=True)]
+    values = {column: torch.cat([part[column] for part in split]).numpy() for column in own.lengths}
     return {
-        column: ColumnData(joined, offsets_from_lengths(seen.lengths[column][order])).take(np.argsort(order))
+        column: ColumnData(joined, offsets_from_lengths(own.lengths[column][order])).take(np.argsort(order))
         for column, joined in values.items()
     }

@@ -133,42 +133,35 @@ def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
     return {name: graph.column(name) for name in sorted(columns_read(node)[1] - {*sequences(graph, node).scored})}
 
 
-def make_inputs(
-    graph: Graph,
-    node: Node,
-    seen: PreparedBatch,
-    rows: Array,
-    outputs: Outputs,
-    rng: np.random.Generator | None = None,
-    rounding: float = ROUNDS["f32"],
-) -> LossInputs:
+def make_inputs(graph: Graph, node: Node, prepared: PreparedBatch, rows: Array, outputs: Outputs) -> LossInputs:
     """Return the inputs of an update's loss terms for some rows.
 
-    `rows` are positions in the prepared batch `seen`, and `outputs` is the output of a forward pass over these rows.
+    `rows` are positions in the prepared batch, and `outputs` is the output of a forward pass over these rows.
     """
     wants = filled_parameters(node)
-    target = next(iter(seen.lengths))
+    target = next(iter(prepared.lengths))
     place = next(output.device for output in outputs if output is not None)
-    lengths = {scored: torch.from_numpy(counts[rows]).to(place) for scored, counts in seen.lengths.items()}
-    logps = {} if outputs.logp is None else seen.split(rows, outputs.logp)
+    lengths = {scored: torch.from_numpy(counts[rows]).to(place) for scored, counts in prepared.lengths.items()}
+    logps = {} if outputs.logp is None else prepared.split(rows, outputs.logp)
     if outputs.given is not None:
         ids = id_columns(graph, node)
         widths = [math.prod(dim.size for dim in column.dims[1:]) for column in ids.values()]
         for part, (name, column) in zip(torch.split(outputs.given, widths, 1), ids.items(), strict=True):
-            logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(
+            logps[name] = prepared.split(rows, part)[column.dims[0].like].reshape(
                 -1, *(dim.size for dim in column.dims[1:])
             )
             lengths[name] = lengths[column.dims[0].like]
     # A scalar is repeated for each token of its row, unless the loss is per row.
-    row_lengths = None if is_per_row(node) else seen.lengths[target][rows]
-    names = sorted(columns_read(node)[0] & seen.columns.keys())
+    row_lengths = None if is_per_row(node) else prepared.lengths[target][rows]
+    names = sorted(columns_read(node)[0] & prepared.columns.keys())
     read = {
-        column: flatten_column(seen.columns[column], rows, row_lengths).to(place, non_blocking=True) for column in names
+        column: flatten_column(prepared.columns[column], rows, row_lengths).to(place, non_blocking=True)
+        for column in names
     }
     filled = {name: getattr(outputs, name) for name in ("logp", "values", "entropy") if name in wants}
-    values = {} if outputs.values is None else seen.split(rows, outputs.values)
+    values = {} if outputs.values is None else prepared.split(rows, outputs.values)
     scores = {scored: _last_values(values[scored], lengths[scored]) for scored in node.scores}
-    return LossInputs(filled | {"lengths": lengths[target]}, read, logps, scores, lengths, rng, rounding)
+    return LossInputs(filled | {"lengths": lengths[target]}, read, logps, scores, lengths)
 
 
 def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

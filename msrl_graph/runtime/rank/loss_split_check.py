@@ -95,9 +95,8 @@ def has_no_gradient(graph: Graph, node: Node) -> bool:
     """Return whether an update's loss does not depend on any output of a forward pass."""
     if loss.needs_mini_batch(node):
         return False
-    rows, most = SIZES[0]
-    seen, outputs = _made_up(graph, node, np.random.default_rng(0), rows, most, negative=True)
-    value, _ = _evaluate(graph, node, seen, outputs, np.arange(rows))
+    seen, outputs = _made_up(graph, node, np.random.default_rng(0), SIZES[0], negative=True)
+    value, _ = _evaluate(graph, node, seen, outputs, np.arange(len(seen.rows)))
     return not value.requires_grad
 
 
@@ -107,9 +106,9 @@ def is_per_row(graph: Graph, node: Node, seed: int) -> bool:
     The function computes the loss and gradients of a made-up mini-batch, and of two parts of this mini-batch. The
     results must be equal.
     """
-    rows, most = SIZES[seed // 2 % len(SIZES)]
     draw = np.random.default_rng(seed)
-    seen, outputs = _made_up(graph, node, draw, rows, most, negative=bool(seed % 2))
+    seen, outputs = _made_up(graph, node, draw, SIZES[seed // 2 % len(SIZES)], negative=bool(seed % 2))
+    rows = len(seen.rows)
     full = [*_loss_and_gradients(graph, node, seen, outputs, np.arange(rows))]
     parts = np.split(draw.permutation(rows), [rows * 2 // 5])
     for part in map(np.sort, parts):
@@ -120,18 +119,19 @@ def is_per_row(graph: Graph, node: Node, seed: int) -> bool:
 
 
 def _made_up(
-    graph: Graph, node: Node, draw: np.random.Generator, rows: int, most: int, negative: bool
+    graph: Graph, node: Node, draw: np.random.Generator, size: tuple[int, int], negative: bool
 ) -> tuple[PreparedBatch, dict[str, dict[str, ColumnData]]]:
     """Make random rows that an update's loss terms can read, and random model outputs.
 
-    A row has at most `most` tokens in each scored column. Floats are normally distributed. If `negative` is true, all
-    floats are negative, as log-probabilities are.
+    `size` is the number of rows, and the largest number of a row's tokens in each scored column. Floats are normally
+    distributed. If `negative` is true, all floats are negative, as log-probabilities are.
     """
+    rows, most = size
 
-    def numbers(size: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:
+    def numbers(shape: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:
         if DTYPES[element] not in (np.float32,):
-            return draw.integers(0, 2, size).astype(DTYPES[element])
-        normal = draw.standard_normal(size).astype(np.float32)
+            return draw.integers(0, 2, shape).astype(DTYPES[element])
+        normal = draw.standard_normal(shape).astype(np.float32)
         return -np.abs(normal) if below else normal
 
     lengths = {scored: draw.integers(1, most + 1, rows) for scored in sequences(graph, node).scored}
@@ -160,7 +160,7 @@ def _made_up(
         }
         for name, (shape, below) in kinds.items()
     }
-    return PreparedBatch([], {}, {}, columns, lengths, np.zeros(rows, bool)), outputs
+    return PreparedBatch(np.arange(rows), columns, lengths, np.zeros(rows, bool)), outputs
 
 
 def _loss_and_gradients(

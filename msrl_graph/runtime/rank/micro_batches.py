@@ -8,31 +8,14 @@ copies them to its device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from ...backends.engine_protocols import MicroBatch
 from ..data.columns import Array, ColumnData, offsets_from_lengths
-
-
-class MicroBatches(Sequence[TensorDict]):
-    """The micro-batches of a batch.
-
-    `rows` has the positions of the rows of each micro-batch. `make` is called each time a micro-batch is read, so that
-    only one micro-batch exists at a time.
-    """
-
-    def __init__(self, rows: list[Array], make: Callable[[Array], TensorDict]) -> None:
-        self.rows = rows
-        self.make = make
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> TensorDict:  # type: ignore[override]
-        return self.make(self.rows[index])
 
 
 def pack(
@@ -42,8 +25,7 @@ def pack(
     masks: Sequence[ColumnData | None] = (),
     after: bool = False,
     begins: Sequence[ColumnData | None] = (),
-    **extra: torch.Tensor | None,
-) -> TensorDict:
+) -> MicroBatch:
     """Pack the rows at positions `rows` into one micro-batch.
 
     A token is *requested* if the engine must compute its log-probability or value.
@@ -57,7 +39,6 @@ def pack(
     - `after`: if false, the result of a token comes from the position before the token, which predicts the token. If
       true, the result comes from the token's own position, so that the result of the last token depends on the whole
       sequence.
-    - `extra`: values for each requested token.
 
     If `rows` is empty, the result is one sequence of one token, and no token is requested. So a rank without work can
     still take part in collectives.
@@ -95,7 +76,7 @@ def pack(
     }
     tokens = dict(zip(("row", "position", "token"), map(np.concatenate, zip(*requested, strict=True)), strict=True))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in (sequences | tokens).items()}
-    return TensorDict(tensors | {name: tensor for name, tensor in extra.items() if tensor is not None}, batch_size=[])
+    return TensorDict(tensors, batch_size=[])
 
 
 def _sequences(column: ColumnData, rows: Array, begins: ColumnData | None) -> tuple[Array, Array, Array]:

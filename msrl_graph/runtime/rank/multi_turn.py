@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...backends.engine_protocols import Generator, collect_responses
+from ...backends.engine_protocols import GenerateRequest, Generator, collect_responses
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ..agents.template import ChatTemplate
@@ -55,7 +55,8 @@ class EnvironmentPartner:
         for turn in range(1, turns + 1) if len(active) else ():
             before = [np.concatenate([contexts[i], responses[i]]) for i in active]
             sampling = rollout.sampling.select(active)
-            drawn = collect_responses(generator.generate(before, keys[active], sampling, responses.lengths[active]))
+            request = GenerateRequest(before, keys[active], sampling, responses.lengths[active])
+            drawn = collect_responses(generator.generate(request))
             last_starts[active] = responses.lengths[active]
             responses.append_sampled(active, *drawn)
             answers[active] += 1

@@ -1,6 +1,7 @@
 """Rows from the dock, prepared as a model's input and as tensors for loss terms.
 
-Invariant: token ids and the values of columns are not changed.
+Invariant: token ids and the values of columns are not changed. A *scored column* is a column for whose tokens the model
+computes log-probabilities or values.
 """
 
 from __future__ import annotations
@@ -12,79 +13,176 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ...analysis.sequences import begins_columns, drawn_name, sequences, temperature_states
-from ...backends.engine_protocols import Outputs
+from ...backends.engine_protocols import MicroBatch, Outputs
 from ...ir import graph as ir
-from ...ir.graph import Graph, Node
+from ...ir.graph import Expr, Node
+from ...ir.plan import Plan
+from ...analysis.sequences import (
+    begins_columns,
+    drawn_name,
+    scores_texts,
+    sequences,
+    temperature,
+    temperature_name,
+    temperature_states,
+)
+from ...ir.workload import micro_batches
 from ..data import numerics
 from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
+from ..data.tokens import tokenise_columns
 from ..dock.messages import Batch
+from .micro_batches import pack
 
 
-@dataclass(frozen=True)
-class PreparedBatch:
-    """The rows of a batch as a model reads them.
+@dataclass(frozen=True, eq=False)
+class PreparedBatch(Sequence[MicroBatch]):
+    """The rows of a batch as a node's model reads them, in micro-batches.
 
-    - `contexts`: the token columns that come first in a sequence. `scored`: by name, the columns for whose tokens the
-      model computes log-probabilities or values. `columns`: by name, the other columns that the node reads.
+    It exists from when a rank has received a batch until the batch is computed. A micro-batch is made each time it is
+    read, so that only one exists at a time.
+
+    - `rows`: the numbers of the rows. `micro`: for each micro-batch, the positions of its rows in `rows`.
+    - `columns`: by name, the columns that the node reads, except token columns and masks.
+    - `lengths`: for each scored column, the number of tokens of each row.
+    - `wrong`: for each row, whether it is known to be wrong, for example if it has a token that the model does not
+      know.
+    - `contexts`: the token columns that come first in a sequence. `scored`: by name, the scored columns.
     - `masks`: for each scored column, its mask, if it has one. Tokens whose mask is false are context only: `lengths`
       does not count them, and columns with one value per token contain only the values of the remaining tokens.
-    - `lengths`: for each scored column, the number of tokens of each row.
-    - `has_unknown_tokens`: for each row, whether the row has a token that the model does not know.
     - `begins`: for each scored column whose rows consist of several conversations, true at the first token of each
       conversation.
+    - `temperatures`: for each scored column, the temperature at which its tokens were sampled.
+    - `given`: the columns of other token ids whose log-probabilities are computed.
+    - `after`: whether a model reads a whole sequence before it computes a token's result (`pack`).
     """
 
-    contexts: list[ColumnData]
-    scored: dict[str, ColumnData]
-    masks: dict[str, ColumnData]
+    rows: Array
     columns: dict[str, ColumnData]
     lengths: dict[str, Array]
-    has_unknown_tokens: Array
+    wrong: Array
+    micro: list[Array] = field(default_factory=list)
+    contexts: list[ColumnData] = field(default_factory=list)
+    scored: dict[str, ColumnData] = field(default_factory=dict)
+    masks: dict[str, ColumnData] = field(default_factory=dict)
     begins: Mapping[str, ColumnData] = field(default_factory=dict)
+    temperatures: Mapping[str, Expr] = field(default_factory=dict)
+    given: Sequence[ir.Column] = ()
+    after: bool = False
+
+    def __len__(self) -> int:
+        return len(self.micro)
+
+    def __getitem__(self, index: int) -> MicroBatch:  # type: ignore[override]
+        rows = self.micro[index]
+        masks = [self.masks.get(name) for name in self.scored]
+        begins = [self.begins.get(name) for name in self.scored]
+        packed = pack(self.contexts, [*self.scored.values()], rows, masks, self.after, begins)
+        if self.given:
+            packed["given"] = torch.cat([self._given_ids(column, rows) for column in self.given], 1)
+        if self._temperatures_differ:
+            temperatures = [
+                np.repeat(self.row_temperatures(name, rows), counts[rows]) for name, counts in self.lengths.items()
+            ]
+            packed["temperature"] = torch.from_numpy(np.concatenate(temperatures))[:, None]
+        return packed
 
     @property
-    def size(self) -> Array:
-        """The number of context tokens and scored tokens of each row, masked or not."""
-        total: Array = np.sum([column.lengths for column in (*self.contexts, *self.scored.values())], axis=0)
-        return total
+    def order(self) -> Array:
+        """The positions of the rows in the order of the micro-batches."""
+        return np.concatenate(self.micro)
+
+    @property
+    def _temperatures_differ(self) -> bool:
+        stated = {*self.temperatures.values()}
+        return len(stated) > 1 or any(expr.kind != "number" for expr in stated)
+
+    @property
+    def pass_temperature(self) -> float:
+        """The temperature of a forward pass; 1 if micro-batches have temperatures."""
+        stated = [*self.temperatures.values()]
+        return 1.0 if self._temperatures_differ or not stated else float(stated[0].literal())
+
+    def row_temperatures(self, scored: str, rows: Array) -> Array:
+        """Return the temperature at which each row of a scored column was sampled."""
+        stated = self.temperatures[scored]
+        if stated.kind == "number":
+            return np.full(len(rows), stated.literal(), np.float32)
+        return self.columns[temperature_name(stated)].values[rows].astype(np.float32)
+
+    def find_scored(self, column: ir.Column) -> str:
+        """Return the scored column to whose tokens the values of a column belong.
+
+        The result may be the column itself. It is "" if the column has one value per row.
+        """
+        return column.name if column.name in self.scored else column.dims[0].like if column.dims else ""
 
     def split(self, rows: Array, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Divide the output of a forward pass into one tensor for each scored column.
 
-        A scored column is a column for whose tokens the model computes outputs. `rows` are the positions of the rows of
-        the pass. `values` is the output of the pass. It has the values for all tokens of the first scored column, then
-        for the tokens of the next one.
+        `rows` are the positions of the rows of the pass. `values` is the output of the pass. It has the values for all
+        tokens of the first scored column, then for the tokens of the next one.
         """
-        return dict(
-            zip(
-                self.lengths,
-                torch.split(values, [int(counts[rows].sum()) for counts in self.lengths.values()]),
-                strict=True,
+        sizes = [int(counts[rows].sum()) for counts in self.lengths.values()]
+        return dict(zip(self.lengths, torch.split(values, sizes), strict=True))
+
+    def join_outputs(self, column: ir.Column, outputs: list[Outputs]) -> ColumnData:
+        """Join the outputs of forward passes into the data of a written or scored column.
+
+        The rows of the result are in the order of the micro-batches.
+        """
+        scored = self.find_scored(column)
+        width = column.dims[1].size if len(column.dims) > 1 else 0
+        parts = []
+        for rows, output in zip(self.micro, outputs, strict=True):
+            per_token = output.logp if output.values is None else output.values
+            values = per_token if not width else output.ids if column.element == "i32" else output.best
+            assert values is not None
+            parts.append(self.split(rows, values)[scored] if scored else values)
+        joined = torch.cat(parts).cpu().numpy()
+        if width:
+            joined = np.ascontiguousarray(
+                joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
             )
+        return ColumnData(joined, offsets_from_lengths(self.lengths[scored][self.order]) if scored else None)
+
+    def _given_ids(self, column: ir.Column, rows: Array) -> torch.Tensor:
+        """Return the k token ids that a column has for each scored token, as [tokens, k].
+
+        The ids belong to the tokens of one scored column; tokens of other scored columns get zeros.
+        """
+        width = math.prod(dim.size for dim in column.dims[1:])
+        ids = flatten_column(self.columns[column.name], rows).reshape(-1, width)
+        counts = {name: int(lengths[rows].sum()) for name, lengths in self.lengths.items()}
+        return torch.cat(
+            [ids if name == column.dims[0].like else ids.new_zeros(count, width) for name, count in counts.items()]
         )
 
 
-def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
-    """Prepare a batch for a node's model, whose vocabulary has `vocabulary` tokens.
+def prepare_batch(
+    plan: Plan, node: Node, batch: Batch, like: dict[str, str], given: Sequence[ir.Column] = ()
+) -> PreparedBatch:
+    """Prepare a batch for a node's model.
 
     `like` has an entry for each column that the program does not declare: the name of a column with the same lengths.
+    `given` are the columns of token ids whose log-probabilities loss terms read.
+
+    Rows of similar length are in the same micro-batch, to save padding. All data-parallel groups have the same number
+    of micro-batches, enough for the largest share; some micro-batches may be empty.
     """
+    graph = plan.graph
     roles = sequences(graph, node)
     declared = {column.name: column for column in graph.columns}
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows also has no columns.
     columns = {name: _empty(declared[name]) for name in node.reads if name in declared}
     states = (*node.states, *map(drawn_name, temperature_states(graph, node)))
-    columns |= {state: ColumnData(np.zeros(0)) for state in states} | batch.columns
+    columns |= {state: ColumnData(np.zeros(0)) for state in states} | tokenise_columns(plan, node, batch.columns)
     names = [*roles.context, *roles.scored]
-    tokens, strange = numerics.clip_tokens([columns.pop(name) for name in names], vocabulary)
+    tokens, unknown = numerics.clip_tokens([columns.pop(name) for name in names], plan.model(node.name).vocabulary)
     token_columns = dict(zip(names, tokens, strict=True))
     conversation_starts = {
         scored_name: columns.pop(name, None) for scored_name, name in begins_columns(graph, node).items()
     }
-    # A group without rows has no such columns.
-    begins = {scored_name: column for scored_name, column in conversation_starts.items() if column is not None}
     masks: dict[str, ColumnData] = {}
     for name in [
         column
@@ -94,11 +192,25 @@ def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like:
         mask = columns.pop(name)
         other = masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
-    columns = {name: apply_mask(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
-    lengths = {name: apply_mask(token_columns[name], masks.get(name)).lengths for name in roles.scored}
-    contexts = [token_columns[name] for name in roles.context]
-    scored = {name: token_columns[name] for name in roles.scored}
-    return PreparedBatch(contexts, scored, masks, columns, lengths, strange, begins)
+    share = batch.share
+    placement = plan.placement(node.name)
+    size = int(placement.engine.options.get("micro_batch") or 0) or max(share.largest_share_rows, 1)
+    count = micro_batches(share.largest_share_rows, size, placement.layout)
+    token_counts = np.sum([column.lengths for column in tokens], axis=0)  # masked or not
+    return PreparedBatch(
+        rows=batch.rows,
+        columns={name: apply_mask(column, masks.get(like.get(name, ""))) for name, column in columns.items()},
+        lengths={name: apply_mask(token_columns[name], masks.get(name)).lengths for name in roles.scored},
+        wrong=unknown,
+        micro=np.array_split(np.argsort(token_counts, kind="stable"), count),
+        contexts=[token_columns[name] for name in roles.context],
+        scored={name: token_columns[name] for name in roles.scored},
+        masks=masks,
+        begins={name: column for name, column in conversation_starts.items() if column is not None},
+        temperatures={name: temperature(graph, name) for name in roles.scored},
+        given=given,
+        after=scores_texts(graph, node),
+    )
 
 
 def _empty(column: ir.Column) -> ColumnData:
@@ -155,45 +267,3 @@ def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
         _, parent = np.unique(parent * base + tokens[live, column], return_inverse=True)
         beginnings += int(parent.max(initial=-1)) + 1
     return beginnings, ended
-
-
-def scored_column(column: ir.Column, seen: PreparedBatch) -> str:
-    """Return the scored column to whose tokens the values of a column belong.
-
-    A scored column is a column for whose tokens the model computes log-probabilities or values. The result may be the
-    column itself. It is "" if the column has one value per row.
-    """
-    return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
-
-
-def join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
-    """Join the outputs of forward passes into the data of a written or scored column.
-
-    The rows of the result are in the order of the micro-batches.
-    """
-    scored = scored_column(column, seen)
-    width = column.dims[1].size if len(column.dims) > 1 else 0
-    parts = []
-    for rows, output in zip(micro, outputs, strict=True):
-        per_token = output.logp if output.values is None else output.values
-        values = per_token if not width else output.ids if column.element == "i32" else output.best
-        assert values is not None
-        parts.append(seen.split(rows, values)[scored] if scored else values)
-    joined = torch.cat(parts).cpu().numpy()
-    if width:
-        joined = np.ascontiguousarray(
-            joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
-        )
-    return ColumnData(joined, offsets_from_lengths(seen.lengths[scored][np.concatenate(micro)]) if scored else None)
-
-
-def select_ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
-    """Return the k token ids that a column has for each scored token, as [tokens, k].
-
-    The ids belong to the tokens of one scored column; tokens of other scored columns get zeros.
-    """
-    ids = flatten_column(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
-    counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}
-    return torch.cat(
-        [ids if name == column.dims[0].like else ids.new_zeros(count, ids.shape[1]) for name, count in counts.items()]
-    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...backends.engine_protocols import Generator, Response
+from ...backends.engine_protocols import GenerateRequest, Generator, Response
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ..data.columns import Array
@@ -179,6 +179,6 @@ class PartialRollout:
         begun = np.array([len(response.tokens) for response in grown])
         # A stop string may begin before a cut and end after it.
         sampling = replace(self.sampling.select(np.array([place * fan + i for place, i in live])), joined=begun)
-        for part in generator.generate(prompts, keys, sampling, begun, self.stretch):
+        for part in generator.generate(GenerateRequest(prompts, keys, sampling, begun, self.stretch)):
             grown[part.place].append(part, self.version)
             yield

@@ -27,7 +27,15 @@ from torch import distributed as dist
 
 from ... import noise
 from ...backends import ENGINES, hf_modules
-from ...backends.engine_protocols import ForwardRequest, Generator, Sampling, Shard, Trainer, collect_responses
+from ...backends.engine_protocols import (
+    ForwardRequest,
+    GenerateRequest,
+    Generator,
+    Sampling,
+    Shard,
+    Trainer,
+    collect_responses,
+)
 from ...backends.spec import EngineSpec
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
@@ -41,7 +49,7 @@ from ..process.task_report import WeightsNotDelivered
 from ..weights.delivery_check import Delivery, boxes_by_name, describe_mismatch
 from ..weights.digest import WIDTH, Digest
 from .context import RankContext
-from .micro_batches import MicroBatches, pack
+from .micro_batches import pack
 
 SHARE = 0.01  # the fraction of the run's time up to which deliveries are probed more often than PROBE_EVERY requires
 PROBE_EVERY = 100  # of so many deliveries in a row, at least one is probed, even if the proof then takes more time
@@ -167,7 +175,7 @@ class WeightProof:
         nothing = ragged([np.zeros(1, np.int32)] * PROMPTS, np.int32)  # a placeholder for the predicted token
         rows = np.array_split(np.arange(PROMPTS), micro_batches(PROMPTS, PROMPTS, self.source.layout))
         outputs = trainer.score(
-            MicroBatches(rows, lambda positions: pack([prompts], [nothing], positions)),
+            [pack([prompts], [nothing], positions) for positions in rows],
             ForwardRequest(best=self.best, node=self.plan.graph.node(self.edge.src)),
         )
         if not reports or any(output.best is None or output.ids is None for output in outputs):
@@ -244,7 +252,9 @@ class WeightProof:
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
             tokens, drawn = collect_responses(
-                self.generator.generate(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), _greedy_sampling())
+                self.generator.generate(
+                    GenerateRequest(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), _greedy_sampling())
+                )
             )
             layout = self.plan.placement(self.edge.dst).layout
             errors = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from light_engines import EXAMPLE, model, sampling
 from sample import examples
 
-from msrl_graph.backends.engine_protocols import collect_responses
+from msrl_graph.backends.engine_protocols import GenerateRequest, collect_responses
 from msrl_graph.backends.generation.continuous import SequenceBatch
 
 
@@ -29,9 +29,9 @@ def test_any_number_at_once_draws_the_same(generator, prompts, samples, micro_ba
     prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
     said = sampling(samples=samples, max_tokens=12, temperature=heat)
     generator.micro_batch = 0
-    tokens, logps = collect_responses(generator.generate(prompts, rows, said))
+    tokens, logps = collect_responses(generator.generate(GenerateRequest(prompts, rows, said)))
     generator.micro_batch = micro_batch
-    some, theirs = collect_responses(generator.generate(prompts, rows, said))
+    some, theirs = collect_responses(generator.generate(GenerateRequest(prompts, rows, said)))
     assert [t.tolist() for t in some] == [t.tolist() for t in tokens]
     assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
 
@@ -55,7 +55,8 @@ def watched(generator, lengths, slots):
     """A batch of rows that end after so many tokens each."""
     prompts = [np.array([5 + i % 9], np.int32) for i in range(len(lengths))]
     said = sampling(max_tokens=50, temperature=9.0, ends=())
-    batch = Watched(generator, prompts, np.arange(len(lengths)), np.array([50 - n for n in lengths]), said, slots, None)
+    begun = np.array([50 - n for n in lengths])
+    batch = Watched(generator, GenerateRequest(prompts, np.arange(len(lengths)), said, begun), slots, None)
     while batch.unfinished:
         batch.step()
     return batch
@@ -84,10 +85,12 @@ def test_of_many_places_a_quarter_is_free_before_the_cache_is_copied(generator):
 def test_what_is_not_asked_for_any_more_is_not_drawn(generator):
     said = sampling(max_tokens=40, temperature=9.0, ends=(1,))
     generator.micro_batch = 0
-    responses = generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said)
+    responses = generator.generate(GenerateRequest([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
     first = next(responses)
     responses.close()
-    whole, _ = collect_responses(generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
+    whole, _ = collect_responses(
+        generator.generate(GenerateRequest([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
+    )
     assert first.tokens.tolist() == min(whole, key=len).tolist()
 
 
@@ -105,13 +108,13 @@ def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micr
     prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
     said = sampling(samples=samples, max_tokens=12)
     generator.micro_batch = 0
-    whole, logps = collect_responses(generator.generate(prompts, rows, said))
+    whole, logps = collect_responses(generator.generate(GenerateRequest(prompts, rows, said)))
     generator.micro_batch = micro_batch
     parts = [[] for _ in rows]
     theirs = [[] for _ in rows]
     live = set(range(len(rows)))
     count = 0
-    drawn = generator.generate(prompts, rows, said, stretch=stretch)
+    drawn = generator.generate(GenerateRequest(prompts, rows, said, stretch=stretch))
     while live and not (cut and count == 1):
         count += 1
         told = [next(drawn) for _ in range(len(live))]
@@ -125,7 +128,7 @@ def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micr
     if live:
         left = sorted(live)
         before = [np.concatenate([prompts[i // samples], np.array(parts[i], np.int32)]) for i in left]
-        for r in generator.generate(before, rows[left], said, np.array([len(parts[i]) for i in left])):
+        for r in generator.generate(GenerateRequest(before, rows[left], said, np.array([len(parts[i]) for i in left]))):
             parts[left[r.place]] += r.tokens.tolist()
             theirs[left[r.place]] += r.logps.tolist()
     assert parts == [t.tolist() for t in whole]
@@ -145,10 +148,10 @@ def test_what_goes_on_is_not_beside_what_begins(generator, monkeypatch):
     begun = np.array([30, 0, 31, 0, 0])
     prompts = [np.arange(i, 3 + i + b, dtype=np.int32) % 12 + 3 for i, b in enumerate(begun)]
     generator.micro_batch = 0
-    whole, _ = collect_responses(generator.generate(prompts, np.arange(5), said, begun))
+    whole, _ = collect_responses(generator.generate(GenerateRequest(prompts, np.arange(5), said, begun)))
     monkeypatch.setattr(type(generator), "logits", seen)
     parts = [[] for _ in begun]
-    for r in generator.generate(prompts, np.arange(5), said, begun, stretch=4):
+    for r in generator.generate(GenerateRequest(prompts, np.arange(5), said, begun, stretch=4)):
         parts[r.place] += r.tokens.tolist()
     assert parts == [w.tolist() for w in whole]
     assert {(2, 34), (3, 3)} <= {*widths}

@@ -14,7 +14,7 @@ from sample import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.engine_protocols import collect_responses
+from msrl_graph.backends.engine_protocols import GenerateRequest, collect_responses
 from msrl_graph.backends.generation.stops import Stops
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -100,9 +100,11 @@ def test_a_response_ends_with_its_stop_string(generator):
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
     rows = np.arange(60)
     whole = sampling(samples=20, max_tokens=8, temperature=2.0)
-    tokens, logps = collect_responses(generator.generate(PROMPTS, rows, whole))
+    tokens, logps = collect_responses(generator.generate(GenerateRequest(PROMPTS, rows, whole)))
     stopped = collect_responses(
-        generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "=")))
+        generator.generate(
+            GenerateRequest(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "=")))
+        )
     )
     ends = [naive(tokenizer, row.tolist(), ("3", "11", "=")) for row in tokens]
     assert 5 < sum(e is not None for e in ends) < 55
@@ -114,14 +116,16 @@ def test_a_response_ends_with_its_stop_string(generator):
 def test_a_response_goes_on_as_if_it_had_not_been_left(generator):
     """In two calls, rows of different lengths in the second: noise and room are those of the whole response."""
     rows = np.arange(60)
-    tokens, logps = collect_responses(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8)))
+    tokens, logps = collect_responses(
+        generator.generate(GenerateRequest(PROMPTS, rows, sampling(samples=20, max_tokens=8)))
+    )
     some = np.flatnonzero([len(t) > 3 for t in tokens])
     begun = 1 + some % 3
     context = [np.concatenate([PROMPTS[i // 20], tokens[i][:n]]) for i, n in zip(some, begun, strict=True)]
     for micro_batch in (0, 1):
         generator.micro_batch = micro_batch
         again, its = collect_responses(
-            generator.generate(context, rows[some], sampling(samples=20, max_tokens=8), begun)
+            generator.generate(GenerateRequest(context, rows[some], sampling(samples=20, max_tokens=8), begun))
         )
         generator.micro_batch = 0
         for i, n, row, logp in zip(some, begun, again, its, strict=True):
@@ -145,9 +149,11 @@ def test_a_response_in_stretches_and_across_a_cut_ends_where_it_ends_at_once(
     on both sides."""
     rows = np.arange(60)
     said = sampling(samples=20, max_tokens=8, temperature=3.0, stop=strings)
-    whole, logps = collect_responses(generator.generate(PROMPTS, rows, said))
+    whole, logps = collect_responses(generator.generate(GenerateRequest(PROMPTS, rows, said)))
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
-    free, _ = collect_responses(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=3.0)))
+    free, _ = collect_responses(
+        generator.generate(GenerateRequest(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=3.0)))
+    )
     assert [len(t) for t in whole] == [naive(tokenizer, t.tolist(), strings) or len(t) for t in free]
     generator.micro_batch = micro_batch
     parts = [[] for _ in rows]
@@ -162,12 +168,16 @@ def test_a_response_in_stretches_and_across_a_cut_ends_where_it_ends_at_once(
                 live.difference_update([places[r.place]] if r.ended else [])
             until -= 1
 
-    draw(generator.generate(PROMPTS, rows, said, stretch=stretch), [*rows], cut)
+    draw(generator.generate(GenerateRequest(PROMPTS, rows, said, stretch=stretch)), [*rows], cut)
     if live:
         left = sorted(live)
         before = [np.concatenate([PROMPTS[i // 20], np.array(parts[i], np.int32)]) for i in left]
         begun = np.array([len(parts[i]) for i in left])
-        draw(generator.generate(before, rows[left], replace(said, joined=begun), begun, stretch), left, 9)
+        draw(
+            generator.generate(GenerateRequest(before, rows[left], replace(said, joined=begun), begun, stretch)),
+            left,
+            9,
+        )
     generator.micro_batch = 0
     assert parts == [t.tolist() for t in whole]
     assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
@@ -179,7 +189,11 @@ def test_what_is_not_joined_is_of_another_answer(generator):
     text = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json")).decode([5, 6])
     said = sampling(max_tokens=8, stop=(text,), ends=())
     lengths = [
-        len(next(generator.generate(before, np.arange(1), replace(said, joined=joined), np.array([2]))).tokens)
+        len(
+            next(
+                generator.generate(GenerateRequest(before, np.arange(1), replace(said, joined=joined), np.array([2])))
+            ).tokens
+        )
         for joined in (0, 2)
     ]
     assert lengths[0] > lengths[1] == 1

@@ -24,7 +24,7 @@ from sample import examples
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import kernels
 from msrl_graph.backends.devices import TorchDevice
-from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.backends.kernels import ascend, reference, torch_native
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
@@ -188,7 +188,7 @@ def computed(model, kind, layout=engines.ALONE, rank=0, mesh=None, per_host=0):
         logp = engine.score([packed], ForwardRequest(1.0))[0].logp
     weight = torch.linspace(-1, 1, len(logp))
     engines.train(engine, packed, lambda made: (made.logp * weight).sum(), ForwardRequest(0.7))
-    return logp, engine.step(1e-3, 1.0)
+    return logp, engine.step(StepRequest(1e-3, 1.0))
 
 
 # By model: layers, and in each RMSNorms, gates and turned tensors; grouped products are three forward and six backward

@@ -17,7 +17,7 @@ from transformers import get_scheduler
 
 from msrl_graph.algorithms.optimizers import adamw, muon, sgd
 from msrl_graph.backends.devices import Devices, TorchDevice
-from msrl_graph.backends.engine_protocols import Shard
+from msrl_graph.backends.engine_protocols import Shard, StepRequest
 from msrl_graph.backends.optimizer.steps import Steps
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report
@@ -210,7 +210,8 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
         shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
         made.append(Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, offload))
     for gradient in torch.randn(3, 3, 6, 4):
-        one, other = (each.step([gradient.clone(), torch.ones(4)], 0.1, 1.0, True, optimizer) for each in made)
+        request = StepRequest(0.1, 1.0, True, optimizer)
+        one, other = (each.step([gradient.clone(), torch.ones(4)], request) for each in made)
         assert one == other
     assert torch.equal(inside, own) and torch.equal(both[:, 6:], rest)
     assert not any(torch.equal(*pair) for pair in zip(own, start, strict=True))
@@ -236,7 +237,7 @@ def test_a_weight_that_was_frozen_starts_with_empty_states_and_the_others_keep_t
     before = make((full[0], replace(full[1], frozen=True), full[2]))
     kept = weights[1].clone()
     for _ in range(2):
-        before.step([torch.randn(4, 3), torch.randn(2, 3)], 0.1, 1.0, True, optimizer)
+        before.step([torch.randn(4, 3), torch.randn(2, 3)], StepRequest(0.1, 1.0, True, optimizer))
     assert torch.equal(weights[1], kept)
     states = {kind: {s.name: s.tensor.clone() for s in of} for kind, of in before.moments().items()}
     assert {name for of in states.values() for name in of} == {"first", "third"}

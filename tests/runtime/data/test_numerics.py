@@ -19,7 +19,7 @@ from stage import EXAMPLE, Stage, one_rank, same, share
 
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.runtime.data import numerics
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.data.dataset import PREVIEW_ROWS
@@ -332,7 +332,7 @@ def skip_on_all(rank, folder, cases):
             def step(factor=1.0, sound=True, rows=rows, engine=engine):
                 packed = pack([prompts], [responses], rows)
                 engines.train(engine, packed, lambda made: made.logp.sum() * factor / 12, ForwardRequest(1.0))
-                return engine.step(1e-3, 1.0, sound)
+                return engine.step(StepRequest(1e-3, 1.0, sound))
 
             def whole(engine=engine):
                 state = [v.clone() for s in engine._optimizer.parts[0].state.values() for v in s.values()]

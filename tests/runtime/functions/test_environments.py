@@ -11,7 +11,7 @@ import torch
 from environment_stages import ANSWERS, BOUND, GROUP, TURNS, drawn, lists, program, tool
 from stage import PROMPTS, Stage, one_rank, same
 
-from msrl_graph.backends.engine_protocols import Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import GenerateRequest, Sampling, collect_responses
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.data.row_files import check
@@ -41,7 +41,9 @@ def naive(stage, path, bound=BOUND):
             sampling = Sampling(1, bound, 1.0, 1.0, 0, tokens.ends)
             begun = np.array([len(ids)])
             (new,), (logp,) = collect_responses(
-                stage.generator.generate([np.array([*prompt, *ids])], keys[row : row + 1], sampling, begun)
+                stage.generator.generate(
+                    GenerateRequest([np.array([*prompt, *ids])], keys[row : row + 1], sampling, begun)
+                )
             )
             ids, mask, logps = [*ids, *new.tolist()], mask + [True] * len(new), [*logps, *logp.tolist()]
             said, *values, over = instance.step(tokens.decode([new])[0])

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import devices, peaks
-from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -159,14 +159,16 @@ def test_what_entropies_and_given_ids_take(tmp_path):
         gc.collect()  # other tests' engines are cycles
         with memory.Peak() as peak:
             before = memory.live_bytes()["device"]
-            micro = pack([prompt], [response], np.arange(40), given=ids if given else None)
+            micro = pack([prompt], [response], np.arange(40))
+            if given:
+                micro["given"] = ids
             asked = ForwardRequest(entropy=entropy)
             engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
         wanted = peaks.trainer("update", replace(work, entropy=entropy, scores_other_ids=given))[
             "backward in the head"
         ]["logits"]
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
-        engine.step(0.0, 1.0)
+        engine.step(StepRequest(0.0, 1.0))
 
 
 class Checked(memory.Peak):
@@ -276,7 +278,7 @@ def _trained_and_checked(rank, folder, model, layout):
     for _ in range(2):
         with Checked() as peak:
             engine.train([micro], lambda made, _: made.logp.sum(), ForwardRequest())
-            engine.step(1e-3, 1.0)
+            engine.step(StepRequest(1e-3, 1.0))
         assert peak.looks > 500
 
 

@@ -165,7 +165,7 @@ def test_a_mark_makes_it_one_of_the_whole(tmp_path, judge):
 
 def test_made_up_rows_have_their_columns_shapes(judge):
     graph, node = update("distil", judge)
-    seen, made = loss_split_check._made_up(graph, node, np.random.default_rng(0), 4, 3, False)
+    seen, made = loss_split_check._made_up(graph, node, np.random.default_rng(0), (4, 3), False)
     tokens = int(seen.lengths["response"].sum())
     assert seen.columns["top_logp"].values.shape == made["given"]["response"].values.shape == (tokens, 3)
     assert made["logp"]["response"].values.shape == (tokens,)

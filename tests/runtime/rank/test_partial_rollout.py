@@ -58,10 +58,11 @@ class Engine:
         self.lengths = lengths
         self.keys = keys
 
-    def generate(self, prompts, keys, said, begun, stretch=0):
-        if stretch:
-            yield from generate_in_segments(self.generate, prompts, keys, said, begun, stretch)
+    def generate(self, request):
+        if request.stretch:
+            yield from generate_in_segments(self.generate, request)
             return
+        prompts, keys, said, begun = request.prompts, request.keys, request.sampling, request.begun
         assert np.array_equal(said.joined, begun)  # so that stop strings are looked for across a cut
         numbers = keys.astype(np.int64) & 0xFFFFFFFF
         for i, (prompt, row, before, most) in enumerate(zip(prompts, numbers, begun, said.max_tokens, strict=True)):

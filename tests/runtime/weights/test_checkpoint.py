@@ -20,7 +20,7 @@ from sample import examples
 from saved_checkpoints import save
 
 from msrl_graph import compile
-from msrl_graph.backends.engine_protocols import ForwardRequest, Shard
+from msrl_graph.backends.engine_protocols import ForwardRequest, Shard, StepRequest
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.driver.resume import find_resume_point, program
@@ -431,7 +431,7 @@ def step(engine, layout, rank):
     first, rest = (ragged([np.array(row[part]) for row in mine], np.int32) for part in (slice(1), slice(1, None)))
     packed = pack([first], [rest], np.arange(len(mine)))
     engine.train([packed], lambda made, _: -made.logp.sum() / 10, ForwardRequest())
-    return engine.step(1e-3, 1.0)
+    return engine.step(StepRequest(1e-3, 1.0))
 
 
 def _train_and_save(rank, folder, layout, dtype, target):

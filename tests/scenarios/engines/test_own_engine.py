@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from msrl_graph import compile
 from msrl_graph.backends import fsdp, hf
+from msrl_graph.backends.engine_protocols import Sampling, StepRequest, fill_fields
 from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
 from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
@@ -41,6 +42,14 @@ def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
     assert told.message.startswith("`top_k` of `actor.generate` with the engine `likeliest` cannot be run yet")
     assert any("`top_k` with the engine `likeliest`" in note.text for note in plan.notes)
     assert find_unsupported(one_rank(GENERATES)) == []
+
+
+def test_what_a_node_says_is_in_the_request_by_its_name_alone():
+    plan = one_rank(("temperature = 1.0 }", 'temperature = 1.0, top_k = 3, top_p = 0.5, stop = ["="] }'))
+    generation, update = (plan.graph.node(name) for name in ("actor.generate", "actor.update"))
+    said = fill_fields(Sampling, GenerateAttributes.of(generation), max_tokens=7, temperature=0.5)
+    assert said == Sampling(2, 7, 0.5, 0.5, 3, stop=("=",)), "and what is given replaces what it says"
+    assert fill_fields(StepRequest, UpdateAttributes.of(update), lr=0.1, optimizer=None) == StepRequest(0.1, 1.0)
 
 
 def test_one_that_no_program_names_is_in_no_plan():

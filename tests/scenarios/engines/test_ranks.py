@@ -22,7 +22,13 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.engine_protocols import ForwardRequest, Sampling, collect_responses
+from msrl_graph.backends.engine_protocols import (
+    ForwardRequest,
+    GenerateRequest,
+    Sampling,
+    StepRequest,
+    collect_responses,
+)
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process.start_variables import WAITS
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -64,7 +70,7 @@ def train(rank, folder, weights, out, cases, by="adamw"):
             own = weight[np.concatenate(spans or [np.zeros(0, int)])]
             packed = pack([prompts], [responses], mine)
             engines.train(engine, packed, weighted(own, len(weight)), ForwardRequest(0.7))
-            norms.append(engine.step(RULES[by][2], 0.5))
+            norms.append(engine.step(StepRequest(RULES[by][2], 0.5)))
         logp = engine.score([pack([prompts], [responses], rows)], ForwardRequest(1.0))[0].logp
         held = {s.name: s.tensor for s in engine.shards()} if dist.get_world_size() == 1 else {}
         if rank == 0:
@@ -164,7 +170,7 @@ def generate(rank, folder, weights, out, cases):
         dp = layout.coordinates(rank).dp
         mine = np.array_split(np.arange(12), layout.dp)[dp]
         rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
-        found, _ = collect_responses(engine.generate([prompts[j] for j in mine], rows, sampling))
+        found, _ = collect_responses(engine.generate(GenerateRequest([prompts[j] for j in mine], rows, sampling)))
         engine.release()
         torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
 
@@ -240,7 +246,7 @@ def swap_engine(rank, folder):
             own = weight[index]
             packed = pack([prompts], [responses], mine)
             engines.train(engine, packed, weighted(own, len(weight)), ForwardRequest(1.0))
-            engine.step(1e-3, 1.0)
+            engine.step(StepRequest(1e-3, 1.0))
         found.append([s.tensor.clone() for s in engine.shards()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -253,8 +259,8 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
 @pytest.mark.slow
 def test_threads_of_a_rank_soon_leave_the_core_while_they_wait(tmp_path):
     # OpenMP says itself what it goes by, as torch loads it; outside an actor of Ray's no rank is made, nor Ray started.
-    rank = "RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', ())"
-    make = f"from msrl_graph.runtime.rank.host import RankHost\n{rank}"
+    rank = "RankHost.__ray_metadata__.modified_class('', RankSetup(0, 1, '', 'logs', ()))"
+    make = f"from msrl_graph.runtime.rank.host import RankHost, RankSetup\n{rank}"
     variables = {k: v for k, v in os.environ.items() if k not in WAITS}
     variables |= {"OMP_DISPLAY_ENV": "verbose", "RAY_ENABLE_AUTO_CONNECT": "0"}
     policy = "OMP_WAIT_POLICY"
