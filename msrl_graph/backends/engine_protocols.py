@@ -64,7 +64,8 @@ class Shard:
     tensor: Tensor
 
 
-# The input of a trainer: sequences of tokens, as tensors by name, in host memory.
+# The input of one forward pass of a trainer: sequences of tokens, as tensors by name, in host memory. It exists while
+# the engine computes it.
 # - `ids`: all tokens, concatenated. `offsets`: where each sequence begins, and the end.
 # - For each requested token, sequence by sequence: its sequence (`row`), a `position`, and the `token`. For a policy,
 #   `position` is the position before the token, whose state predicts the token. For a reward model, it is the token's
@@ -194,6 +195,8 @@ class StepRequest:
 
 class Response(NamedTuple):
     """A response, or a part of a response.
+
+    It exists from when an engine has drawn it until its columns are written.
 
     - `place`: the index of the response among all responses of the call of `generate`.
     - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k and top_p.

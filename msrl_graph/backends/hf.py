@@ -85,7 +85,7 @@ class HfEngine:
         import torch
 
         number = len(request.keys)
-        stops = load_stops(self.model.path, request.sampling.stop) if request.sampling.stop else None
+        stops = load_stops(self.model.path, request.sampling.stop)
         slots = self.micro_batch * request.sampling.samples or number
         stretch = request.stretch
         if stretch and slots < number:  # a row that has drawn its stretch leaves its place to the next

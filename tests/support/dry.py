@@ -390,7 +390,7 @@ class DryGenerator(GeneratorRole):
             columns = {c: ColumnRows(some, cells(self.dry.plan.graph, c, some)) for c in names}
             yield (failed if i == 0 else {}) | columns
 
-    def _policy_columns(self, rollout: Rollout, rows: Array, *_: Any) -> dict[str, ColumnRows]:
+    def _columns(self, rollout: Rollout, rows: Array, *_: Any, **__: Any) -> dict[str, ColumnRows]:
         """What a partial rollout has taken."""
         node = rollout.node
         if self.context.is_group_leader(node):

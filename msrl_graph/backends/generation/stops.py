@@ -30,13 +30,13 @@ def join_response(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32
 
 
 @lru_cache(maxsize=64)
-def load_stops(folder: str, strings: tuple[str, ...]) -> Stops:
-    """Return a search for `strings` in the text of tokens.
+def load_stops(folder: str, strings: tuple[str, ...]) -> Stops | None:
+    """Return a search for `strings` in the text of tokens; None without strings.
 
     The tokenizer in `folder` decodes the tokens. The search is cached, so that repeated calls do not read the tokenizer
     again.
     """
-    return Stops(folder, strings)
+    return Stops(folder, strings) if strings else None
 
 
 class Stops:

@@ -106,11 +106,9 @@ class VllmEngine:
         import numpy as np
 
         if request.stretch:  # the cache still has the whole blocks of running responses
-            stop = request.sampling.stop
-            stops = load_stops(self.model.path, stop) if stop else None
+            stops = load_stops(self.model.path, request.sampling.stop)
             yield from generate_in_segments(self.generate, request, stops)
             return
-
         self._memory.cache()
         drawn = self.generation.call = SampledBatch(request)
         self._prompts = request.response_prompts
@@ -206,12 +204,12 @@ class VllmEngine:
         drawn.lengths[rows] += 1
         tokens = drawn.tokens[rows, drawn.lengths[rows] - 1].astype(np.int64)
         continuing = drawn.find_continuing(rows, tokens, drawn.lengths[rows])
-        if strings := drawn.sampling.stop:
+        if stops := load_stops(self.model.path, drawn.sampling.stop):
             texts = [
                 join_response(self._prompts[i], drawn.joined[i], drawn.tokens[i, : drawn.lengths[i]])
                 for i in rows[continuing]
             ]
-            continuing[continuing] = ~load_stops(self.model.path, strings)(texts)
+            continuing[continuing] = ~stops(texts)
         ended_rows: NDArray[np.int64] = rows[~continuing]
         rows = rows[continuing]
         request_index = request_index[continuing]

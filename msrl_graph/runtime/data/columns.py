@@ -74,6 +74,7 @@ class ColumnData:
 class ColumnRows(msgspec.Struct, frozen=True, tag=True, eq=False):
     """Rows of a column with their numbers, as processes exchange them.
 
+    A node's output exists in this form until the end of the iteration.
     `rows` are the row numbers, and `column` has the values of these rows in the same order. In
     `ColumnRows(np.array([3, 5]), texts(["a", "bc"]))`, row 3 is "a" and row 5 is "bc".
     """

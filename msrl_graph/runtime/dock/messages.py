@@ -159,7 +159,7 @@ class Share:
 class Batch:
     """The rows of a share: their numbers, and their values by column.
 
-    A column has one entry for each row of the share.
+    A rank or a function host has a batch while it computes the share. A column has one entry for each row of the share.
     """
 
     share: Share

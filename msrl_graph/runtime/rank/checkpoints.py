@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...backends.engine_protocols import Shard, Trainer
+from ...backends.engine_protocols import Trainer
 from ...sharding.layout import owns, slices
 from ...sharding.tensors import Box
 from ..weights import checkpoint, hf_export
@@ -49,7 +49,10 @@ class RankCheckpoints:
             saved = self.context.plan.model(node.name).saved
             owned = {tensor.name for tensor in saved if owns(tensor, side, self.context.local)}
             with engines.shards_on_device(node.worker) as shards:
-                kinds = {"weights": shards, **self._extra_shards(node.worker, engines.trainers[node.worker])}
+                # A follower has a moving average of weights, and a trained worker has the optimizer's moments.
+                follower = engines.followers.get(node.worker)
+                extra = follower.extra_shards() if follower else engines.trainers[node.worker].moments()
+                kinds = {"weights": shards, **extra}
                 pieces = [
                     (f"{node.worker}/{kind}", shard)
                     for kind, kind_shards in kinds.items()
@@ -64,16 +67,19 @@ class RankCheckpoints:
                     failed = str(error)  # not raised: the other ranks already wait in the next collective
         return files, engines.steps, failed
 
+    def _trainers(self) -> list[tuple[str, Trainer]]:
+        """Return this rank's trainers whose weights change, with their workers."""
+        trainers = self.engines.trainers
+        return [(node.worker, trainers[node.worker]) for node in self.engines.weight_nodes() if node.worker in trainers]
+
     def wants(self, manifest: Manifest) -> set[str]:
         """Return the files of a checkpoint that contain values of this rank's shards."""
         source = checkpoint.CheckpointSource(Path(), manifest)
         files = set[str]()
-        for node in self.engines.weight_nodes():
-            shards = self.engines.trainers[node.worker].shards() if node.worker in self.engines.trainers else []
-            for kind in source.kinds(node.worker):
-                files |= {
-                    file for shard in shards for file in source.files(f"{node.worker}/{kind}/{shard.name}", shard.box)
-                }
+        for worker, trainer in self._trainers():
+            for kind in source.kinds(worker):
+                for shard in trainer.shards():
+                    files.update(source.files(f"{worker}/{kind}/{shard.name}", shard.box))
         return files
 
     def resume(self, folder: str, manifest: Manifest) -> None:
@@ -83,11 +89,7 @@ class RankCheckpoints:
         here = {placement.node for placement in self.context.placements}
         steps = {name: count for name, count in manifest.steps.items() if name in here}
         self.engines.steps = steps
-        for node in self.engines.weight_nodes():
-            if node.worker not in self.engines.trainers:
-                continue
-            trainer = self.engines.trainers[node.worker]
-            name = node.worker
+        for name, trainer in self._trainers():
             if name in self.engines.followers:
                 self._resume_follower(source, name)
                 continue
@@ -124,13 +126,6 @@ class RankCheckpoints:
             for shard in follower.averages:
                 kind = AVERAGE if AVERAGE in kinds else "weights"
                 shard.tensor.copy_(source.read(f"{name}/{kind}/{shard.name}", shard.box, shard.tensor.dtype))
-
-    def _extra_shards(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
-        """Return the shards that a checkpoint has for a worker in addition to the weights.
-
-        A follower has a moving average of weights, and a trained worker has the optimizer's moments.
-        """
-        return self.engines.followers[worker].extra_shards() if worker in self.engines.followers else trainer.moments()
 
     def save(self, worker: str, folder: str) -> None:
         """Write the worker's weights as a Hugging Face folder; a collective of all ranks.

@@ -25,6 +25,7 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ..process import log
 from ..process.task_report import RankFailed, RunError
+from .context import RankContext
 
 BUILT = "while it was built"
 MOST = 400  # characters of an engine's error that the message shows
@@ -39,7 +40,7 @@ COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 
 @contextmanager
 def report_engine_errors(
-    plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] | np.ndarray = ()
+    context: RankContext, node: Node, doing: str, rows: Sequence[int] | np.ndarray = ()
 ) -> Iterator[None]:
     """Convert an exception of an engine into an error with a message for the user.
 
@@ -56,8 +57,9 @@ def report_engine_errors(
         if isinstance(error, ray.exceptions.RayError):
             raise
         rows_text = f" on {_describe_rows(rows)}" if len(rows) else ""
+        plan = context.plan
         engine = plan.placement(node.name).engine.name
-        prefix = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} {doing}{rows_text}"
+        prefix = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {context.rank} {doing}{rows_text}"
         log.log_details(prefix, *traceback.format_exception(error))
         lines = [f"{prefix}: {_summarize(error)}"]
         if no_memory := _is_out_of_memory(error):
@@ -144,6 +146,3 @@ def _in_collective(error: BaseException) -> bool:
     ):
         return True
     return error.__cause__ is not None and _in_collective(error.__cause__)
-
-
-__all__ = ["BUILT", "report_engine_errors"]

@@ -63,16 +63,11 @@ class Engines:
             if worker.follows and worker.name in self.trainers:
                 trainers = self.trainers[worker.name], self.trainers[worker.follows]
                 self.followers[worker.name] = Follower(worker, *trainers, self.offloads.get(worker.name))
-                self.followers[worker.name].build()
         for edge in plan.reshards:
             self._build_reshard(edge)
         if not generators_first:  # after all groups are made, with as much free memory as during generation
-            swaps = [
-                self.swaps[swapped_worker]
-                for swapped_worker in {
-                    plan.graph.node(reshard.src).worker for reshard in plan.reshards if reshard.mode == "swap"
-                }
-            ]
+            swapped = {plan.graph.node(edge.src).worker for edge in plan.reshards if edge.mode == "swap"}
+            swaps = [self.swaps[worker] for worker in swapped]
             for swap in swaps:
                 swap.swap_out()
             self._build_all("generate")
@@ -96,7 +91,7 @@ class Engines:
                 # The options of an update apply to the weights, which all nodes of its worker share.
                 if node.verb != "generate":
                     node = next((other for other in self.weight_nodes() if other.worker == node.worker), node)
-                with report_engine_errors(plan, node, self.context.rank, BUILT):
+                with report_engine_errors(self.context, node, BUILT):
                     self._build(node)
 
     def _build(self, node: Node) -> None:
@@ -139,11 +134,6 @@ class Engines:
         """
         if offload := self.offloads.get(node.worker):
             offload.leave()
-
-    def follow(self, number: int) -> None:
-        """Update the followers after iteration `number`."""
-        for follower in self.followers.values():
-            follower.follow(number)
 
     def side(self, node: str) -> Side:
         """Return which rank holds which part of a node's weights, with the ranks' devices."""

@@ -34,7 +34,11 @@ class Follower:
         for mine, theirs in zip(self.shards, self.sources, strict=True):
             if (mine.name, mine.box) != (theirs.name, theirs.box):
                 raise ValueError(f"`{worker.name}` and the worker that it follows have different shards: `{mine.name}`")
+        # The moving average starts with the follower's own weights.
         self.averages: list[Shard] = []
+        if worker.decay and any(shard.tensor.dtype != torch.float32 for shard in self.shards):
+            with self.on_device() as shards:
+                self.averages = [Shard(shard.name, shard.box, shard.tensor.detach().float()) for shard in shards]
 
     @contextmanager
     def on_device(self, changes: bool = False) -> Iterator[list[Shard]]:
@@ -50,16 +54,6 @@ class Follower:
             if changes:
                 self.offload.store()
             self.offload.leave()
-
-    def build(self) -> None:
-        """Start the moving average with the follower's own weights."""
-        needs_average = self.worker.decay and any(shard.tensor.dtype != torch.float32 for shard in self.shards)
-        with self.on_device() as shards:
-            self.averages = (
-                [Shard(shard.name, shard.box, shard.tensor.detach().float()) for shard in shards]
-                if needs_average
-                else []
-            )
 
     def extra_shards(self) -> dict[str, list[Shard]]:
         """Return the moving average, which a checkpoint stores in addition to the weights.
@@ -84,6 +78,3 @@ class Follower:
                 average.lerp_(theirs.tensor.to(average.dtype), 1 - self.worker.decay)
                 if self.averages:
                     mine.tensor.copy_(average)
-
-
-__all__ = ["AVERAGE", "Follower"]

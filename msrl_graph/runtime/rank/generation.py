@@ -8,12 +8,10 @@ engine. Only the group's leader talks to environments and agents. The leader sha
 from __future__ import annotations
 
 import math
-from collections.abc import Generator as PythonGenerator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +28,7 @@ from ..agents.template import ChatTemplate
 from ...analysis.rowsets import rowsets
 from ...analysis.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
 from ..data import numerics
-from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, concatenate_rows, ragged
 from ..data.row_files import Recording
 from ..data.tokens import Tokens, end_tokens, tokenise_columns
 from ..process import row_progress
@@ -44,19 +42,6 @@ from .partial_rollout import PartialRollout
 from .rollout import MixedResponses, Rollout, response_rows
 
 Columns = dict[str, ColumnRows]
-
-
-class GeneratedResponses(NamedTuple):
-    """The responses that a batch contributes to an iteration, for metrics.
-
-    - `rows`: their numbers. `tokens`: their tokens.
-    - `last_turns`: the tokens of the policy's last turn in each response: the engine looked for stop strings only in
-      these tokens.
-    """
-
-    rows: Array
-    tokens: list[Array]
-    last_turns: list[Array]
 
 
 def _count_progress(ended: Iterator[Response], total: int) -> Iterator[Response]:
@@ -102,27 +87,30 @@ class GeneratorRole:
 
     def compute(self, work: NodeBatch) -> Iterator[Columns]:
         """Yield the columns that the node writes, in chunks if a sample edge has `stream`."""
+        name = work.node.name
+        plan = self.context.plan
         partial_rollout = work.node.cuts and work.task.trains
         if not len(work.batch.rows) and not partial_rollout:  # a last chunk with fewer rows than there are groups
             return
         rollout = self._begin(work)
-        if work.node.name in self.partners:
-            responses = yield from self._generate_with_partner(rollout)
-        elif partial_rollout:
-            columns = self._run_partial_rollout(rollout)
-            written = columns[numerics.sampled_columns(self.context.plan.graph, work.node)[0]]
-            tokens = [written.column[i] for i in range(len(written.rows))]
-            responses = GeneratedResponses(written.rows, tokens, tokens)
-            yield columns
+        last_starts = None
+        chunks: Iterable[Columns]
+        if name in self.partners:
+            mixed = self.partners[name].play(rollout, self.engines.generators[name])
+            last_starts = mixed.last_starts
+            chunks = [self._mixed_columns(rollout, mixed)]
         else:
-            responses = yield from self._generate(rollout)
-        self._count(rollout, responses)
-        name = work.node.name
-        if not partial_rollout and any(
-            edge.dst == name and edge.name in work.task.fetches for edge in self.context.plan.reshards
-        ):
+            chunks = [self._run_partial_rollout(rollout)] if partial_rollout else self._generate(rollout)
+        response, _ = numerics.sampled_columns(plan.graph, work.node)
+        responses = []
+        for columns in chunks:
+            responses.append(columns[response])
+            yield columns
+        self._count(rollout, concatenate_rows(responses), last_starts)
+        if not partial_rollout and any(edge.dst == name and edge.name in work.task.fetches for edge in plan.reshards):
             staleness = float(work.task.number - self._version(work.node, work.task))
-            rollout.count("staleness", staleness * len(responses.rows), len(responses.rows))
+            rows = sum(len(piece.rows) for piece in responses)
+            rollout.count("staleness", staleness * rows, rows)
             rollout.peak("staleness_max", staleness)
 
     def _begin(self, work: NodeBatch) -> Rollout:
@@ -153,7 +141,7 @@ class GeneratorRole:
         """Return the random stream from which a generation's tokens are sampled."""
         return noise.RandomStream(self.context.plan.deploy.run.seed, "token", node.name, task.name)
 
-    def _generate(self, rollout: Rollout) -> PythonGenerator[Columns, None, GeneratedResponses]:
+    def _generate(self, rollout: Rollout) -> Iterator[Columns]:
         """Yield the columns of generated or recorded responses."""
         node = rollout.node
         task = rollout.task
@@ -164,33 +152,22 @@ class GeneratorRole:
             recorded = (node, columns, task.number, rollout.contexts, rows, rollout.sampling.samples)
             ended = map(Response, range(len(rows)), *self.recording.responses(*recorded))
         else:
-            generator = self.engines.generators[node.name]
-            ended = generator.generate(GenerateRequest(rollout.contexts, rollout.keys, rollout.sampling))
-            ended = _count_progress(ended, len(rows))
-        responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
+            request = GenerateRequest(rollout.contexts, rollout.keys, rollout.sampling)
+            ended = _count_progress(self.engines.generators[node.name].generate(request), len(rows))
         for part in self._split_stream(node, ended):
             places = np.sort([sample.place for sample in part])
             tokens, logps = collect_responses(part)
-            for place, drawn in zip(places, tokens, strict=True):
-                responses[place] = drawn
-            yield self._policy_columns(rollout, rows[places], tokens, logps)
-        return GeneratedResponses(rows, responses, responses)
+            yield self._columns(rollout, rows[places], (ragged(tokens, np.int32), ragged(logps, np.float32)))
 
-    def _generate_with_partner(self, rollout: Rollout) -> PythonGenerator[Columns, None, GeneratedResponses]:
-        """Yield the columns of responses to which an environment or agents contribute."""
-        name = rollout.node.name
-        mixed = self.partners[name].play(rollout, self.engines.generators[name])
-        written = self._mixed_columns(rollout, mixed)
-        tokens = [mixed.response[0][i] for i in range(len(mixed.rows))]
-        last_turns = [ids[first:] for ids, first in zip(tokens, mixed.last_starts, strict=True)]
-        yield {**mixed.verdicts, **{name: ColumnRows(mixed.rows, column) for name, column in written.items()}}
-        return GeneratedResponses(mixed.rows, tokens, last_turns)
+    def _count(self, rollout: Rollout, responses: ColumnRows, last_starts: Array | None) -> None:
+        """Report lengths, and how many tokens and rows are distinct.
 
-    def _count(self, rollout: Rollout, responses: GeneratedResponses) -> None:
-        """Report lengths, and how many tokens and rows are distinct."""
+        `last_starts`: for each response, where the policy's last turn begins; None: the response is one turn.
+        """
         rows = responses.rows
-        lengths = np.fromiter(map(len, responses.tokens), int)
-        rollout.count("response_truncated", float(self._count_truncated(rollout, responses)), len(rows))
+        tokens = [responses.column[i] for i in range(len(rows))]
+        lengths = responses.column.lengths
+        rollout.count("response_truncated", float(self._count_truncated(rollout, tokens, last_starts)), len(rows))
         rollout.count("response_length", float(lengths.sum()), len(rows))
         prompt_lengths = dict(zip(rollout.batch.rows.tolist(), map(len, rollout.contexts), strict=True))
         prompts = rows // rollout.sampling.samples
@@ -198,9 +175,8 @@ class GeneratorRole:
         rollout.count("response_tokens", float(lengths.sum()))
         no_groups = np.zeros(len(rollout.contexts), int)
         rollout.count("distinct_prompt_tokens", float(count_distinct(rollout.contexts, no_groups)[0]))
-        distinct_tokens, distinct_rows = count_distinct(responses.tokens, prompts)
-        rollout.count("distinct_tokens", float(distinct_tokens))
-        rollout.count("distinct_rows", float(distinct_rows))
+        for name, number in zip(("distinct_tokens", "distinct_rows"), count_distinct(tokens, prompts), strict=True):
+            rollout.count(name, float(number))
         rollout.peak("response_length_max", float(lengths.max(initial=0)))
 
     def _run_partial_rollout(self, rollout: Rollout) -> Columns:
@@ -228,9 +204,9 @@ class GeneratorRole:
             staleness = task.number - np.array([own_versions.min(initial=task.number) for own_versions in versions])
             rollout.count("staleness", float(staleness.sum()), len(rows))
             rollout.peak("staleness_max", float(staleness.max(initial=0)))
-        written = self._policy_columns(
-            rollout, rows, [part.tokens for part in parts], [part.logps for part in parts], versions
-        )
+        tokens = ragged([part.tokens for part in parts], np.int32)
+        logps = ragged([part.logps for part in parts], np.float32)
+        written = self._columns(rollout, rows, (tokens, logps), ragged(versions, np.int32))
         verdicts = ColumnData(np.isin(rollout.rows, rows).astype(np.int32))
         return {rowsets(graph).sieves[node.name].column: Verdicts(rollout.rows, verdicts)} | written
 
@@ -251,72 +227,65 @@ class GeneratorRole:
         if part:
             yield part
 
-    def _policy_columns(
-        self,
-        rollout: Rollout,
-        rows: Array,
-        tokens: list[Array],
-        logps: list[Array],
-        versions: list[Array] | None = None,
+    def _columns(
+        self, rollout: Rollout, rows: Array, sampled: Sequence[ColumnData], versions: ColumnData | None = None
     ) -> Columns:
-        """Return the columns of responses in which the policy wrote all tokens.
+        """Check responses; return the columns that every generation writes.
 
+        `sampled`: tokens, log-probabilities and, unless the policy wrote all tokens, a mask of the policy's tokens.
         `versions`: the version of the weights that sampled each token; None: the generation's current version.
         """
         node = rollout.node
         graph = self.context.plan.graph
+        tokens, logps, *masks = sampled
+        known_logps = apply_mask(logps, *masks) if masks else logps
+        vocabulary = self.context.plan.model(node.name).vocabulary
+        self.context.watch.check_response(node, rollout.task, rollout.report, rows, tokens, known_logps, vocabulary)
+        mask = masks[0] if masks else ColumnData(np.ones(len(tokens.values), bool), tokens.offsets)
         response, as_drawn = numerics.sampled_columns(graph, node)
-        ids = ragged(tokens, np.int32)
-        logp = ragged(logps, np.float32)
-        self._check_response(rollout, rows, ids, logp)
-        columns = {response: ids, as_drawn: logp}
+        columns = {response: tokens, as_drawn: logps}
         if name := find_response_column(graph, node, "bool"):
-            columns[name] = ColumnData(np.ones(len(ids.values), bool), ids.offsets)
+            columns[name] = mask
         if name := find_response_column(graph, node, "i32"):
-            version = self._version(node, rollout.task)
-            current = ColumnData(np.full(len(ids.values), version, np.int32), ids.offsets)
-            columns[name] = current if versions is None else ragged(versions, np.int32)
+            current = np.where(mask.values, self._version(node, rollout.task), -1).astype(np.int32)
+            columns[name] = replace(mask, values=current) if versions is None else versions
         return {name: ColumnRows(rows, column) for name, column in columns.items()}
 
-    def _mixed_columns(self, rollout: Rollout, mixed: MixedResponses) -> dict[str, ColumnData]:
+    def _mixed_columns(self, rollout: Rollout, mixed: MixedResponses) -> Columns:
         """Return the columns of responses that contain tokens not sampled by the policy."""
         node = rollout.node
-        graph = self.context.plan.graph
         rows = mixed.rows
-        response, as_drawn = numerics.sampled_columns(graph, node)
-        ids, logp, mask, *begins = mixed.response
-        self._check_response(rollout, rows, ids, apply_mask(logp, mask))
+        mask = mixed.response[2]
+        written = self._columns(rollout, rows, mixed.response[:3])
         rollout.count("turns", float(mixed.answers), len(rows))
         rollout.count("policy_tokens", float(mask.values.sum()))
         rollout.count("environment_tokens", float((~mask.values).sum()))
-        written = {response: ids, as_drawn: logp}
-        for column in begins_columns(graph, node).values():
-            written[column] = begins[0]
-        if name := find_response_column(graph, node, "bool"):
-            written[name] = mask
-        if name := find_response_column(graph, node, "i32"):
-            version = self._version(node, rollout.task)
-            written[name] = replace(mask, values=np.where(mask.values, version, -1).astype(np.int32))
+        for column in begins_columns(self.context.plan.graph, node).values():
+            written[column] = ColumnRows(rows, mixed.response[3])
         for name, data in mixed.values.items():
             self.context.watch.check_results(node, rollout.task, rollout.report, name, rows, data)
             if data.offsets is None and data.values.dtype.kind == "f":
                 self.context.means.count(rollout.report, node, rollout.task, name, rows, data.values)
-        return written | mixed.values
-
-    def _check_response(self, rollout: Rollout, rows: Array, tokens: ColumnData, logp: ColumnData) -> None:
-        vocabulary = self.context.plan.model(rollout.node.name).vocabulary
-        self.context.watch.check_response(rollout.node, rollout.task, rollout.report, rows, tokens, logp, vocabulary)
+            written[name] = ColumnRows(rows, data)
+        return mixed.verdicts | written
 
     def _version(self, node: Node, task: Task) -> int:
         """Return the version of the generation's weights; 0 if the weights never change."""
         edge = next((reshard.name for reshard in self.context.plan.reshards if reshard.dst == node.name), "")
         return task.fetches[edge].version if edge in task.fetches else task.number if edge else 0
 
-    def _count_truncated(self, rollout: Rollout, responses: GeneratedResponses) -> int:
-        """Count maximal-length responses that end without an end token or stop string."""
+    def _count_truncated(self, rollout: Rollout, responses: list[Array], last_starts: Array | None) -> int:
+        """Count maximal-length responses that end without an end token or stop string.
+
+        The engine looked for stop strings only in the tokens of the policy's last turn.
+        """
         sampling = rollout.sampling
-        pairs = zip(responses.tokens, responses.last_turns, strict=True)
-        full = [turn for ids, turn in pairs if len(ids) >= sampling.max_tokens and int(ids[-1]) not in sampling.ends]
+        starts = np.zeros(len(responses), int) if last_starts is None else last_starts
+        full = [
+            ids[start:]
+            for ids, start in zip(responses, starts, strict=True)
+            if len(ids) >= sampling.max_tokens and int(ids[-1]) not in sampling.ends
+        ]
         if not full or not sampling.stop:
             return len(full)
         texts = Tokens(self.context.plan.model(rollout.node.name).path).decode(full, special=True)

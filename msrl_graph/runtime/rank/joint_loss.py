@@ -118,13 +118,9 @@ class JointMiniBatch:
                 )
             return values.detach()[positions] if values.shape[:1] == (len(lengths),) else values.detach()
 
-        terms = self._value.terms.items()
-        figures = self._value.figures.items()
-        return Value(
-            part(self._value.loss),
-            {name: part(value) for name, value in terms},
-            {name: part(value) for name, value in figures},
-        )
+        terms = {name: part(value) for name, value in self._value.terms.items()}
+        figures = {name: part(value) for name, value in self._value.figures.items()}
+        return Value(part(self._value.loss), terms, figures)
 
 
 def _by_column(own: PreparedBatch, pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:

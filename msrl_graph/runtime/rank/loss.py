@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...analysis.sequences import sequences
@@ -53,29 +52,26 @@ class LossNormalizer:
 class LossInputs:
     """The inputs of loss terms: the rows of a micro-batch or of a mini-batch.
 
-    Tensors contain all rows, one after another. A scored column is a column for whose tokens the model computes
-    log-probabilities or values.
+    They exist from the forward pass of the rows until their loss is computed. Tensors contain all rows, one after
+    another.
 
-    - `fills`: the values of the parameters `logp`, `entropy` and `values` (one number for each token of the only scored
-      column) and of the parameter `lengths` (the number of these tokens in each row).
+    - `fills`: the values of parameters that no column provides. `logp`, `entropy` and `values` have one number for each
+      token of the only scored column, and `lengths` has the number of these tokens in each row. `rng` is the random
+      generator for terms of the whole mini-batch. `rounding` is the difference, in nats, that rounding may cause in a
+      log-probability between two forward passes with the same weights.
     - `columns`: the values of each column that the loss reads.
     - `logps`: by column, log-probabilities. A scored column has the log-probabilities of its tokens. A column with
       several token ids per token has the log-probabilities of these ids.
     - `scores`: for each scored column, one score per row: the output of a value or reward model at the row's last
       token.
     - `lengths`: for each column, the number of tokens of each row.
-    - `rng`: the random generator for terms of the whole mini-batch.
-    - `rounding`: the difference, in nats, that rounding may cause in a log-probability between two forward passes with
-      the same weights.
     """
 
-    fills: Mapping[str, torch.Tensor]
+    fills: Mapping[str, Any]
     columns: Mapping[str, torch.Tensor]
     logps: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    rng: np.random.Generator | None = None
-    rounding: float = ROUNDS["f32"]
 
 
 @dataclass(frozen=True)
@@ -133,10 +129,13 @@ def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
     return {name: graph.column(name) for name in sorted(columns_read(node)[1] - {*sequences(graph, node).scored})}
 
 
-def make_inputs(graph: Graph, node: Node, prepared: PreparedBatch, rows: Array, outputs: Outputs) -> LossInputs:
+def make_inputs(
+    graph: Graph, node: Node, prepared: PreparedBatch, rows: Array, outputs: Outputs, **fills: Any
+) -> LossInputs:
     """Return the inputs of an update's loss terms for some rows.
 
-    `rows` are positions in the prepared batch, and `outputs` is the output of a forward pass over these rows.
+    `rows` are positions in the prepared batch, and `outputs` is the output of a forward pass over these rows. `fills`
+    are values of further parameters (`LossInputs.fills`).
     """
     wants = filled_parameters(node)
     target = next(iter(prepared.lengths))
@@ -158,10 +157,10 @@ def make_inputs(graph: Graph, node: Node, prepared: PreparedBatch, rows: Array, 
         column: flatten_column(prepared.columns[column], rows, row_lengths).to(place, non_blocking=True)
         for column in names
     }
-    filled = {name: getattr(outputs, name) for name in ("logp", "values", "entropy") if name in wants}
+    fills |= {name: getattr(outputs, name) for name in ("logp", "values", "entropy") if name in wants}
     values = {} if outputs.values is None else prepared.split(rows, outputs.values)
     scores = {scored: _last_values(values[scored], lengths[scored]) for scored in node.scores}
-    return LossInputs(filled | {"lengths": lengths[target]}, read, logps, scores, lengths)
+    return LossInputs({ROUNDING: ROUNDS["f32"], "lengths": lengths[target], **fills}, read, logps, scores, lengths)
 
 
 def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -236,11 +235,8 @@ def _arguments(term: Expr, node: Node, inputs: LossInputs) -> dict[str, Any]:
         parameter: special.get(parameter, inputs.columns)[column] for parameter, column in binds.items()
     }
     for name in signature.fills:
-        parameter_name = name.removesuffix("_lengths")
-        if name in ("rng", ROUNDING):
-            arguments[name] = getattr(inputs, name)
-        else:
-            arguments[name] = inputs.lengths[binds[parameter_name]] if parameter_name != name else inputs.fills[name]
+        parameter = name.removesuffix("_lengths")
+        arguments[name] = inputs.lengths[binds[parameter]] if parameter != name else inputs.fills[name]
     return arguments
 
 

@@ -37,11 +37,8 @@ from .packing import PreparedBatch
 # The number of rows and the maximal number of tokens per row: few, and so many that a small fraction of all tokens is
 # at least one token.
 SIZES = ((12, 6), (512, 64))
-NEAR: dict[str, Any] = {
-    "rtol": 1e-4,
-    "atol": 1e-6,
-    "equal_nan": True,
-}  # the two computations do the same operations, but sum in another order
+# The two computations do the same operations, but sum in another order.
+NEAR: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6, "equal_nan": True}
 
 
 def check_terms(plan: Plan) -> list[Diagnostic]:

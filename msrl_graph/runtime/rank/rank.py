@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import numpy as np
 from torch import distributed as dist
@@ -27,11 +26,13 @@ from ...backends.engine_protocols import Shard
 from ...data.plan_paths import copy_to_host
 from ...hardware import visibility_masks
 from ...ir.attributes import UpdateAttributes
-from ...ir.graph import Node
 from ...ir.instruction import Instruction, InstructionStream, Walker
 from ...ir.plan import Plan, from_json
 from ...ir.plan import Plan
 from ..data.columns import ColumnData, ColumnRows
+from ...data.plan_paths import copy_to_host
+from ...analysis.sequences import drawn_name, previous_states, temperature_states
+from ..data.columns import ColumnData
 from ..dock.client import Client
 from ..dock.messages import DockAddress
 from ..dock.readers import list_node_reads
@@ -75,7 +76,7 @@ class InstructionRunner(Walker):
         with self.report.phase(node):
             engines.fetch_weights(target)
         for proof in [waiting for (_, dst), waiting in engines.proofs.items() if dst == node and waiting.unprobed]:
-            with self.report.phase("proof"), rank.report_errors(target, f"in {task.key}"):
+            with self.report.phase("proof"), report_engine_errors(rank.context, target, f"in {task.key}"):
                 proof.probe()
         # States of the run have one value for all rows; other states came with the rows.
         run_values = {state: task.states[state] for state in previous_states(graph, target) if state in task.states}
@@ -87,7 +88,7 @@ class InstructionRunner(Walker):
                 batch.columns[name] = ColumnData(np.full(len(batch.rows), value, np.float32))
             parts = rank.roles[target.verb].compute(NodeBatch(target, task, batch, group_report))
             while True:
-                with self.report.phase(node), rank.report_errors(target, f"in {task.key}", batch.rows):
+                with self.report.phase(node), report_engine_errors(rank.context, target, f"in {task.key}", batch.rows):
                     columns = next(parts, None)
                 if columns is None:
                     break
@@ -118,7 +119,7 @@ class InstructionRunner(Walker):
             frozen.fetch()
             return shards
 
-        with self.rank.report_errors(graph.node(dst), f"in {edge.name} in {self.task.key}"):
+        with report_engine_errors(self.rank.context, graph.node(dst), f"in {edge.name} in {self.task.key}"):
             with self.report.phase("reshard"):
                 if worker in engines.swaps:
                     engines.swaps[worker].wait()
@@ -182,13 +183,6 @@ class InstructionRunner(Walker):
         return self.rank.client.again(node, self.task, rounds)
 
 
-class Role(Protocol):
-    """The part of a rank that computes the nodes of some verbs."""
-
-    def compute(self, work: NodeBatch) -> Iterator[dict[str, ColumnRows]]:
-        """Yield the columns that a node writes for a batch, chunk by chunk."""
-
-
 class Rank:
     """A rank, which belongs to one of the program's pools of devices.
 
@@ -206,11 +200,8 @@ class Rank:
         self.checkpoints = RankCheckpoints(context, self.engines)
         self.generation = GeneratorRole(context, self.engines)
         self.training = TrainerRole(context, self.engines)
-        self.roles: dict[str, Role] = {
-            "generate": self.generation,
-            "infer": self.training,
-            "update": self.training,
-        }
+        self.roles: dict[str, GeneratorRole | TrainerRole] = {"generate": self.generation}
+        self.roles |= dict.fromkeys(("infer", "update"), self.training)
 
     def address(self) -> tuple[str, int]:
         """Open the store through which all ranks find each other (called on rank 0).
@@ -285,19 +276,14 @@ class Rank:
         self.client.walk(here, instructions, task, self.runner(self, task, report), around)
         if task.trains and task.part != "opening":
             with report.phase("follow"):
-                self.engines.follow(task.number)
+                for follower in self.engines.followers.values():
+                    follower.follow(task.number)
         if measure:
             _record_bytes(report, "after", memory.live_bytes())
         self.client.flush(task, report)
         report.seconds["dock wait"] = self.client.wait_seconds
         report.seconds["dock move"] = self.client.move_seconds
         return report
-
-    def report_errors(
-        self, node: Node, doing: str, rows: Sequence[int] | np.ndarray = ()
-    ) -> AbstractContextManager[None]:
-        """Convert an exception of a node's engine into an error for the user."""
-        return report_engine_errors(self.context.plan, node, self.context.rank, doing, rows)
 
 
 def select_instructions(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
@@ -309,6 +295,3 @@ def select_instructions(plan: Plan, stream: InstructionStream, task: Task) -> Se
 def _record_bytes(report: Report, when: str, sizes: dict[str, int]) -> None:
     for place, size in sizes.items():
         report.bytes[f"{when}, {place}"] = size
-
-
-__all__ = ["Rank"]

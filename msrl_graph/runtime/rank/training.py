@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,11 +107,9 @@ class TrainerRole:
         request = ForwardRequest(batch.pass_temperature, entropy="entropy" in loss.filled_parameters(node), node=node)
         together = loss.needs_mini_batch(node)
         # A single micro-batch is the whole mini-batch, so its loss needs no second forward pass.
-        joint = (
-            self._joint_mini_batch(work, batch, normalizer, trainer.score(batch, request))
-            if together and len(batch) > 1
-            else None
-        )
+        joint = None
+        if together and len(batch) > 1:
+            joint = self._joint_mini_batch(work, batch, normalizer, trainer.score(batch, request))
         by_micro_batch: dict[int, _LossSummary] = {}  # empty on ranks without the last layers
 
         def compute(output: Outputs, index: int) -> torch.Tensor:
@@ -119,11 +117,7 @@ class TrainerRole:
             if together and joint is None:
                 joint = self._joint_mini_batch(work, batch, normalizer, [output])
             rows = batch.micro[index]
-            value = (
-                joint.value_of_rows(rows)
-                if joint
-                else self._loss(work, loss.make_inputs(graph, node, batch, rows, output))
-            )
+            value = joint.value_of_rows(rows) if joint else self._loss(work, batch, rows, output)
             lengths = torch.from_numpy(batch.lengths[target][rows]).to(value.loss.device)
             total = loss.reduce(node, value.loss, lengths, normalizer)
             by_micro_batch[index] = _summarize(output, value, total)
@@ -205,10 +199,9 @@ class TrainerRole:
         node = work.node
         columns = {name: batch.columns[name] for name in sorted(loss.columns_read(node)[0] & batch.columns.keys())}
         joint = joint_loss.JointMiniBatch(replace(batch, columns=columns), outputs, self.context.dp_group(node))
-        rows = joint.prepared.rows
-        inputs = loss.make_inputs(self.context.plan.graph, node, joint.prepared, np.arange(len(rows)), joint.outputs)
-        rng = self._rng(node, work.task, work.batch.share.epoch, int(rows[0]))
-        value = self._loss(work, replace(inputs, rng=rng))
+        numbers = joint.prepared.rows
+        rng = self._rng(node, work.task, work.batch.share.epoch, int(numbers[0]))
+        value = self._loss(work, joint.prepared, np.arange(len(numbers)), joint.outputs, rng=rng)
         lengths = torch.from_numpy(next(iter(joint.prepared.lengths.values())))
         joint.backward(value, loss.reduce(node, value.loss, lengths, normalizer))
         return joint
@@ -221,11 +214,14 @@ class TrainerRole:
         seed = self.context.plan.deploy.run.seed
         return noise.RandomStream(seed, "loss", node.name).generator(task.number, epoch, first)
 
-    def _loss(self, work: NodeBatch, inputs: loss.LossInputs) -> loss.Value:
+    def _loss(self, work: NodeBatch, batch: PreparedBatch, rows: Array, output: Outputs, **fills: Any) -> loss.Value:
+        """Return the loss of some rows, from the output of a forward pass over them."""
         node = work.node
-        rounding = loss.ROUNDS[holdings.dtype(self.context.plan, node.name)]
+        plan = self.context.plan
+        rounding = loss.ROUNDS[holdings.dtype(plan, node.name)]
+        inputs = loss.make_inputs(plan.graph, node, batch, rows, output, rounding=rounding, **fills)
         try:
-            value = loss.evaluate(node, replace(inputs, rounding=rounding))
+            value = loss.evaluate(node, inputs)
         except Exception as error:
             raise RunError(describe_failure(node, error, f"iteration {work.task.number}")) from error
         if not value.loss.requires_grad:

@@ -58,6 +58,7 @@ BEST = 8  # likeliest tokens that the trainer reports for each prompt
 # efficient kernels. It is never more than a bucket has, because the memory of a bucket is free at that time.
 AT_ONCE = {"host": 1 << 16, "device": 1 << 22}
 LEAST = 1 << 12
+GREEDY = Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
 UNIT = 2.0**32  # log-probabilities are sent as integer multiples of 1 / UNIT
 VERSION, NEXT, PROBED, FACTS = range(4)  # positions in the word after the digests; FACTS is their count
 
@@ -65,7 +66,6 @@ VERSION, NEXT, PROBED, FACTS = range(4)  # positions in the word after the diges
 class WeightProof:
     """The proof for one resharding edge on one rank.
 
-    - `ends`: the numbers of this rank in the layouts of the update and of the generation (-1: not in the layout).
     - `team`: the process group of the update's ranks.
     - `word`: the tensor with the reports of the update's ranks. The reports contain the digests, the version, whether
       this delivery has a probe, and whether the next delivery has a probe. For each prompt of a probe, the reports also
@@ -74,23 +74,23 @@ class WeightProof:
 
     def __init__(self, context: RankContext, edge: Reshard, sides: tuple[Side, Side], trainer: Trainer | None) -> None:
         """Make the process group of the update's ranks; a collective of all ranks."""
+        self.context = context
         plan = self.plan = context.plan
         device = context.device
+        # This rank's numbers in the two layouts; -1: it is not in the layout.
         src_end, dst_end = (context.local if context.is_here(node) else -1 for node in (edge.src, edge.dst))
-        ends = self.ends = (src_end, dst_end)
         members = [sides[0].device(index, context.per_host) for index in range(sides[0].devices)]
         self.team = dist.new_group(members) if len(members) > 1 else None
         self.edge = edge
         self.trainer = trainer
         self.generator: Generator | None = None  # set once all engines are built
         self.model = plan.model(edge.src)
-        self.source = plan.placement(edge.src)
         kinds = [holdings.dtype(plan, name) for name in (edge.src, edge.dst)]
         self.tolerance = max(TOLERANCE[kind] for kind in kinds)
         most = min(AT_ONCE[device.kind.where], max(LEAST, edge.bucket_bytes // WIDTH))
         dtype = getattr(torch, hf_modules.DTYPES[kinds[1]])
         digest = Digest([tensor.shape for tensor in self.model.weights], dtype, device.place, most)
-        self.delivery = Delivery(self.model.weights, sides, ends, digest)
+        self.delivery = Delivery(self.model.weights, sides, (src_end, dst_end), digest)
         self.best = min(BEST, self.model.vocabulary)
         self.word = torch.zeros(self.delivery.size + FACTS + 2 * PROMPTS * self.best, dtype=torch.int64)
         self.version = -1  # the version in the word
@@ -122,7 +122,7 @@ class WeightProof:
             self.since = 0 if self.due else self.since + 1
             self.word.zero_()
             self.word[: self.delivery.size] = self.delivery.sent_digests(self.trainer.shards())
-        reports = self._is_reporter()
+        reports = self.context.is_leader(self.plan.graph.node(self.edge.src))
         if self.due:
             self.probing = 0.0
             with self._timed(probes=True):
@@ -157,15 +157,6 @@ class WeightProof:
             return True  # the second delivery: a probe then finds a cache of the first delivery's weights
         return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= PROBE_EVERY
 
-    def _is_reporter(self) -> bool:
-        """Return whether this rank reports what all ranks of the update have in common.
-
-        Some ranks of the update have the model's last layers. Only the first of these ranks reports.
-        """
-        coordinates = self.source.layout.coordinates(self.ends[0])
-        layout = self.source.layout
-        return (coordinates.tp, coordinates.cp, coordinates.dp, coordinates.pp) == (0, 0, 0, layout.pp - 1)
-
     def _request_probe(self, trainer: Trainer, reports: bool) -> None:
         """Let the trainer compute the likeliest next tokens after each prompt of a probe.
 
@@ -173,11 +164,10 @@ class WeightProof:
         """
         prompts = ragged(self._prompts(), np.int32)
         nothing = ragged([np.zeros(1, np.int32)] * PROMPTS, np.int32)  # a placeholder for the predicted token
-        rows = np.array_split(np.arange(PROMPTS), micro_batches(PROMPTS, PROMPTS, self.source.layout))
-        outputs = trainer.score(
-            [pack([prompts], [nothing], positions) for positions in rows],
-            ForwardRequest(best=self.best, node=self.plan.graph.node(self.edge.src)),
-        )
+        layout = self.plan.placement(self.edge.src).layout
+        rows = np.array_split(np.arange(PROMPTS), micro_batches(PROMPTS, PROMPTS, layout))
+        request = ForwardRequest(best=self.best, node=self.plan.graph.node(self.edge.src))
+        outputs = trainer.score([pack([prompts], [nothing], positions) for positions in rows], request)
         if not reports or any(output.best is None or output.ids is None for output in outputs):
             return
         ids = torch.cat([output.ids for output in outputs if output.ids is not None]).cpu()
@@ -251,15 +241,12 @@ class WeightProof:
         with self._timed(probes=True):
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
-            tokens, drawn = collect_responses(
-                self.generator.generate(
-                    GenerateRequest(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), _greedy_sampling())
-                )
-            )
+            request = GenerateRequest(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), GREEDY)
+            tokens, drawn = collect_responses(self.generator.generate(request))
             layout = self.plan.placement(self.edge.dst).layout
             errors = []
             # Only the ranks with the last layers have log-probabilities.
-            if layout.coordinates(self.ends[1]).pp != layout.pp - 1:
+            if layout.coordinates(self.context.local).pp != layout.pp - 1:
                 return
             for prompt, (token, logp) in enumerate(zip(tokens, drawn, strict=True)):
                 place = np.flatnonzero(ids[prompt] == token[0])
@@ -322,8 +309,7 @@ class WeightProof:
 
     def _describe_place(self) -> str:
         edge = next(e for e in self.plan.graph.reshards() if (e.src, e.dst) == (self.edge.src, self.edge.dst))
-        rank = self.plan.placement(self.edge.dst).device(self.ends[1], self.plan.cluster.devices_per_node)
-        return f"`{self.edge.name}` ({edge.span.place}) on rank {rank}"
+        return f"`{self.edge.name}` ({edge.span.place}) on rank {self.context.rank}"
 
     @contextmanager
     def _timed(self, probes: bool = False) -> Iterator[None]:
@@ -332,10 +318,6 @@ class WeightProof:
         seconds = time.perf_counter() - start
         self.spent += seconds
         self.probing += seconds if probes else 0.0
-
-
-def _greedy_sampling() -> Sampling:
-    return Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
 
 
 def suggest_other_kernels(node: str, engine: str) -> str:

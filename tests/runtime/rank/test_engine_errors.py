@@ -5,6 +5,7 @@ from stage import one_rank
 from torch import distributed as dist
 
 from msrl_graph.runtime.process.task_report import RankFailed
+from msrl_graph.runtime.rank.context import RankContext
 from msrl_graph.runtime.rank.engine_errors import report_engine_errors
 
 
@@ -42,6 +43,6 @@ def of_the_store_in_another_thread():
 def test_what_follows_from_a_collective_may_be_of_another_ones_death(fails, joint):
     plan = one_rank()
     node = plan.graph.node("actor.update")
-    with pytest.raises(RankFailed) as found, report_engine_errors(plan, node, 0, "in train/1"):
+    with pytest.raises(RankFailed) as found, report_engine_errors(RankContext(plan, 0), node, "in train/1"):
         fails()
     assert found.value.joint is joint

@@ -86,7 +86,8 @@ def test_a_run_with_plug_ins_of_each_kind(environment, folder):
     lines = [line for line in metrics(folder / "out") if "iteration" in line]
     assert [line["iteration"] for line in lines] == [0, 1]
     assert all(0 <= line["reward"] <= 5 and line["loss/toy_confidence"] > 0 for line in lines)
-    assert "the toy engine has new weights" in (folder / "out" / "logs" / "rank-0.log").read_text()
+    log = (folder / "out" / "logs" / "rank-0.log").read_text()
+    assert "the toy engine has new weights" in log and "is asked for 4 responses to a prompt" in log
     plan = json.loads((folder / "out" / "plan.json").read_text())
     found = {(plug_in["group"].partition(".")[2], plug_in["name"]): plug_in for plug_in in plan["plugins"]}
     assert found.keys() == {("engines", "toy"), ("families", "mistral"), ("functions", "toy"), ("trackers", "toy")}

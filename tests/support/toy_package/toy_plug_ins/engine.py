@@ -16,3 +16,7 @@ SPEC = replace(
 class ToyEngine(HfEngine):
     def filled(self):
         print("the toy engine has new weights", flush=True)
+
+    def generate(self, request):
+        print(f"the toy engine is asked for {request.sampling.samples} responses to a prompt", flush=True)
+        return super().generate(request)
