@@ -360,7 +360,9 @@ class DryGenerator(GeneratorRole):
         self.dry = context.dry
 
     def compute(self, work: NodeBatch) -> Iterator[dict[str, ColumnRows]]:
-        node, task, batch = work.node, work.task, work.batch
+        node = work.node
+        task = work.task
+        batch = work.batch
         self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         numbers = reader.numbers(task)
@@ -408,13 +410,16 @@ class DryTrainer(TrainerRole):
         self.updated: dict[str, list[int]] = defaultdict(list)
 
     def infer(self, work: NodeBatch) -> dict[str, ColumnRows]:
-        node, task, rows = work.node, work.task, work.batch.rows
+        node = work.node
+        task = work.task
+        rows = work.batch.rows
         self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         return self.dry.written(node, reader.rows, reader.numbers(task), rows) if len(rows) else {}
 
     def update(self, work: NodeBatch) -> None:
-        node, task = work.node, work.task
+        node = work.node
+        task = work.task
         for first in work.batch.rows[:1]:
             self._rng(node, task, work.batch.share.epoch, int(first))
         self.updated[node.name].append(task.number)

@@ -96,10 +96,7 @@ class RankContext:
         return (coordinates.tp, coordinates.cp, coordinates.pp) == (0, 0, layout.pp - 1)
 
     def is_leader(self, node: Node) -> bool:
-        """Return whether this rank reports the values that a node's ranks have in common.
-
-        Exactly one rank of a node reports these values: the leader of the first data-parallel group.
-        """
+        """Return whether this rank alone reports what all ranks of a node have in common."""
         return self.is_group_leader(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
     def share_result(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:

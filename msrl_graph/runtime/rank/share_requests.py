@@ -53,15 +53,12 @@ class ShareRequests:
         while not last:
             with report.phase("dock"):
                 self._request(node, task)
-                batch = self.context.share_result(node, self._wait, node.name)
+                batch = self.context.share_result(node, lambda: self.client.lines.wait(self.requests.pop(node.name)))
             last = batch.share.last
             following = self.following.get(node.name) if last else node
             if following is not None:
                 self._request(following, task)
             yield batch
-
-    def _wait(self, node: str) -> Batch:
-        return self.client.lines.wait(self.requests.pop(node))
 
     def _request(self, node: Node, task: Task) -> None:
         """Request the next rows of a group that this rank leads, if not yet requested."""

@@ -271,13 +271,12 @@ class TrainerRole:
         The rows are in the order of the micro-batches. `wrong` is a mask of rows that are known to be wrong; the result
         also contains these rows.
         """
-        node, task, report = work.node, work.task, work.report
-        watch = self.context.watch
+        where = (work.node, work.task, work.report)
         rows = batch.rows[batch.order]
-        if self.context.plan.model(node.name).scores:
-            return watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)
-        as_drawn = self._sampled_log_probs(node, batch, column)
-        return watch.check_logp(node, task, report, rows, data, as_drawn, wrong)
+        if self.context.plan.model(work.node.name).scores:
+            return self.context.watch.check_finite(*where, "value", "its value is {}", rows, data, wrong)
+        as_drawn = self._sampled_log_probs(work.node, batch, column)
+        return self.context.watch.check_logp(*where, rows, data, as_drawn, wrong)
 
 
 class _LossSummary(NamedTuple):

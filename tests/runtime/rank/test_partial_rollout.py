@@ -62,7 +62,10 @@ class Engine:
         if request.stretch:
             yield from generate_in_segments(self.generate, request)
             return
-        prompts, keys, said, begun = request.prompts, request.keys, request.sampling, request.begun
+        prompts = request.prompts
+        keys = request.keys
+        said = request.sampling
+        begun = request.begun
         assert np.array_equal(said.joined, begun)  # so that stop strings are looked for across a cut
         numbers = keys.astype(np.int64) & 0xFFFFFFFF
         for i, (prompt, row, before, most) in enumerate(zip(prompts, numbers, begun, said.max_tokens, strict=True)):
