@@ -100,7 +100,7 @@ def update(ratio="token", **attributes):
 
 
 def inputs(logp, lengths, columns):
-    return loss.LossInputs({"logp": logp, "lengths": lengths}, columns)
+    return loss.LossInputs({"logp": logp, "lengths": lengths, "rounding": loss.ROUNDS["f32"]}, columns)
 
 
 @given(
