@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
 from ..model.architecture import Model
+from ..model.layers import KV_HEADS
 from ..sharding.layout import Layout
 from .spec import EngineSpec
 
@@ -24,7 +25,6 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
     if uneven := _list_undivided(model, spec, layout.tp):
         yield f"tp = {layout.tp} does not divide {_join_with_and(uneven)} of `{model.name}`"
     stages = layout.pp * layout.vpp
-    experts = model.experts
     if layout.vpp > 1 and layout.pp == 1:
         yield f"vpp = {layout.vpp} needs a pipeline, but pp is 1"
     elif stages > model.layers:
@@ -36,22 +36,24 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
         yield f"`stages` hold {sum(layout.stages)} layers, `{model.name}` has {model.layers}"
     elif 0 in layout.stages:
         yield "a stage of `stages` holds no layer"
-    if layout.cp > 1 and layout.cp_kind == "ulysses" and model.heads % (layout.tp * layout.cp):
-        yield (
-            f"tp x cp = {layout.tp * layout.cp} does not divide the {model.heads} heads of `{model.name}`, as "
-            "Ulysses attention must"
-        )
-    if experts is None:
+    for heads in dict.fromkeys(mixer.heads for mixer in model.mixers):
+        if layout.cp > 1 and layout.cp_kind == "ulysses" and heads % (layout.tp * layout.cp):
+            yield (
+                f"tp x cp = {layout.tp * layout.cp} does not divide the {heads} heads of `{model.name}`, as "
+                "Ulysses attention must"
+            )
+    if not model.experts:
         if layout.ep * layout.etp > 1:
             yield f"{'ep' if layout.ep > 1 else 'etp'} divides experts, but `{model.name}` has none"
         return
-    if experts.number % layout.ep:
-        yield f"ep = {layout.ep} does not divide the {experts.number} experts of `{model.name}`"
-    if experts.intermediate % layout.etp:
-        yield (
-            f"etp = {layout.etp} does not divide the intermediate size of {experts.intermediate:,} of the experts "
-            f"of `{model.name}`"
-        )
+    for experts in model.experts:
+        if experts.number % layout.ep:
+            yield f"ep = {layout.ep} does not divide the {experts.number} experts of `{model.name}`"
+        if experts.intermediate % layout.etp:
+            yield (
+                f"etp = {layout.etp} does not divide the intermediate size of {experts.intermediate:,} of the experts "
+                f"of `{model.name}`"
+            )
     if layout.stage_devices % (layout.ep * layout.etp):
         product = f"ep x etp = {layout.ep} x {layout.etp}" if layout.etp > 1 else f"ep = {layout.ep}"
         yield (f"{product} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)")
@@ -77,13 +79,14 @@ def rows_in_step(graph: Graph, node: Node) -> int | None:
 
 
 def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
-    sizes = [(model.heads, "heads")]
-    if not model.latent and not (spec.sharding.replicates_kv_heads and tp % model.kv_heads == 0):
-        sizes.append((model.kv_heads, "key-value heads"))
-    if model.dense_layers:
-        sizes.append((model.intermediate, "intermediate size"))
-    if model.experts and model.experts.shared:
-        sizes.append((model.experts.shared, "shared experts' size"))
+    sizes = list(
+        dict.fromkeys(
+            (size, name)
+            for part in (*model.mixers, *model.mlps)
+            for size, name in part.list_divided()
+            if not (name == KV_HEADS and spec.sharding.replicates_kv_heads and tp % size == 0)
+        )
+    )
     if spec.sharding.vocabulary_multiple == 1:
         sizes.append((model.vocabulary, "vocabulary"))
     elif spec.sharding.pads_whole:

@@ -9,6 +9,7 @@ compiler's checks, the planner and the generated reference pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -58,14 +59,14 @@ class ExpertPlacement:
 
         A model without experts can run with any layout.
         """
-        return model.experts is None or self.runs(layout)
+        return not model.experts or self.runs(layout)
 
     def settle_etp(self, layout: Layout, model: Model) -> Layout:
         """Return the layout with its final etp.
 
         An etp of 0 means that the program does not state etp. A 0 is replaced by the engine's default.
         """
-        return layout if layout.etp else replace(layout, etp=1 if model.experts is None else self.etp(layout))
+        return layout if layout.etp else replace(layout, etp=self.etp(layout) if model.experts else 1)
 
     def meshes(self, layout: Layout, model: Model) -> Iterator[Layout]:
         """Yield copies of `layout`: one with each pair (ep, etp) that the engine supports.
@@ -73,16 +74,15 @@ class ExpertPlacement:
         Only pairs in which etp is 1 or equals tp are considered. For a model without experts, the only pair is ep = etp
         = 1.
         """
-        experts = model.experts
-        if experts is None:
+        if not model.experts:
             yield replace(layout, ep=1, etp=1)
             return
-        for ep in [
-            size for size in range(1, min(experts.number, layout.stage_devices) + 1) if experts.number % size == 0
-        ]:
+        number = math.gcd(*(experts.number for experts in model.experts))
+        width = math.gcd(*(experts.intermediate for experts in model.experts))
+        for ep in [size for size in range(1, min(number, layout.stage_devices) + 1) if number % size == 0]:
             for etp in sorted({1, layout.tp}):
                 candidate = replace(layout, ep=ep, etp=etp)
-                if experts.intermediate % etp == 0 and self.has(candidate):
+                if width % etp == 0 and self.has(candidate):
                     yield candidate
 
 

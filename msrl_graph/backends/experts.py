@@ -31,9 +31,9 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
     """
     tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.make_group(layout, "pp", "etp", "edp") if layout.ep > 1 else None
-    if model.experts is not None:
-        for layer in module.model.layers[model.dense_layers :]:
-            layer.mlp.experts = module_of(layer.mlp.experts, model.experts.number // layout.ep, kernels, tp, ep)
+    for number in model.expert_layers:
+        mlp = module.model.layers[number].mlp
+        mlp.experts = module_of(mlp.experts, len(mlp.experts.down_proj) // layout.ep, kernels, tp, ep)
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:

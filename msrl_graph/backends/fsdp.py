@@ -214,10 +214,10 @@ def _divide_weights(
     expert_meshes: list[tuple[Any, Any]] = []
     dense = devices.axis("dp")
     layers = module.model.layers
-    if model.experts is not None:
+    if model.experts:
         group = devices.make_group(layout, "pp", "ep", "etp")
         mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
-        expert_meshes += [(layer.mlp.experts, mesh) for layer in layers[model.dense_layers :]]
+        expert_meshes += [(layers[number].mlp.experts, mesh) for number in model.expert_layers]
     for part, part_mesh in (*expert_meshes, *((layer, dense) for layer in layers), (module, dense)):
         fully_shard(part, mesh=part_mesh, reshard_after_forward=release_after_forward)
     return [part for part, _ in expert_meshes] + [*layers, module]

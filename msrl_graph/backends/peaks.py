@@ -11,14 +11,21 @@ these bytes with measurements. Sizes are bytes on the busiest rank, with every c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from ..ir.workload import Workload, kv_elements
-from .sizes import GRADIENT, Sizes, context_parallel_extra, optimizer_step
+from ..model.architecture import Model
+from ..model.layers import MultiHeadLatentAttention
+from .layer_sizes import LayerSizes
+from .sizes import GRADIENT, Sizes, optimizer_step
 from .spec import Moments
 
 
-class _Layer(Sizes):
+@dataclass(frozen=True)
+class _Layer(LayerSizes):
     """Bytes that a layer of a transformers model keeps for its backward pass."""
 
     @cached_property
@@ -29,19 +36,23 @@ class _Layer(Sizes):
         states that are sent to experts: as sent, as returned, and as scaled by the router. In addition, it keeps the
         indices that sort these hidden states by expert, and the router's results.
         """
-        if self.work.model.experts is None:
+        if self.experts is None:
             return 4 * self.wide
-        sorts = 5 if self.work.layout.ep > 1 else 2
-        routed = 3 * self.routed + 8 * sorts * self.sent + self.router * 4 // self.item
-        return max(4 * (self.inner + self.shared) + routed, 4 * self.wide * bool(self.work.model.dense_layers))
+        sorts = 5 if self.whole.work.layout.ep > 1 else 2
+        return (
+            4 * (self.inner + self.shared)
+            + 3 * self.routed
+            + 8 * sorts * self.sent
+            + self.router * 4 // self.whole.item
+        )
 
     @cached_property
     def products(self) -> int:
         """The peak bytes of a feed-forward half in a pass without gradients."""
-        if self.work.model.experts is None:
+        if self.experts is None:
             return 3 * self.wide
-        of_experts = max(3 * self.inner + self.routed, 3 * self.routed) + 2 * self.routed * (self.work.layout.ep > 1)
-        return max(of_experts + self.shared, 3 * self.wide * bool(self.work.model.dense_layers))
+        sent_twice = 2 * self.routed * (self.whole.work.layout.ep > 1)
+        return max(3 * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared
 
     @cached_property
     def saved(self) -> int:
@@ -56,17 +67,29 @@ class _Layer(Sizes):
 
         In bf16, norms keep their input in float32 instead of bf16.
         """
-        norms = 6 * self.hidden if self.item == 4 else 8 * self.hidden
-        heads = self.tokens * (self.query + self.keys) * (2 if self.item == 4 else 3) * self.work.model.norms_heads
+        s = self.whole
+        norms = 6 * s.hidden if s.item == 4 else 8 * s.hidden
+        heads = s.tokens * (self.query + self.keys) * (2 if s.item == 4 else 3) * self.mixer.head_norms
         return norms + heads + self.attention + self.feed
 
-    @cached_property
-    def last(self) -> int:
-        """Bytes of the tensors that the last norm keeps, and of the requested states.
 
-        The requested states are the hidden states for which logits are computed.
-        """
-        return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
+@dataclass(frozen=True)
+class _Pass(Sizes):
+    """Sizes of a forward pass, and of each kind of the model's layers."""
+
+    @cached_property
+    def kinds(self) -> tuple[_Layer, ...]:
+        return tuple(_Layer(self, kind) for kind in self.work.model.layer_kinds)
+
+    def sum_kept(self, first: int, stop: int) -> int:
+        """Return the bytes that layers from `first` to `stop` - 1 keep for a backward pass."""
+        if self.work.recompute:
+            return (stop - first) * self.hidden
+        return sum(map(mul, self.work.model.count_kinds((first, stop)), (kind.saved for kind in self.kinds)))
+
+    def sum_gradients(self, first: int) -> int:
+        """Return the bytes of the gradients, of the weights' type, of the layers from `first` on."""
+        return sum(map(mul, self.work.model.count_kinds((first, self.work.model.layers)), self.gradients_by_kind))
 
 
 def trainer(verb: str, work: Workload) -> Moments:
@@ -74,18 +97,16 @@ def trainer(verb: str, work: Workload) -> Moments:
 
     A moment is one instant of the computation in fsdp.py. `verb` is "infer" or "update".
     """
-    s = _Layer(work)
+    s = _Pass(work)
     return _update(s) if verb == "update" else _infer(s)
 
 
 def stored(work: Workload) -> int:
     """Return the bytes that all layers keep from the forward to the backward pass."""
-    return (work.model.layers - work.model.first_trained) * (
-        _Layer(work).hidden if work.recompute else _Layer(work).saved
-    )
+    return _Pass(work).sum_kept(work.model.first_trained, work.model.layers)
 
 
-def _infer(s: _Layer) -> Moments:
+def _infer(s: _Pass) -> Moments:
     """Return the bytes at each moment of a forward pass without a backward pass.
 
     Sharded weights are gathered layer by layer. A layer's weights are first gathered into a flat buffer, and then
@@ -95,12 +116,7 @@ def _infer(s: _Layer) -> Moments:
     work = s.work
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
     # and values, both by token and laid out by row.
-    feed = 3 * s.hidden + s.products
-    by_token = s.tokens * (2 * s.query + (3 if work.model.latent else 2) * s.keys)
-    attention = (
-        2 * s.hidden + by_token + s.row_tokens * (2 * s.query + 2 * s.attended_keys) + context_parallel_extra(s, False)
-    )
-    layer = s.angles + max(feed, attention)
+    layer = s.angles + max(max(3 * s.hidden + kind.products, _attention(kind)) for kind in s.kinds)
     head = s.scored * work.model.hidden * s.item + _head(s)
     first = kept_weights = gathered = 0
     if work.divided:
@@ -123,7 +139,16 @@ def _infer(s: _Layer) -> Moments:
     }
 
 
-def _head(s: _Layer) -> int:
+def _attention(layer: _Layer) -> int:
+    """Return the peak bytes of a layer's attention in a pass without gradients."""
+    s = layer.whole
+    latent = isinstance(layer.mixer, MultiHeadLatentAttention)
+    by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
+    by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
+    return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False)
+
+
+def _head(s: _Pass) -> int:
     """Return the peak bytes of the logits in a pass without gradients.
 
     The peak is the larger of two moments. At the first moment, the logits divided by the temperature and their
@@ -136,13 +161,13 @@ def _head(s: _Layer) -> int:
     return max(2 * s.logit, joined)
 
 
-def _update(s: _Layer) -> Moments:
+def _update(s: _Pass) -> Moments:
     work = s.work
-    layers = work.model.layers - work.model.first_trained  # that a backward pass reaches
+    layers = work.model.layers
+    first = work.model.first_trained  # the lowest layer that a backward pass reaches
     full = work.recompute
     summed = work.batches > 1
-    kept_activations = 0 if work.activations_away else layers * s.hidden if full else layers * s.saved
-    recomputed = s.saved - (s.hidden if s.item == 4 else 0) if full else 0
+    kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
     base = s.angles + kept_activations
     states = s.last if not full or s.item == 2 else s.last - s.hidden
     # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
@@ -190,25 +215,23 @@ def _update(s: _Layer) -> Moments:
         moments["the last layer is gathered"] = {
             "gathered weights": s.ends + 3 * s.layer if zero3 else s.all_weights + 2 * s.layer,
             "gradients": rest,
-            "activations": s.angles + kept_activations * (layers - 1) // max(1, layers),
+            "activations": s.angles + (0 if work.activations_away else s.sum_kept(first, max(first, layers - 1))),
         }
     # Where gradients are scattered, the last layer but one is the first next to another layer's flat buffer.
-    for name, index in (("the last", layers - 1), ("the last but one", layers - 2), ("the first", 0)):
-        if index < 0:
-            continue
-        above = layers - 1 - index
+    for name, index in _iterate_fullest_layers(work.model):
+        layer = s.kinds[work.model.kind_of_layer[index]]
         # The gradients of the layer before this one are still in their flat buffer.
-        flat_buffer = flat_layer if above and work.divided else 0
-        gradient_bytes = rest if summed else (gradients - spread) * (above - bool(flat_buffer)) // layers
-        layers_on_device = (
-            min(index + 1, 2) if work.activations_away else index + 1
-        )  # number of layers whose activations are on the device
-        held_activations = layers_on_device * s.hidden + recomputed if full else layers_on_device * s.saved
-        for half, more in _backward(s).items():
-            moments[f"backward in {half} of {name} layer"] = {
-                "gathered weights": below - (0 if zero3 else above * flat_layer),
+        flat_buffer = flat_layer if index + 1 < layers else 0
+        complete = s.sum_gradients(index + (2 if flat_buffer else 1))
+        gradient_bytes = rest if summed else (gradients - spread) * complete // max(1, s.sum_gradients(first))
+        # The lowest layer whose activations are on the device.
+        held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
+        recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if full else 0
+        for half, more in _backward(layer).items():
+            moments[f"backward in {half} of {name}"] = {
+                "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
                 "gradients": gradient_bytes + table + flat_buffer + more["gradients"],
-                "activations": s.angles + held_activations + more["activations"],
+                "activations": s.angles + held + recomputed + more["activations"],
             }
     if work.divided:
         # The ends have gradients, then a flat buffer (twice, because gloo sums a copy of it), and a rank's result
@@ -231,19 +254,31 @@ def _update(s: _Layer) -> Moments:
     return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)
 
 
-def _backward(s: _Layer) -> dict[str, dict[str, int]]:
+def _iterate_fullest_layers(model: Model) -> Iterator[tuple[str, int]]:
+    """Yield the layers whose backward pass may hold the most, with their names.
+
+    These are the first and the last layer that the backward pass reaches, of all layers and of each kind. The layer
+    before the last one is the first whose gradients exist next to another layer's.
+    """
+    last = model.layers - 1
+    named = {"the last layer": last, "the last but one layer": last - 1, "the first layer": model.first_trained}
+    named |= {f"layer {layer + 1}": layer for layer in model.ends_of_kinds}
+    names = {layer: name for name, layer in reversed(named.items())}
+    return ((name, layer) for name, layer in named.items() if model.first_trained <= layer and names[layer] == name)
+
+
+def _backward(layer: _Layer) -> dict[str, dict[str, int]]:
     """Return the change in bytes during the backward pass of each half of a layer.
 
     The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer
     exist. A change is negative if more bytes are freed than allocated.
     """
-    feed = s.hidden + (max(3 * s.routed, 2 * s.inner - s.routed) if s.work.model.experts else 2 * s.wide)
-    freed = s.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
-    attention = (
-        2 * s.hidden + s.row_tokens * (2 * s.query + 2 * s.attended_keys) + context_parallel_extra(s, True) - freed
-    )
-    divided = s.work.divided
-    matrix = s.matrix if divided else s.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
+    s = layer.whole
+    feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
+    freed = layer.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * layer.query
+    by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
+    attention = 2 * s.hidden + by_row + layer.context_parallel_extra(True) - freed
+    matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
     return {
         "the feed-forward half": {"activations": feed, "gradients": matrix},
         "the attention half": {"activations": attention, "gradients": 3 * matrix},
@@ -255,46 +290,70 @@ def generator(verb: str, work: Workload) -> Moments:
 
     The engine generates the responses to `work.rows` prompts at the same time. Each prompt has `work.samples`
     responses. The KV cache of a layer is one tensor of keys and one tensor of values. Both tensors are copied whenever
-    the cache grows.
+    the cache grows. A layer with a window caches at most its window, but all tokens of a prompt that was just read.
     """
     if verb != "generate":
         raise ValueError(f"no generator has the verb `{verb}`")
-    alone = _Layer(work)
+    s = _Pass(work)
+    model = work.model
     responses = work.rows * work.samples
-    width = work.fed
-    # Latent attention caches the latents. One layer's latents are expanded at a time, into keys and values together,
-    # keys, and scores, which kernels store where values have another size than keys.
-    latent = work.model.latent
-    cache_per_token = (
-        kv_elements(work.model, work.layout) * alone.item if latent else 2 * work.model.layers * alone.keys
+    fed = work.rows * work.prompt
+    sequence = work.fed
+    logits = 4 * responses * model.vocabulary
+    hidden = model.hidden * s.item
+    halves = [(kind, 3 * hidden + _product_bytes(kind)) for kind in s.kinds]
+    reading = max(
+        max(fed * half, fed * (2 * hidden + 3 * kind.query + 2 * kind.keys) + _score_bytes(kind))
+        for kind, half in halves
     )
-    keys_values_met = 2 * alone.keys + cache_per_token // work.model.layers if latent else alone.keys
-    scores = 2 * -(-work.model.heads // work.layout.tp) * work.rows * work.prompt**2 * alone.item if latent else 0
-    cache = cache_per_token * responses * width
-    logits = 4 * responses * work.model.vocabulary
-    hidden = work.model.hidden * alone.item
-    half = 3 * alone.split(work.model.intermediate) * alone.item
-    if experts := work.model.experts:  # whole on every rank: their inputs, products and results
-        sent = experts.active * hidden
-        inner = experts.active * experts.intermediate * alone.item
-        shared = alone.split(experts.shared) * alone.item
-        half = max(sent + 3 * inner + shared, 3 * sent + shared, half * bool(work.model.dense_layers))
+    computing = responses * max(_count_joined_bytes(kind, sequence) + half for kind, half in halves)
+    prompts = fed * round(kv_elements(model, work.layout, 1) * s.item)  # no window is shorter than a token
+    cache = round(responses * kv_elements(model, work.layout, sequence) * s.item)
     # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, and a comparison. Filters
     # need more copies.
     draw = 2 * logits + 2 * 2 * logits + logits // 4
-    fed = work.rows * work.prompt
     return {
-        "prompts are read": {
-            "KV cache": cache_per_token * fed,
-            "activations": max(
-                fed * (3 * hidden + half), fed * (2 * hidden + 3 * alone.query + 2 * alone.keys) + scores
-            ),
-        },
+        "prompts are read": {"KV cache": prompts, "activations": reading},
         "the last token is computed": {
             "KV cache": cache,
-            "activations": keys_values_met * responses * width + responses * (3 * hidden + half),
+            "activations": computing,
             "logits": logits,
-            "rows": 16 * responses * width,
+            "rows": 16 * responses * sequence,
         },
-        "the last token is drawn": {"KV cache": cache, "logits": draw, "rows": 8 * responses * width},
+        "the last token is drawn": {"KV cache": cache, "logits": draw, "rows": 8 * responses * sequence},
     }
+
+
+def _count_joined_bytes(layer: _Layer, tokens: int) -> int:
+    """Return the bytes of a sequence's keys and values while a layer's cache grows.
+
+    Latent attention expands the latents of one layer at a time, into keys and values together, and keys. A layer with a
+    window makes new keys and values before it frees the old ones; other layers make them one after the other.
+    """
+    if isinstance(layer.mixer, MultiHeadLatentAttention):
+        return tokens * (2 * layer.keys + round(layer.mixer.count_cached(1)) * layer.whole.item)
+    window = layer.mixer.window
+    return 2 * min(tokens, window) * layer.keys if window else tokens * layer.keys
+
+
+def _score_bytes(layer: _Layer) -> int:
+    """Return the bytes of the scores that a layer stores while prompts are read.
+
+    Kernels store scores where values have another size than keys.
+    """
+    work = layer.whole.work
+    stored = isinstance(layer.mixer, MultiHeadLatentAttention)
+    return 2 * layer.whole.split(layer.mixer.heads) * work.rows * work.prompt**2 * layer.whole.item if stored else 0
+
+
+def _product_bytes(layer: _Layer) -> int:
+    """Return the bytes of the products of an MLP for one token of a generation.
+
+    Experts are whole on every rank: their inputs, products and results are counted.
+    """
+    s = layer.whole
+    if layer.experts is None:
+        return 3 * s.split(layer.kind.mlp.intermediate) * s.item
+    sent = layer.experts.active * s.work.model.hidden * s.item
+    inner = layer.experts.active * layer.experts.intermediate * s.item
+    return max(sent + 3 * inner, 3 * sent) + s.split(layer.experts.shared) * s.item

@@ -3,16 +3,15 @@
 The memory of engines is counted in peaks.py and megatron/peaks.py. The memory of the optimizer's step is counted by
 `optimizer_step`.
 
-Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its maximum length. The counts
-for experts assume that the router sends the same number of tokens to each expert. The real number of tokens that one
-rank receives is known only to the router, and no program bounds that number.
+The sizes that depend on the kind of a layer are in layer_sizes.py.
+
+Invariant: sizes are bytes of tensor storages on the busiest rank, with every column at its maximum length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import gcd
 
 from ..ir import optimizer_spec
 from ..ir.workload import Workload
@@ -37,7 +36,7 @@ GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the
 class Sizes:
     """Sizes of the tensors of one forward pass on a rank.
 
-    Sizes are bytes, except `tokens`, `row_tokens`, `scored`, `sent`, `elements` and `largest`, which are counts.
+    Sizes are bytes, except `tokens`, `row_tokens`, `scored`, `elements` and `largest`, which are counts.
 
     - `item`: the bytes of one element.
     - `tokens`: the tokens that a layer computes.
@@ -96,72 +95,6 @@ class Sizes:
         return self.tokens * self.work.model.hidden * self.item
 
     @cached_property
-    def query(self) -> int:
-        return self.split(self.work.model.heads * self.work.model.head_dim) * self.item
-
-    @cached_property
-    def keys(self) -> int:
-        """Bytes of one token's keys; the token's values need the same number of bytes."""
-        return self.split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
-
-    @cached_property
-    def attended_keys(self) -> int:
-        """Bytes of one token's keys where tokens are laid out row by row for attention.
-
-        Ulysses attention repeats some key-value heads, so that each rank has whole heads.
-        """
-        cp = self.work.layout.cp if self.work.layout.cp_kind == "ulysses" else 1
-        return self.keys * (cp // gcd(cp, self.split(self.work.model.kv_heads)))
-
-    @cached_property
-    def wide(self) -> int:
-        """Bytes of the gate projection's output in a dense feed-forward network.
-
-        The size is for all tokens. The output of the up projection has the same size.
-        """
-        return self.tokens * self.split(self.work.model.intermediate) * self.item
-
-    @cached_property
-    def sent(self) -> int:
-        """Number of tokens that a rank sends to experts.
-
-        A token counts once for each of its experts. Each tp rank sends only a part of the tokens. If the router
-        distributes tokens evenly, a rank with whole experts receives as many tokens as it sends.
-        """
-        experts = self.work.model.experts
-        return self.split(self.tokens) * experts.active if experts else 0
-
-    @cached_property
-    def routed(self) -> int:
-        """Bytes of the hidden states that a rank sends to experts."""
-        return self.sent * self.work.model.hidden * self.item
-
-    @cached_property
-    def inner(self) -> int:
-        """Bytes of the gate projection's output in the experts on a rank.
-
-        The output of the up projection has the same size. Both outputs are computed for all tokens that the experts
-        receive. Each etp rank of an expert receives the tokens of all etp ranks.
-        """
-        experts = self.work.model.experts
-        return self.sent * experts.intermediate * self.item if experts else 0
-
-    @cached_property
-    def shared(self) -> int:
-        """Bytes of the gate projection's output in the shared experts, for all tokens.
-
-        The output of the up projection has the same size.
-        """
-        experts = self.work.model.experts
-        return self.tokens * self.split(experts.shared) * self.item if experts else 0
-
-    @cached_property
-    def router(self) -> int:
-        """Bytes of one value for each pair of a token and an expert."""
-        experts = self.work.model.experts
-        return self.tokens * experts.number * self.item if experts else 0
-
-    @cached_property
     def logit(self) -> int:
         """Bytes of the float32 logits of all scored tokens over the whole vocabulary.
 
@@ -172,8 +105,11 @@ class Sizes:
 
     @cached_property
     def angles(self) -> int:
-        """Bytes of the cosines and sines of all tokens' rotary positions."""
-        return 2 * self.tokens * self.work.model.head_dim * self.item
+        """Bytes of the cosines and sines of all tokens' rotary positions.
+
+        All layers whose heads have the same size share them.
+        """
+        return 2 * self.tokens * sum({mixer.head_dim for mixer in self.work.model.mixers}) * self.item
 
     @cached_property
     def rows(self) -> int:
@@ -183,19 +119,6 @@ class Sizes:
         scored = work.rows * work.response
         own = 3 * self.tokens + self.row_tokens + self.scored * (1 if work.layout.cp == 1 else 2)
         return 8 * (row_tokens + 3 * scored + own) + 4 * 6 * scored
-
-    @cached_property
-    def attention(self) -> int:
-        """Bytes of the tensors that a layer's attention keeps for its backward pass.
-
-        The tensors are:
-
-        - queries, keys, values and the output, laid out row by row,
-        - the output, laid out token by token,
-        - the log-sum-exp, and the statistics of norms.
-        """
-        scores = 4 * self.row_tokens * self.split(self.work.model.heads) + 8 * self.tokens
-        return self.row_tokens * (2 * self.query + 2 * self.attended_keys) + self.tokens * self.query + scores
 
     @cached_property
     def last(self) -> int:
@@ -220,11 +143,8 @@ class Sizes:
 
     @cached_property
     def layer(self) -> int:
-        """Bytes of the weights of the model's last layer.
-
-        If any layer has experts, the last layer has experts.
-        """
-        return self._bytes(_select_last_layer(self.work.model.kinds))
+        """Bytes of the weights of the model's largest layer."""
+        return max(self._bytes(_select_layer(self.work.model.kinds, layer)) for layer in self.work.model.last_layers)
 
     @cached_property
     def ends(self) -> int:
@@ -236,25 +156,18 @@ class Sizes:
         """Bytes of the weights of the embedding; the head has the same size."""
         return self._bytes(_select_ends(self.work.model.kinds)[:1])
 
-    @cached_property
-    def matrix(self) -> int:
-        """Bytes of one of the three matrices of a feed-forward network.
-
-        With experts: bytes of one of the three matrices for all experts on the rank.
-        """
-        work = self.work
-        experts = self.work.model.experts
-        if experts:
-            elements_per_hidden = experts.number // work.layout.ep * -(-experts.intermediate // work.layout.etp)
-            return elements_per_hidden * work.model.hidden * self.item
-        return self.split(work.model.intermediate) * work.model.hidden * self.item
-
     # Gradients, of the weights' type. Those of frozen weights do not exist.
 
     @cached_property
     def layer_gradients(self) -> int:
-        """Bytes of the gradients of the model's last layer."""
-        return self._bytes(_select_last_layer(self.work.model.trained_kinds))
+        """Bytes of the gradients of the layer that has the largest ones."""
+        return max(self.gradients_by_kind)
+
+    @cached_property
+    def gradients_by_kind(self) -> tuple[int, ...]:
+        """Bytes of the gradients of a layer, for each kind of the model's layers."""
+        model = self.work.model
+        return tuple(self._bytes(_select_layer(model.trained_kinds, layer)) for layer in model.last_layers)
 
     @cached_property
     def end_gradients(self) -> int:
@@ -297,12 +210,10 @@ class Sizes:
 
 
 @lru_cache(maxsize=1 << 8)
-def _select_last_layer(tensor_kinds: tuple[TensorKind, ...]) -> tuple[TensorKind, ...]:
-    """Return the kinds of the weights of the model's last layer."""
+def _select_layer(tensor_kinds: tuple[TensorKind, ...], layer: int) -> tuple[TensorKind, ...]:
+    """Return the kinds of the weights of a layer."""
     return TensorKinds(
-        kind._replace(start=kind.stop - 1)
-        for kind in tensor_kinds
-        if kind.start >= 0 and kind.stop == kind.tensor.layers
+        kind._replace(start=layer, stop=layer + 1) for kind in tensor_kinds if kind.start <= layer < kind.stop
     )
 
 
@@ -315,30 +226,6 @@ def _select_ends(tensor_kinds: tuple[TensorKind, ...]) -> tuple[TensorKind, ...]
 @lru_cache(maxsize=1 << 12)
 def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
     return max(elements(box_at(kind.tensor, side, (0, 0, 0))) for kind in tensor_kinds)
-
-
-def context_parallel_extra(s: Sizes, backward: bool) -> int:
-    """Return the bytes that context parallelism adds to the memory of attention.
-
-    A block is the keys and values of one rank. With ring attention, the bytes are for:
-
-    - the current block,
-    - the block that is being received,
-    - a copy of a block's keys and values for each query head,
-    - a block's result in float32.
-
-    With Ulysses attention, the bytes are for the exchanged tensors, and for the queries, keys and values of the nodes
-    of all ranks.
-    """
-    if s.work.layout.cp == 1:
-        return 0
-    if s.work.layout.cp_kind == "ulysses":
-        return s.tokens * (2 * s.query + 2 * s.attended_keys)
-    spread = 2 * s.query if s.query > s.keys else 0
-    more = 4 // s.item - 1  # float32 next to bf16
-    if backward:
-        return s.row_tokens * (4 * s.keys + spread + 3 * s.query + more * (s.query + 2 * s.keys))
-    return s.row_tokens * (4 * s.keys + max(spread + (1 + more) * s.query, (1 + 3 * more) * s.query))
 
 
 def optimizer_step(s: Sizes) -> Moments:

@@ -190,7 +190,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     rest = layout.cp * layout.pp
     rows = rows_in_step(plan.graph, plan.graph.node(placement.node))
     works = []
-    for tp in [size for size in range(1, min(devices, model.heads) + 1) if devices % (size * rest) == 0]:
+    for tp in [size for size in range(1, min(devices, model.fewest_heads) + 1) if devices % (size * rest) == 0]:
         sized = replace(layout, tp=tp, dp=devices // (tp * rest))
         if rows is None or rows % sized.dp == 0:
             same = spec.sharding.spread.settle_etp(replace(sized, etp=stated.etp), model)

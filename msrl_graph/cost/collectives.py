@@ -204,10 +204,14 @@ class Collectives:
         layers = model.layers / layout.pp
         share = (cp - 1) / cp
         if layout.cp_kind == "ring":
-            received = tokens * 2 * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads) * share
-            return self.seconds("send", "cp", layers * passes * received * self._item, layers * passes * (cp - 1))
-        received = tokens / cp * 2 * (model.heads + model.kv_heads) * model.head_dim / layout.tp * share
-        return self.seconds("all_to_all", "cp", layers * passes * received * self._item, layers * passes * 4)
+            sizes = [
+                count * 2 * mixer.kv_heads * mixer.head_dim / min(layout.tp, mixer.kv_heads)
+                for mixer, count in model.mixers.items()
+            ]
+            received = tokens * sum(sizes) / layout.pp * share
+            return self.seconds("send", "cp", passes * received * self._item, layers * passes * (cp - 1))
+        received = tokens / cp * 2 * model.query_key_size / layout.pp / layout.tp * share
+        return self.seconds("all_to_all", "cp", passes * received * self._item, layers * passes * 4)
 
     def experts(self, tokens: float, passes: int) -> Figure:
         """Return the seconds to send tokens to their experts and back.
@@ -217,19 +221,16 @@ class Collectives:
         number of passes with this communication.
         """
         layout = self.placement.layout
-        expert_sizes = self.model.experts
-        if expert_sizes is None or not self.spec.sharding.spread.sends(layout):
+        if not self.model.experts or not self.spec.sharding.spread.sends(layout):
             return Figure(0.0, "derived", "experts and their tokens are on the same ranks")
-        layers = (self.model.layers - self.model.dense_layers) / layout.pp
-        sent = tokens / layout.tp * expert_sizes.active * self.model.hidden * self._item
+        collectives = 2 * passes * len(self.model.expert_layers) / layout.pp
+        chosen = sum(count * experts.active for experts, count in self.model.experts.items()) / layout.pp
+        sent = 2 * passes * chosen * tokens / layout.tp * self.model.hidden * self._item
         parts = [Figure(0.0, "derived", "one expert-parallel rank")]
         if layout.ep > 1:
-            received = 2 * sent * (layout.ep - 1) / layout.ep
-            parts.append(self.seconds("all_to_all", "ep", layers * passes * received, layers * passes * 2))
+            parts.append(self.seconds("all_to_all", "ep", sent * (layout.ep - 1) / layout.ep, collectives))
         if layout.etp > 1:
-            parts.append(
-                self.seconds("all_gather", "etp", layers * passes * 2 * sent * (layout.etp - 1), layers * passes * 2)
-            )
+            parts.append(self.seconds("all_gather", "etp", sent * (layout.etp - 1), collectives))
         return total(*parts)
 
     def gathers(self, update: bool) -> Figure:

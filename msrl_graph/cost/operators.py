@@ -23,12 +23,14 @@ class ForwardWork:
     - `tokens`: the number of tokens that pass through the layers.
     - `scored`: the number of positions at which the head computes logits.
     - `sequences`: the number of sequences in attention.
-    - `pairs`: the number of (query, key) pairs in each sequence.
+    - `length`: the number of tokens of a sequence, on which the keys inside a sliding window depend.
+    - `pairs`: the number of (query, key) pairs in each sequence, without sliding windows.
     - `moved`: the number of bytes that operators read from memory or write to memory, excluding the weights.
     """
 
     tokens: float
     scored: float
     sequences: float
+    length: float
     pairs: float
     moved: float

@@ -22,6 +22,7 @@ from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.workload import micro_batches
 from ..model.architecture import Model
+from ..model.layers import Mixer
 from ..sharding.layout import Layout
 from . import holdings
 from .collectives import Collectives, total
@@ -116,10 +117,9 @@ class Costs:
     def _optimizer(self) -> int:
         return holdings.optimizer(self.plan, self.engines, self.node)
 
-    @cached_property
-    def _cache_bytes(self) -> float:
-        """The KV-cache bytes of one token on one device."""
-        return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
+    def _cache_bytes(self, tokens: float) -> float:
+        """Return the KV-cache bytes of one sequence of `tokens` tokens on one device."""
+        return holdings.cache_bytes(self.plan, self.node, tokens)
 
     def rows(self, count: float) -> Rows:
         """Return the sums over `count` consecutive rows, each of the greatest length.
@@ -154,7 +154,8 @@ class Costs:
         count = len(lengths)
         tokens = sum(lengths)
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING)
-        work = ForwardWork(tokens, count, count, sum(length * length for length in lengths) / max(count, 1), moved)
+        pairs = sum(length * length for length in lengths) / max(count, 1)
+        work = ForwardWork(tokens, count, count, math.sqrt(pairs), pairs, moved)
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
         return total(*parts, self.collectives.experts(tokens, 1))
 
@@ -164,14 +165,15 @@ class Costs:
         `cached` is the sum of the sequences' context lengths. In this step, `diverged` sequences begin to differ from
         another sequence after `prompt` equal tokens, and recompute the tokens after the last full cache block.
         """
-        passes = self.spec.time.cache_passes * cached * self._cache_bytes * self.group
+        length = cached / max(sequences, 1e-9)
+        passes = self.spec.time.cache_passes * sequences * self._cache_bytes(length) * self.group
         tokens = sequences + (
             diverged * (prompt % self.spec.time.block) if self.spec.time.block and self._eager else 0.0
         )
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(sequences, DRAWING) + passes
         # A query sees every key. `pairs` are whole squares, of which causal attention needs half.
-        pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
-        work = ForwardWork(tokens, sequences, sequences, pairs, moved)
+        pairs = length * (1 if "attention" in self.device.curves else 2)
+        work = ForwardWork(tokens, sequences, sequences, length, pairs, moved)
         parts = [self._pass("decode", work), self.collectives.tensor_parallel(tokens, sequences, drawn=True)]
         begun = self._eager("prefill", self.layout).sequence if self._eager else 0.0
         launch = self.device.launch
@@ -184,7 +186,7 @@ class Costs:
         link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
         return Figure(
-            sequences * tokens * self._cache_bytes / link.value, link.source, "cache bytes / copies into new memory"
+            sequences * self._cache_bytes(tokens) / link.value, link.source, "cache bytes / copies into new memory"
         )
 
     def micro_batch(self, rows: Rows) -> Figure:
@@ -205,10 +207,9 @@ class Costs:
             # In a ring, keys and values travel in their layout, by rows.
             around = count * rows.longest if self.layout.cp_kind == "ring" else tokens
             # Attention's operands are copied to a layout by rows, its result back to tokens.
-            heads = self.model.heads + self.model.kv_heads
-            laid = 4 * heads * self.model.head_dim * count * rows.longest * self.model.layers
+            laid = 4 * self.model.query_key_size * count * rows.longest
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(rows.response, SCORING) + laid * BYTES[self.dtype]
-        work = ForwardWork(tokens, rows.response, count, pairs, moved)
+        work = ForwardWork(tokens, rows.response, count, math.sqrt(pairs), pairs, moved)
         parts = (
             [self._pass("infer", work)] if not update else [self._pass("update", work, 1 + self.model.backward_share)]
         )
@@ -311,14 +312,11 @@ class Costs:
         ]
         rates = [device.rate(self.dtype, flop) for flop, _ in products]
         multiplied = math.fsum(flop * number / rate.value for (flop, number), rate in zip(products, rates, strict=True))
-        head_flop = self._head_flops(act) * work.pairs
-        # A measured rate includes the mask.
-        per_head = (
-            head_flop / device.rate("attention", head_flop).value
-            if "attention" in device.curves
-            else head_flop / 2 / rates[0].value
+        per_head = math.fsum(
+            mixer.heads * count * self._head_seconds(act, mixer, work, rates[0].value)
+            for mixer, count in self.model.mixers.items()
         )
-        attention = per_head * work.sequences * self.model.heads * layers / group
+        attention = per_head * work.sequences / group
         weights = self._decode_weight_bytes(work.tokens) if act == "decode" else self._pass_weight_bytes
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
@@ -338,6 +336,15 @@ class Costs:
         times = f"{factor:.3g} x ({how})" if factor > 1 else how
         return Figure(seconds, source, f"{times}, {calls.basis}")
 
+    def _head_seconds(self, act: Act, mixer: Mixer, work: ForwardWork, rate: float) -> float:
+        """Return the seconds that one head of a layer's mixer needs for one sequence."""
+        decode = act == "decode"
+        flop = mixer.count_flop(decode) * work.pairs * mixer.share_of_pairs(work.length, decode)
+        # A measured rate includes the mask.
+        return (
+            flop / self.device.rate("attention", flop).value if "attention" in self.device.curves else flop / 2 / rate
+        )
+
     def _backward_reads(self, tokens: float, moved: float) -> Figure:
         """Return the seconds in which a CPU writes and reads tensors for a backward pass.
 
@@ -349,22 +356,10 @@ class Costs:
         model = self.model
         if not device.kind.is_host or self._eager is None:
             return Figure(0.0, "derived", "part of each operator's bytes")
-        products = (
-            3 * model.hidden * self.layout.tp
-            + 2 * (model.heads + model.kv_heads) * model.head_dim
-            + 2 * model.intermediate
-        )
-        written = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
+        products = 3 * model.layers * model.hidden * self.layout.tp + 2 * (model.query_key_size + model.mlp_width)
+        written = (moved / 3 + tokens * products * BYTES[self.dtype]) / self.group
         bandwidth = device.rate("memory_bandwidth", 0)
         return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
-
-    def _head_flops(self, act: Act) -> float:
-        """Return a head's FLOP per pair of query and key (arXiv:2405.04434, sec. 2.1.2)."""
-        if latent := self.model.latent:
-            return 2 * (
-                2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value
-            )
-        return 4 * self.model.head_dim
 
     @cached_property
     def _pass_weight_bytes(self) -> float:
@@ -379,10 +374,9 @@ class Costs:
         If routing is random, some experts get no tokens and are not read. A pipeline stage reads its weights pp times.
         """
         dense, routed = self.collectives.device_parameters
-        touched = 1.0
-        if experts := self.model.experts:
-            tokens = sequences * max(1.0, self.layout.ep * self.layout.etp / self.layout.tp)
-            touched = 1 - (1 - experts.active / experts.number) ** tokens
+        tokens = sequences * max(1.0, self.layout.ep * self.layout.etp / self.layout.tp)
+        share = max((experts.active / experts.number for experts in self.model.experts), default=0.0)
+        touched: float = 1 - (1 - share) ** tokens
         return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
     def _elementwise_bytes(self, tokens: float) -> float:
@@ -394,8 +388,8 @@ class Costs:
         if self._eager is None:
             return 0.0
         model = self.model
-        divided = 10 * (model.heads + model.kv_heads) * model.head_dim + 5 * model.intermediate
-        return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
+        divided = 10 * model.query_key_size + 5 * model.mlp_width
+        return tokens * (20 * model.layers * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
         """Return the bytes that `times` accesses to the float32 logits read or write."""

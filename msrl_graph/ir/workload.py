@@ -7,6 +7,7 @@ computes workloads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 from ..model.architecture import Model
 from ..sharding.layout import Layout
@@ -72,15 +73,18 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 
-def kv_elements(model: Model, layout: Layout, expanded: bool = False) -> int:
-    """Return the number of KV-cache elements per token on one rank.
+def kv_elements(model: Model, layout: Layout, tokens: float, expanded: bool = False) -> float:
+    """Return the number of elements of a sequence's KV cache on one rank.
 
-    Only the layers on the rank are counted. With pipeline stages, the rank is in the stage with the most layers. If the
-    cache of latent attention is `expanded`, it has keys and values instead of latents.
+    The sequence has `tokens` tokens. Only the layers on the rank are counted. With pipeline stages, the rank is in the
+    stage with the largest cache. If the cache of latent attention is `expanded`, it has keys and values instead of
+    latents.
     """
-    expanded = expanded or not model.latent
-    per_layer = 2 * -(-model.kv_heads // layout.tp) * model.head_dim if expanded else model.kv_elements
-    return layout.most_layers(model.layers) * per_layer
+    sizes = [kind.mixer.count_cached(tokens, layout.tp, expanded) for kind in model.layer_kinds]
+    cached: float = max(
+        sum(map(mul, model.count_kinds(*layout.stage_layers(stage, model.layers)), sizes)) for stage in range(layout.pp)
+    )
+    return cached
 
 
 def in_flight(work: Workload, stage: int) -> float:

@@ -5,17 +5,19 @@ Invariant: the classes are plain data, without the values of weights. models.py 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from typing import TypeVar
 
 from ..diagnostics import NOWHERE, Span
 from ..sharding.layout import TensorKind, TensorKinds, group_by_kind
 from ..sharding.tensors import Tensor
 from .features import FEATURES
-from .layers import DenseMlp, ExpertMlp, Layer, Mixer, MultiHeadLatentAttention
+from .layers import ExpertMlp, Layer, Mixer, Mlp
 
+Kind = TypeVar("Kind")
 HEAD = "score.weight"  # of a model that scores
 
 
@@ -66,52 +68,98 @@ class Model:
         return sum(layer.count for layer in self.stack)
 
     @cached_property
+    def layer_kinds(self) -> tuple[Layer, ...]:
+        """The kinds of layers, in order of their first layer, with the number of layers of each kind."""
+        counts = _sum_counts(((layer.mixer, layer.mlp), layer.count) for layer in self.stack)
+        return tuple(Layer(mixer, mlp, count) for (mixer, mlp), count in counts.items())
+
+    @cached_property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """For each layer, the index of its kind in `layer_kinds`."""
+        index = {(kind.mixer, kind.mlp): i for i, kind in enumerate(self.layer_kinds)}
+        return tuple(index[layer.mixer, layer.mlp] for layer in self.stack for _ in range(layer.count))
+
+    @cached_property
+    def last_layers(self) -> tuple[int, ...]:
+        """The last layer of each kind."""
+        last = {kind: layer for layer, kind in enumerate(self.kind_of_layer)}
+        return tuple(last[kind] for kind in range(len(last)))
+
+    @cached_property
+    def ends_of_kinds(self) -> tuple[int, ...]:
+        """The first and the last layer of each kind, of the layers that a backward pass reaches."""
+        layers = range(self.first_trained, self.layers)
+        firsts = {self.kind_of_layer[layer]: layer for layer in reversed(layers)}
+        lasts = {self.kind_of_layer[layer]: layer for layer in layers}
+        return (*firsts.values(), *lasts.values())
+
+    def count_kinds(self, *stretches: tuple[int, int]) -> tuple[int, ...]:
+        """Return how many layers of each kind there are in ranges [start, stop) of layers."""
+        if (counts := self._kinds_of_stretches.get(stretches)) is None:
+            layers = [kind for start, stop in stretches for kind in self.kind_of_layer[start:stop]]
+            counts = tuple(layers.count(kind) for kind in range(len(self.layer_kinds)))
+            self._kinds_of_stretches[stretches] = counts
+        return counts
+
+    @cached_property
+    def _kinds_of_stretches(self) -> dict[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """The results of `count_kinds`: a cache."""
+        return {}
+
+    @cached_property
+    def mixers(self) -> dict[Mixer, int]:
+        """The kinds of mixers, with the number of layers of each kind."""
+        return _sum_counts((layer.mixer, layer.count) for layer in self.stack)
+
+    @cached_property
+    def mlps(self) -> dict[Mlp, int]:
+        """The kinds of MLPs, with the number of layers of each kind."""
+        return _sum_counts((layer.mlp, layer.count) for layer in self.stack)
+
+    @cached_property
+    def experts(self) -> dict[ExpertMlp, int]:
+        """The kinds of MLPs with experts, with the number of layers of each kind."""
+        return {mlp: count for mlp, count in self.mlps.items() if isinstance(mlp, ExpertMlp)}
+
+    @property
     def mixer(self) -> Mixer:
-        """The mixer of all layers."""
-        return self.stack[0].mixer
+        """The mixer of all layers, for engines that need equal layers.
 
-    @property
-    def heads(self) -> int:
-        return self.mixer.heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.mixer.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.mixer.head_dim
-
-    @property
-    def latent(self) -> MultiHeadLatentAttention | None:
-        return self.mixer if isinstance(self.mixer, MultiHeadLatentAttention) else None
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.mixer.qkv_bias
-
-    @property
-    def norms_heads(self) -> bool:
-        """Whether each head of the queries and keys is normalized (q_norm and k_norm)."""
-        return self.mixer.head_norms
-
-    @cached_property
-    def intermediate(self) -> int:
-        """The intermediate size of the layers without experts.
-
-        If all layers have experts, the result is the intermediate size that one token passes through.
+        Raises ValueError if layers have different mixers.
         """
-        return self.stack[0].mlp.width
+        (mixer,) = self.mixers
+        return mixer
+
+    @property
+    def expert_mlp(self) -> ExpertMlp | None:
+        """The experts of all layers that have experts, for engines that need equal ones.
+
+        Raises ValueError if layers have different experts.
+        """
+        (experts,) = self.experts or (None,)
+        return experts
 
     @cached_property
-    def experts(self) -> ExpertMlp | None:
-        """The experts of the layers that have experts."""
-        return next((layer.mlp for layer in self.stack if isinstance(layer.mlp, ExpertMlp)), None)
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts."""
+        return tuple(
+            layer for layer, kind in enumerate(self.kind_of_layer) if isinstance(self.layer_kinds[kind].mlp, ExpertMlp)
+        )
 
     @cached_property
-    def dense_layers(self) -> int:
-        """The number of layers before the first layer with experts."""
-        return sum(layer.count for layer in takewhile(lambda layer: isinstance(layer.mlp, DenseMlp), self.stack))
+    def fewest_heads(self) -> int:
+        """The number of heads of the layers that have the fewest heads."""
+        return min(mixer.heads for mixer in self.mixers)
+
+    @cached_property
+    def query_key_size(self) -> int:
+        """The number of elements of a token's queries and keys, in all layers together."""
+        return sum(count * mixer.query_key_size for mixer, count in self.mixers.items())
+
+    @cached_property
+    def mlp_width(self) -> int:
+        """The intermediate size that a token passes through, in all layers together."""
+        return sum(count * mlp.width for mlp, count in self.mlps.items())
 
     @cached_property
     def weights(self) -> tuple[Tensor, ...]:
@@ -229,16 +277,19 @@ class Model:
     @cached_property
     def active_parameters(self) -> int:
         """The number of parameters that are active for one token."""
-        routed = sum(tensor.elements for tensor in self.tensors if tensor.experts)
-        return self.parameters - (routed - routed * self.experts.active // self.experts.number if self.experts else 0)
+        inactive: Counter[ExpertMlp] = Counter()
+        for tensor in self.tensors:
+            mlp = self.layer_kinds[self.kind_of_layer[tensor.layer]].mlp if tensor.experts else None
+            if isinstance(mlp, ExpertMlp):
+                inactive[mlp] += tensor.elements
+        return self.parameters - sum(
+            routed - routed * experts.active // experts.number for experts, routed in inactive.items()
+        )
 
-    @property
-    def kv_elements(self) -> int:
-        """The number of elements that a token adds to one layer's KV cache, for all heads."""
-        return self.mixer.cached_elements
 
-    @property
-    def kv_bytes(self) -> int:
-        """The bytes of the KV cache for one token, over all layers and heads."""
-        cached = sum(layer.count * layer.mixer.cached_elements for layer in self.stack)
-        return cached * (4 if self.dtype == "f32" else 2)
+def _sum_counts(counted: Iterable[tuple[Kind, int]]) -> dict[Kind, int]:
+    """Return the distinct kinds, in order, each with the sum of its counts."""
+    counts: dict[Kind, int] = {}
+    for kind, count in counted:
+        counts[kind] = counts.get(kind, 0) + count
+    return counts

@@ -1,7 +1,8 @@
 """The layers of a model: each has a mixer of tokens and an MLP.
 
 Invariant: the classes are plain data. Each class yields the tensors of its part of a layer, with the names that
-transformers gives them. A family (families/) says which layers its models have.
+transformers gives them, and counts what costs and memory depend on: pairs of queries and keys, the cache, what is saved
+for a backward pass. So a new kind of mixer or MLP is one class. A family (families/) says which layers its models have.
 
 Dim 1 of a projection is its input. So tensor parallelism shards dim 0 of q, k, v, gate and up, and dim 1 of o and down.
 """
@@ -16,6 +17,7 @@ import msgspec
 
 from ..sharding.tensors import Tensor
 
+KV_HEADS = "key-value heads"  # a size that some engines need not divide, because they replicate heads
 MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp shards, options of Tensor)
 
 
@@ -35,9 +37,43 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     window: int = 0
 
     @property
-    def cached_elements(self) -> int:
-        """The number of elements that a token adds to the KV cache of the layer."""
-        return 2 * self.kv_heads * self.head_dim
+    def query_key_size(self) -> int:
+        """The number of elements of a token's query and key."""
+        return (self.heads + self.kv_heads) * self.head_dim
+
+    def count_flop(self, decode: bool) -> int:
+        """Return one head's FLOP per pair of a query and a key."""
+        return 4 * self.head_dim
+
+    def share_of_pairs(self, tokens: float, decode: bool) -> float:
+        """Return the share of the pairs of a query and an earlier key that attention needs.
+
+        A sequence has `tokens` tokens. With `decode`, only the last of them is a query.
+        """
+        if not self.window or tokens <= self.window:
+            return 1.0
+        share = self.window / tokens
+        return share if decode else share * (2 - share)
+
+    def count_cached(self, tokens: float, tp: int = 1, expanded: bool = False) -> float:
+        """Return the number of elements of a sequence's KV cache on one of `tp` ranks.
+
+        A layer with a window caches only the last tokens. `expanded` is for latent attention.
+        """
+        visible = min(tokens, self.window) if self.window else tokens
+        return 2 * -(-self.kv_heads // tp) * self.head_dim * visible
+
+    def count_saved(self) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: elements that each tp rank saves, and elements that are sharded over tp.
+        """
+        return 0, 2 * self.query_key_size
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        yield self.heads, "heads"
+        yield self.kv_heads, KV_HEADS
 
     def list_features(self) -> Iterator[str]:
         if self.qkv_bias:
@@ -101,12 +137,40 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
         return self.nope + self.rope
 
     @property
-    def cached_elements(self) -> int:
-        """The number of elements that a token adds to the KV cache of the layer.
+    def window(self) -> int:
+        return 0
 
-        These are the latent and the rotary key.
+    @property
+    def query_key_size(self) -> int:
+        """The number of elements of a token's query and key."""
+        return 2 * self.heads * self.head_dim
+
+    def count_flop(self, decode: bool) -> int:
+        """Return one head's FLOP per pair of a query and a key (arXiv:2405.04434, 2.1.2)."""
+        return 2 * (2 * self.kv_rank + self.rope if decode else self.nope + self.rope + self.value)
+
+    def share_of_pairs(self, tokens: float, decode: bool) -> float:
+        return 1.0
+
+    def count_cached(self, tokens: float, tp: int = 1, expanded: bool = False) -> float:
+        """Return the number of elements of a sequence's KV cache on one of `tp` ranks.
+
+        These are the latents and the rotary keys, which each rank has. If the cache is `expanded`, it has keys and
+        values instead.
         """
-        return self.kv_rank + self.rope
+        return (2 * -(-self.heads // tp) * self.head_dim if expanded else self.kv_rank + self.rope) * tokens
+
+    def count_saved(self) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: the latents and the rotary key, which each tp rank saves, and the elements of the expanded
+        heads, which are sharded over tp.
+        """
+        return self.q_rank + self.kv_rank + self.rope, 2 * self.heads * (self.head_dim + self.value)
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        yield self.heads, "heads"
 
     def list_features(self) -> Iterator[str]:
         yield "latent_attention"
@@ -145,6 +209,17 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
         """The intermediate size that a token passes through."""
         return self.intermediate
 
+    def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: elements that each tp rank saves, and elements that are sharded over tp.
+        """
+        return 0, 4 * self.intermediate
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        yield self.intermediate, "intermediate size"
+
     def list_features(self) -> Iterator[str]:
         if self.bias:
             yield "mlp_bias"
@@ -181,6 +256,21 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
         """Whether a bias corrects the router's scores."""
         return self.router == "grouped_sigmoid"
 
+    def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: the router's scores, which each tp rank saves, and elements that are sharded over tp. A
+        copy of each token is sent to each expert that the router chooses; the copies are spread evenly over ep. For
+        each copy, its input, its output and 4 f elements are saved, with the intermediate size f. Each of an expert's
+        `etp` ranks receives all of the expert's tokens, and has a part of the width.
+        """
+        return self.number, 4 * self.shared + self.active * (2 * hidden * etp + 4 * self.intermediate)
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        if self.shared:
+            yield self.shared, "shared experts' size"
+
     def list_features(self) -> Iterator[str]:
         yield f"{self.router}_router"
         if self.shared:
@@ -201,6 +291,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
 
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention
+Mlp = DenseMlp | ExpertMlp
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -211,7 +302,7 @@ class Layer(msgspec.Struct, frozen=True):
     count: int = 1
 
 
-def group_layers(layers: Iterable[tuple[Mixer, DenseMlp | ExpertMlp]]) -> Iterator[Layer]:
+def group_layers(layers: Iterable[tuple[Mixer, Mlp]]) -> Iterator[Layer]:
     """Yield layers, of which equal ones that follow each other are one item."""
     for (mixer, mlp), same in groupby(layers):
         yield Layer(mixer, mlp, len([*same]))

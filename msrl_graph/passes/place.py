@@ -107,7 +107,7 @@ class PlacementPass(Pass):
                 for state in listed:
                     stated = plan.deploy.engines.get(state.node)
                     page.line(f"engine of {state.node}: {_describe_engine(state.engine, stated)}")
-                    if experts := plan.model(state.node).experts:
+                    for experts in plan.model(state.node).experts:
                         page.line(f"experts of {state.node}: {describe_experts(experts, state.layout)}")
             else:
                 page.table(

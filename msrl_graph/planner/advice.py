@@ -164,7 +164,7 @@ class Advice:
         )
         rest = now.cp * now.pp
         tried = []
-        for tp in [size for size in range(1, min(devices, model.heads) + 1) if devices % (size * rest) == 0]:
+        for tp in [size for size in range(1, min(devices, model.fewest_heads) + 1) if devices % (size * rest) == 0]:
             sized = replace(now, tp=tp, dp=devices // (tp * rest), inner=1)
             meshes = dict.fromkeys(
                 (

@@ -108,9 +108,9 @@ def test_parts_of_experts_are_handed_what_arrives() -> None:
 
 def test_a_ring_passes_keys_and_values_on() -> None:
     model = load("llama3-8b", Path())
-    received = 3 / 4 * 8000 * 2 * model.kv_heads * model.head_dim * 2 * model.layers
+    received = 3 / 4 * 8000 * 2 * model.mixer.kv_heads * model.mixer.head_dim * 2 * model.layers
     assert of(Layout(cp=4, dp=4)).context(8000, 1).value == pytest.approx(received / NEAR)
-    heads = 3 / 4 * 2000 * 2 * (model.heads + model.kv_heads) * model.head_dim * 2 * model.layers
+    heads = 3 / 4 * 2000 * 2 * model.query_key_size * 2
     assert of(Layout(cp=4, dp=4, cp_kind="ulysses")).context(8000, 1).value == pytest.approx(heads / NEAR)
 
 

@@ -97,7 +97,7 @@ def test_experts_by_hand(tp, etp):
     state = work("qwen3-30b-a3b", layout)
     attention = 4 * 2048 + 128 + 2 * 32 * 128 + 2 * 4 * 128
     routed = 8 * (2 * 2048 * etp + 4 * 768)
-    assert default_activations.layer_elements(state.model, state, MEGATRON, 0) == pytest.approx(
+    assert default_activations.layer_elements(state, MEGATRON, state.model.stack[0]) == pytest.approx(
         (attention + routed) / tp, abs=1
     )
 
@@ -106,6 +106,6 @@ def test_latent_attention_by_hand():
     """DeepSeek-V3: the first three layers are dense; latents of 1536 and 512 + 64, 128 heads of 128 + 64 and 128."""
     state = work("deepseek-r1-671b", Layout(tp=8))
     attention = 4 * 7168 + 1536 + 512 + 64 + 128 * (2 * 192 + 2 * 128)
-    dense, routed = (default_activations.layer_elements(state.model, state, MEGATRON, layer) for layer in (0, 3))
+    dense, routed = (default_activations.layer_elements(state, MEGATRON, layer) for layer in state.model.stack)
     assert dense == pytest.approx((attention + 4 * 18432) / 8, abs=1)
     assert routed == pytest.approx((attention + 256 + 4 * 2048 + 8 * (2 * 7168 + 4 * 2048)) / 8, abs=1)

@@ -82,12 +82,12 @@ def test_attention_is_counted_once_and_grows_with_the_square() -> None:
     rate = PLAN.cluster.device.flops["bf16"].value * 0.4 * INFER.group
 
     def flops(tokens: int) -> float:
-        work = ForwardWork(tokens, tokens, 1, tokens**2, 0.0)
+        work = ForwardWork(tokens, tokens, 1, tokens, tokens**2, 0.0)
         return INFER._pass("infer", work).value * rate
 
     inside = model.parameters - model.vocabulary * model.hidden  # the embedding is looked up
     for tokens in (20_000, 200_000):  # so many that launching is hidden
-        attention = 2 * model.layers * model.heads * model.head_dim * tokens**2
+        attention = 2 * model.layers * model.mixer.heads * model.mixer.head_dim * tokens**2
         assert flops(tokens) == pytest.approx(2 * inside * tokens + attention)
 
 

@@ -12,11 +12,13 @@ from folders import ROOT
 
 from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
+from msrl_graph.ir.workload import kv_elements
 from msrl_graph.model.families import find_family
 from msrl_graph.model.fields import ConfigError, engine_fields, read_fields
 from msrl_graph.model.models import load
 from msrl_graph.model.presets import PRESETS, find_tokenizer_name
 from msrl_graph.runtime.driver import preflight
+from msrl_graph.sharding.layout import Layout
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 
@@ -68,8 +70,8 @@ def test_what_a_token_passes() -> None:
 
 def test_what_a_token_leaves_in_the_cache() -> None:
     # Latent attention keeps 512 + 64 elements a layer (arXiv:2405.04434, section 2.1).
-    assert load("deepseek-r1-671b", Path()).kv_bytes == 61 * 576 * 2
-    assert load("qwen2.5-7b", Path()).kv_bytes == 28 * 2 * 4 * 128 * 2
+    assert kv_elements(load("deepseek-r1-671b", Path()), Layout(), 1) == 61 * 576
+    assert kv_elements(load("qwen2.5-7b", Path()), Layout(), 3) == 28 * 2 * 4 * 128 * 3
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-32b", "llama3-70b", "tiny"])
@@ -296,7 +298,7 @@ def test_a_feature_that_no_engine_has_is_named(preset: str, more: dict[str, Any]
 
 def test_a_folder_is_relative_to_the_program() -> None:
     model = load("./model", EXAMPLE)
-    assert (model.dtype, model.head_dim, model.parameters, model.tied) == ("f32", 32, 891008, False)
+    assert (model.dtype, model.mixer.head_dim, model.parameters, model.tied) == ("f32", 32, 891008, False)
     assert Path(model.path) == (EXAMPLE / "model").resolve()
 
 

@@ -75,7 +75,7 @@ def supports(name, model, layout):
     known = all(axis in spec.capabilities.axes and axis not in spec.list_plan_only("host") for axis in axes)
     known = known and layout.zero in spec.capabilities.zero
     return (
-        known and not model.list_lacking(spec.capabilities.features) and (layout.ep == 1 or model.experts is not None)
+        known and not model.list_lacking(spec.capabilities.features) and (layout.ep == 1 or bool(model.experts))
     )
 
 

@@ -39,7 +39,7 @@ def _vllm(rank, _, layout, model):
     assert len(held) == 2 * model.layers
     found = {n: tuple(p.shape) for n, p in held.items()}
     assert sum(p.numel() for p in held.values()) == planned("vllm", layout, model, rank), found
-    number = model.experts.number // layout.ep
+    number = model.expert_mlp.number // layout.ep
     assert {p.shape[0] for p in held.values()} == {number}, "whole experts, or parts of all"
 
 
@@ -61,7 +61,7 @@ def _megatron(rank, _, stated, model):
 
     from msrl_graph.backends.megatron import cpu as megatron_cpu
 
-    routed = model.experts
+    routed = model.expert_mlp
     sizes = {
         "tensor_model_parallel_size": stated.tp,
         "expert_model_parallel_size": stated.ep,
@@ -74,10 +74,10 @@ def _megatron(rank, _, stated, model):
                 **sizes,
                 num_layers=model.layers,
                 hidden_size=model.hidden,
-                num_attention_heads=model.heads,
-                num_query_groups=model.kv_heads,
-                kv_channels=model.head_dim,
-                ffn_hidden_size=model.intermediate,
+                num_attention_heads=model.mixer.heads,
+                num_query_groups=model.mixer.kv_heads,
+                kv_channels=model.mixer.head_dim,
+                ffn_hidden_size=routed.width,
                 moe_ffn_hidden_size=routed.intermediate,
                 num_moe_experts=routed.number,
                 moe_router_topk=routed.active,

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import HEAD
+from ...model.architecture import HEAD, Model
+from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import elements
 from ...sharding.tensors import Box
 from .. import prefix_tree
@@ -77,7 +79,9 @@ def build_stage(spec: ChunkSpec) -> Any:
     hf_model = spec.hf_model
     config = spec.config
     tp = spec.groups.tp
-    size = model.head_dim
+    mixer = model.mixer
+    size = mixer.head_dim
+    latent = mixer if isinstance(mixer, MultiHeadLatentAttention) else None
     scale = spec.hf_attention.scaling
 
     class ChunkNorm(torch.nn.RMSNorm):
@@ -102,7 +106,7 @@ def build_stage(spec: ChunkSpec) -> Any:
             tree = packed_seq_params.tree
             cosines, sines = packed_seq_params.angles
             q, k, v = (state[:, 0].transpose(0, 1)[None] for state in states[:3])  # [1, heads, nodes, size]
-            if model.latent is None:  # latent attention rotates a part of each head itself
+            if latent is None:  # latent attention rotates a part of each head itself
                 q, k = apply_rotary_pos_emb(q, k, cosines, sines)
             out, _none = prefix_tree.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
             return out[0].flatten(1)[:, None]
@@ -126,9 +130,9 @@ def build_stage(spec: ChunkSpec) -> Any:
 
         def __init__(self) -> None:
             super().__init__(config=config)
-            experts = model.experts
+            experts = model.expert_mlp
             specs = {has_experts: self._layer(has_experts) for has_experts in (False, True)[: 2 if experts else 1]}
-            layer_specs = [specs[number >= model.dense_layers] for number in spec.layers]
+            layer_specs = [specs[number in model.expert_layers] for number in spec.layers]
             block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=ChunkNorm)
             self.decoder = TransformerBlock(
                 config, block, pre_process=spec.first, post_process=spec.last, pg_collection=spec.groups
@@ -138,7 +142,7 @@ def build_stage(spec: ChunkSpec) -> Any:
                     part.register_forward_hook(_drop_router_weights)
             self.rotary = hf_model.model.rotary_emb.to(spec.place)
             for layer, number in zip(self.decoder.layers, spec.layers, strict=True):
-                if experts is not None and experts.corrected and number >= model.dense_layers:
+                if experts is not None and experts.corrected and number in model.expert_layers:
                     router = layer.mlp.router
                     router.expert_bias.copy_(hf_model.model.layers[number].mlp.gate.e_score_correction_bias)
                     # Megatron would count tokens here, to update the bias; runs do not update the bias.
@@ -153,15 +157,20 @@ def build_stage(spec: ChunkSpec) -> Any:
                 num_experts=config.num_moe_experts if experts else None,
                 moe_grouped_gemm=False,
                 qk_layernorm=config.qk_layernorm,
-                multi_latent_attention=model.latent is not None,
+                multi_latent_attention=latent is not None,
                 normalization="RMSNorm",
             )
             parts = layer.submodules
             attention = layer.submodules.self_attention
             parts.input_layernorm = parts.pre_mlp_layernorm = ChunkNorm
             attention.submodules.core_attention = Attend
+<<<<<<< HEAD
             if model.latent is not None:
                 latent_attention.specify(attention, model.latent, spec, ChunkNorm)
+=======
+            if latent is not None:
+                latent_attention.specify(attention, model, latent, hf_attention, ChunkNorm, groups, place)
+>>>>>>> 6753d274 (Costs, memory and sharding sum over the layers of a model: mixers and MLPs count what depends on them, and nothing reads one mixer for all layers)
                 return layer
             attention.module = TreeAttention
             if config.qk_layernorm:
@@ -241,8 +250,13 @@ def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> I
     make = {"dtype": getattr(torch, DTYPES[model.dtype]), "device": first.place}
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     tensors: dict[str, torch.Tensor] = {}
+<<<<<<< HEAD
     names_of = NAMES | (latent_attention.NAMES if model.latent else {})
     for module, spec in chunks:
+=======
+    names_of = NAMES | (latent_attention.NAMES if isinstance(model.mixer, MultiHeadLatentAttention) else {})
+    for module, layers in chunks:
+>>>>>>> 6753d274 (Costs, memory and sharding sum over the layers of a model: mixers and MLPs count what depends on them, and nothing reads one mixer for all layers)
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(spec.layers):
             for theirs, ours in names_of.items():
@@ -252,7 +266,7 @@ def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> I
                     for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if parameter is not None):
                         tensors[name] = parameter.detach()[begin : begin + sizes[name][0]]
                         begin += sizes[name][0]
-            for theirs, ours in EXPERTS.items() if number >= model.dense_layers else ():
+            for theirs, ours in EXPERTS.items() if number in model.expert_layers else ():
                 names = [f"model.layers.{number}.mlp.experts.*.{own}.weight" for own in ours]
                 stacked = _stack_experts(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
                 parts = torch.split(stacked, [sizes[name][1] for name in names], 1)

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import is_copied
+from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import shard
 from .. import hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
@@ -64,7 +65,7 @@ class MegatronEngine:
             # Must come before any import of Megatron: it replaces some of its functions.
             import_module("mindspeed.megatron_adaptor")
         with self._megatron_context():
-            self.groups = _groups(devices, layout, model.experts is not None)
+            self.groups = _groups(devices, layout, bool(model.experts))
             _prepare()
             # The schedule needs the number of stages, and the setting that tensors between stages have varying lengths.
             # The schedule does not need the layers of each stage.
@@ -299,9 +300,11 @@ def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from transformers.activations import ACT2FN
 
-    if model.latent:
-        options |= latent_attention.make_size_options(model.latent)
-    if experts := model.experts:
+    mixer = model.mixer
+    latent = isinstance(mixer, MultiHeadLatentAttention)
+    if isinstance(mixer, MultiHeadLatentAttention):
+        options |= latent_attention.make_size_options(mixer)
+    if experts := model.expert_mlp:
         options |= {
             "num_moe_experts": experts.number,
             "moe_router_topk": experts.active,
@@ -316,22 +319,22 @@ def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute
         if experts.corrected:
             options |= latent_attention.make_router_options(experts, hf_config)
     dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
-    return (MLATransformerConfig if model.latent else TransformerConfig)(
+    return (MLATransformerConfig if latent else TransformerConfig)(
         **options,
         num_layers=layers,
         hidden_size=model.hidden,
-        num_attention_heads=model.heads,
-        num_query_groups=model.kv_heads,
-        kv_channels=model.head_dim,
-        ffn_hidden_size=model.intermediate,
+        num_attention_heads=mixer.heads,
+        num_query_groups=mixer.kv_heads,
+        kv_channels=mixer.head_dim,
+        ffn_hidden_size=next(iter(model.mlps)).width,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         moe_token_dispatcher_type="alltoall",  # required for varying lengths, with or without experts
         activation_func=ACT2FN[hf_config.hidden_act],
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.norms_heads,
+        add_qkv_bias=mixer.qkv_bias,
+        qk_layernorm=mixer.head_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,

@@ -103,7 +103,7 @@ def specify(attention: Any, latent: MultiHeadLatentAttention, spec: ChunkSpec, n
 
     class Down(torch.nn.Linear):
         def __init__(self, size: int, config: Any) -> None:
-            super().__init__(model.hidden, size, model.qkv_bias, device=spec.place, dtype=config.params_dtype)
+            super().__init__(spec.model.hidden, size, latent.qkv_bias, device=spec.place, dtype=config.params_dtype)
 
         def forward(self, states: torch.Tensor) -> Any:
             return super().forward(states), None

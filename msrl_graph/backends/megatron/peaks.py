@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from ...ir.workload import Workload
 from ...model.architecture import is_copied
-from ..sizes import CHUNK, GRADIENT, context_parallel_extra, optimizer_step
+from ..sizes import CHUNK, GRADIENT, optimizer_step
 from ..spec import Moments
-from .stage_sizes import StageSizes
+from .stage_sizes import StageLayer, StageSizes
 
 
 def moments(verb: str, work: Workload) -> Moments:
@@ -28,8 +28,9 @@ def moments(verb: str, work: Workload) -> Moments:
     """
     all_moments: Moments = {}
     seen = set()
+    first = StageSizes(work)
     for stage in range(work.layout.pp):
-        sizes = StageSizes(work, stage)
+        sizes = StageSizes(work, stage, first) if stage else first
         if (signature := (sizes.layers, sizes.trained_layers, sizes.first, sizes.last_stage)) in seen:
             continue
         seen.add(signature)
@@ -58,7 +59,8 @@ def stored(work: Workload) -> int:
 
     The bytes are the saved activations of all micro-batches that the stage has in flight.
     """
-    stages = [StageSizes(work, stage) for stage in range(work.layout.pp)]
+    first = StageSizes(work)
+    stages = [first, *(StageSizes(work, stage, first) for stage in range(1, work.layout.pp))]
     return max(round(sizes.stored * sizes.in_flight_batches) for sizes in stages)
 
 
@@ -76,22 +78,12 @@ def _infer(s: StageSizes) -> Named:
     if s.work.layout.vpp > 1:  # another chunk's output, and the input that was received for the next chunk
         before = 2 * s.part
     base = s.angles + (1 + several) * s.part + s.whole_part + before
-    # The normed input; the product of query, key and value; rotated queries and keys; all laid out; and the output.
-    turned = s.tokens * (s.query + s.keys) * (2 if s.work.model.norms_heads else 1)
-    attention = (
-        s.part
-        + s.qkv
-        + turned
-        + s.row_tokens * (2 * s.query + 2 * s.attended_keys)
-        + context_parallel_extra(s, False)
-        + s.latents
-    )
-    yield "in attention", {"activations": base + attention}
-    dense, routed = s.layers
-    if dense:
-        yield "in a feed-forward half", {"activations": base + 2 * s.part + 5 * s.wide}
-    if routed:
-        yield "in experts", {"activations": base + 2 * s.part + _routed(s)}
+    kinds = [kind for kind, count in zip(s.kinds, s.layers, strict=True) if count]
+    yield "in attention", {"activations": base + max(map(_attention, kinds))}
+    if dense := [kind.wide for kind in kinds if kind.experts is None]:
+        yield "in a feed-forward half", {"activations": base + 2 * s.part + 5 * max(dense)}
+    if routed := [_routed(kind) for kind in kinds if kind.experts]:
+        yield "in experts", {"activations": base + 2 * s.part + max(routed)}
     if s.last_stage:
         # Logits, logits minus their maximum, and exponentials; the received input still exists.
         received = (s.work.layout.pp > 1) * s.part
@@ -101,13 +93,25 @@ def _infer(s: StageSizes) -> Named:
         )
 
 
-def _routed(s: StageSizes) -> int:
+def _attention(layer: StageLayer) -> int:
+    """Return the bytes that attention needs in a pass without gradients.
+
+    The bytes are for the normed input, the product of query, key and value, rotated queries and keys, all of them laid
+    out by row, and the output.
+    """
+    s = layer.whole
+    turned = s.tokens * (layer.query + layer.keys) * (2 if layer.mixer.head_norms else 1)
+    by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
+    return s.part + layer.qkv + turned + by_row + layer.context_parallel_extra(False) + layer.latents
+
+
+def _routed(layer: StageLayer) -> int:
     """Return the bytes that experts need in a pass without gradients.
 
     The bytes are for the hidden states that were sent, the received hidden states, the received hidden states sorted by
     expert, each expert's result, and the concatenation of the results.
     """
-    return s.routed * (s.work.layout.ep > 1) + 4 * s.received + 8 * s.sent
+    return layer.routed * (layer.whole.work.layout.ep > 1) + 4 * layer.received + 8 * layer.sent
 
 
 def _update(s: StageSizes) -> Named:
@@ -118,7 +122,7 @@ def _update(s: StageSizes) -> Named:
     """
     work = s.work
     summed = s.work.batches > 1
-    layers = sum(s.trained_layers)
+    layers = [work.model.kind_of_layer[layer] for stretch in s.trained_stretches for layer in range(*stretch)]
     rest = s.gradients if summed else 0
     others = round((s.in_flight_batches - 1) * s.kept)  # micro-batches whose turn comes later
     base = s.schedule_state + others
@@ -150,22 +154,21 @@ def _update(s: StageSizes) -> Named:
                 "logits": s.logits * s.item // 4,
             },
         )
-    ends = [("the last", layers - 1, s.trained_layers[1] > 0), ("the first", 0, s.trained_layers[0] == 0)]
     of_layers = s.gradients - 4 * (
         head * s.last_stage + embedding * s.first * (not work.model.tied or work.layout.pp > 1)
     )
-    for name, index, routes in ends if layers else ():
-        above = layers - 1 - index
-        done = rest if summed else of_layers * above // layers + 4 * head * s.last_stage
-        saved = s.saved(routes)
+    for name, index in (("the last", len(layers) - 1), ("the first", 0)) if layers else ():
+        layer = s.kinds[layers[index]]
+        above = len(layers) - 1 - index
+        done = rest if summed else of_layers * above // len(layers) + 4 * head * s.last_stage
+        held = layers[max(0, index - 1) if work.activations_away else 0 : index + 1]  # layers on the device
         # A recomputed layer has its input already, and its output twice.
-        layers_on_device = min(index + 1, 2) if work.activations_away else index + 1  # number of layers on the device
         layer_activations = (
-            layers_on_device * s.part + saved - (s.item == 4) * s.part + s.part
+            len(held) * s.part + layer.saved - (s.item == 4) * s.part + s.part
             if work.recompute
-            else _sum_saved(s, index, layers_on_device)
+            else s.sum_saved(tuple(held.count(kind) for kind in range(len(s.kinds))))
         )
-        for half, items in _backward(s, routes, separate, summed):
+        for half, items in _backward(layer, separate, summed):
             yield (
                 f"{half} of {name} layer",
                 {
@@ -182,26 +185,19 @@ def _update(s: StageSizes) -> Named:
                 "activations": s.schedule_state + s.part + s.hidden + s.whole_part,
             },
         )
-    if s.layers[1]:
+    if matrices := [kind.matrix for kind, count in zip(s.kinds, s.layers, strict=True) if kind.experts and count]:
         # Gradients of experts' parameters are copied together, matrix by matrix; gate and up are one parameter.
-        yield "experts' gradients are joined", {"gradients": s.gradients + 2 * s.matrix // s.item * 4}
+        yield "experts' gradients are joined", {"gradients": s.gradients + 2 * max(matrices) // s.item * 4}
 
 
-def _sum_saved(s: StageSizes, index: int, count: int) -> int:
-    """Return the bytes that `count` consecutive layers of a stage save.
-
-    The last of these layers has the number `index` in the stage.
-    """
-    dense = max(0, min(index + 1, s.trained_layers[0]) - (index + 1 - count))
-    return dense * s.saved(False) + (count - dense) * s.saved(True)
-
-
-def _backward(s: StageSizes, routes: bool, separate: bool, summed: bool) -> Named:
+def _backward(layer: StageLayer, separate: bool, summed: bool) -> Named:
     """Yield the change in bytes during each part of a layer's backward pass.
 
     The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer and
     the gradient of the layer's output exist. A change is negative if more bytes are freed than allocated.
     """
+
+    s = layer.whole
 
     def gradients(before: int, now: int) -> int:
         """Return the bytes of the gradients of some of a layer's weight matrices.
@@ -210,26 +206,22 @@ def _backward(s: StageSizes, routes: bool, separate: bool, summed: bool) -> Name
         are being computed. If the weights are not float32, the gradients that are being computed also
         exist in the weights' dtype, before they are added to their float32 sums.
         """
-        return s.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
+        return layer.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
 
-    if routes:
-        number = s.work.model.experts.number // s.work.layout.ep if s.work.model.experts else 1
-        yield "backward in experts", {"activations": 2 * s.received + 3 * s.inner // number, "gradients": 0}
+    if layer.experts:
+        number = layer.experts.number // s.work.layout.ep
+        yield "backward in experts", {"activations": 2 * layer.received + 3 * layer.inner // number, "gradients": 0}
     else:
-        yield "backward in gate times up", {"activations": 2 * s.wide, "gradients": gradients(1, 0)}
+        yield "backward in gate times up", {"activations": 2 * layer.wide, "gradients": gradients(1, 0)}
         yield (
             "the gradient of gate and up",
             {
-                "activations": s.hidden + (s.work.layout.tp > 1) * s.part - 3 * s.wide,
+                "activations": s.hidden + (s.work.layout.tp > 1) * s.part - 3 * layer.wide,
                 "gradients": gradients(1, 2),
             },
         )
-        yield "the gradient of down", {"activations": s.whole_part + s.wide, "gradients": gradients(0, 1)}
-    freed = s.feed(routes) + s.norm + s.tokens * s.query
-    yield (
-        "backward in attention",
-        {
-            "activations": s.row_tokens * (2 * s.query + 2 * s.attended_keys) + context_parallel_extra(s, True) - freed,
-            "gradients": gradients(3, 0),
-        },
-    )
+        yield "the gradient of down", {"activations": s.whole_part + layer.wide, "gradients": gradients(0, 1)}
+    freed = layer.feed + s.norm + s.tokens * layer.query
+    by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
+    activations = by_row + layer.context_parallel_extra(True) - freed
+    yield "backward in attention", {"activations": activations, "gradients": gradients(3, 0)}

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from operator import mul
 
 from ...ir.workload import in_flight
+from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
+from ..layer_sizes import LayerSizes
 from ..sizes import GRADIENT, Sizes
 
 # A rank's part of the vocabulary is padded to a multiple of this (make_vocab_size_divisible_by).
@@ -26,6 +29,7 @@ class StageSizes(Sizes):
     """
 
     stage: int = 0
+    other: StageSizes | None = None  # another stage, whose sizes of layers are the same
 
     @cached_property
     def side(self) -> Side:
@@ -43,21 +47,28 @@ class StageSizes(Sizes):
         return self.stage == self.work.layout.pp - 1
 
     @cached_property
-    def layers(self) -> tuple[int, int]:
-        """The number of the stage's dense layers, and of its layers with experts."""
-        return self._count_layers(0)
+    def kinds(self) -> tuple[StageLayer, ...]:
+        """The sizes of each kind of the model's layers, on any stage."""
+        if self.other is not None:
+            return self.other.kinds
+        return tuple(StageLayer(self, kind) for kind in self.work.model.layer_kinds)
 
     @cached_property
-    def trained_layers(self) -> tuple[int, int]:
-        """The same, of the layers that a backward pass reaches."""
-        return self._count_layers(self.work.model.first_trained)
+    def layers(self) -> tuple[int, ...]:
+        """The number of the stage's layers of each kind."""
+        return self.work.model.count_kinds(*self.work.layout.stage_layers(self.stage, self.work.model.layers))
 
-    def _count_layers(self, first: int) -> tuple[int, int]:
-        model = self.work.model
-        stretches = self.work.layout.stage_layers(self.stage, model.layers)
-        layers = [layer for start, stop in stretches for layer in range(max(start, first), stop)]
-        dense = sum(layer < model.dense_layers for layer in layers)
-        return dense, len(layers) - dense
+    @cached_property
+    def trained_stretches(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the stage's layers that a backward pass reaches."""
+        first = self.work.model.first_trained
+        stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
+        return tuple((max(start, first), max(stop, first)) for start, stop in stretches)
+
+    @cached_property
+    def trained_layers(self) -> tuple[int, ...]:
+        """The number of the stage's layers of each kind that a backward pass reaches."""
+        return self.work.model.count_kinds(*self.trained_stretches)
 
     @cached_property
     def gradients(self) -> int:
@@ -90,54 +101,6 @@ class StageSizes(Sizes):
         return (3 if self.item == 4 else 5) * self.part
 
     @cached_property
-    def qkv(self) -> int:
-        """Bytes of queries, keys and values together, which one matrix product computes."""
-        return self.tokens * (self.query + 2 * self.keys)
-
-    @cached_property
-    def heads(self) -> int:
-        """Bytes of the tensors that the norms of query heads and of key heads keep.
-
-        The tensors are the norms' inputs and the normed values. In float32 the inputs are views of the queries, keys
-        and values (`qkv`), so all of `qkv` is kept. In bf16 the inputs are float32 copies.
-        """
-        pair = self.tokens * (self.query + self.keys)
-        return (self.qkv + pair if self.item == 4 else 4 * pair) * self.work.model.norms_heads
-
-    @cached_property
-    def latents(self) -> int:
-        """Bytes of latent attention's latents, and of tensors that norms of latents keep."""
-        latent = self.work.model.latent
-        return self.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.item if latent else 0
-
-    def feed(self, routes: bool) -> int:
-        """Return the bytes of the tensors that a layer's feed-forward half keeps.
-
-        - Without `routes`, the half is dense. It keeps the concatenation of gate and up, silu(gate), up + 0 (Megatron
-          adds an offset), and silu(gate) * (up + 0).
-        - With `routes`, the half has experts. It keeps the tensors of a dense half for the tokens that the rank's
-          experts receive. It also keeps the product scaled by the router's weight, the tokens sorted by expert, the
-          index of each token, the router's weights, the router's map, and the transposes of these weights and of this
-          map.
-        """
-        experts = self.work.model.experts
-        if experts is None or not routes:
-            return 5 * self.wide
-        map_of = self.split(self.router) * 2 * (self.item + 1) // self.item
-        return 6 * self.inner + self.received + 8 * self.sent + map_of + 5 * self.shared
-
-    @cached_property
-    def received(self) -> int:
-        """Bytes of the hidden states that a rank's experts receive.
-
-        Each etp rank receives the hidden states that are sent to any of the etp ranks.
-        """
-        return self.routed * self.work.layout.etp
-
-    def saved(self, routes: bool) -> int:
-        return 2 * self.norm + self.attention + self.heads + self.latents + self.feed(routes)
-
-    @cached_property
     def kept(self) -> int:
         """Bytes that layers save on the device; 0 if activations are offloaded.
 
@@ -151,10 +114,13 @@ class StageSizes(Sizes):
 
         With recomputation, each layer saves only its input.
         """
-        dense, routed = self.trained_layers
         if self.work.recompute:
-            return (dense + routed) * self.part
-        return dense * self.saved(False) + routed * self.saved(True)
+            return sum(self.trained_layers) * self.part
+        return self.sum_saved(self.trained_layers)
+
+    def sum_saved(self, counts: tuple[int, ...]) -> int:
+        """Return the bytes that layers save for the backward pass; `counts` is by kind."""
+        return sum(map(mul, counts, (kind.saved for kind in self.kinds)))
 
     @cached_property
     def in_flight_batches(self) -> float:
@@ -204,3 +170,60 @@ class StageSizes(Sizes):
         """The number of elements of the head on this rank; the embedding is as large."""
         kind = next(candidate for candidate in self.work.model.kinds if candidate.tensor.padded)
         return elements(box_at(kind.tensor, self.side, (0, 0, 0)))
+
+
+@dataclass(frozen=True)
+class StageLayer(LayerSizes):
+    """Sizes of the tensors of a layer of one kind, on a rank of one pipeline stage."""
+
+    whole: StageSizes
+
+    @cached_property
+    def qkv(self) -> int:
+        """Bytes of queries, keys and values together, which one matrix product computes."""
+        return self.whole.tokens * (self.query + 2 * self.keys)
+
+    @cached_property
+    def heads(self) -> int:
+        """Bytes of the tensors that the norms of query heads and of key heads keep.
+
+        The tensors are the norms' inputs and the normed values. In float32 the inputs are views of the queries, keys
+        and values (`qkv`), so all of `qkv` is kept. In bf16 the inputs are float32 copies.
+        """
+        pair = self.whole.tokens * (self.query + self.keys)
+        return (self.qkv + pair if self.whole.item == 4 else 4 * pair) * self.mixer.head_norms
+
+    @cached_property
+    def latents(self) -> int:
+        """Bytes of latent attention's latents, and of tensors that norms of latents keep."""
+        if not isinstance(latent := self.mixer, MultiHeadLatentAttention):
+            return 0
+        return self.whole.tokens * (3 * (latent.q_rank + latent.kv_rank) + latent.rope) * self.whole.item
+
+    @cached_property
+    def feed(self) -> int:
+        """Bytes of the tensors that a layer's feed-forward half keeps.
+
+        - A dense half keeps the concatenation of gate and up, silu(gate), up + 0 (Megatron adds an offset), and
+          silu(gate) * (up + 0).
+        - A half with experts keeps the tensors of a dense half for the tokens that the rank's experts receive. It also
+          keeps the product scaled by the router's weight, the tokens sorted by expert, the index of each token, the
+          router's weights, the router's map, and the transposes of these weights and of this map.
+        """
+        if self.experts is None:
+            return 5 * self.wide
+        item = self.whole.item
+        map_of = self.whole.split(self.router) * 2 * (item + 1) // item
+        return 6 * self.inner + self.received + 8 * self.sent + map_of + 5 * self.shared
+
+    @cached_property
+    def received(self) -> int:
+        """Bytes of the hidden states that a rank's experts receive.
+
+        Each etp rank receives the hidden states that are sent to any of the etp ranks.
+        """
+        return self.routed * self.whole.work.layout.etp
+
+    @cached_property
+    def saved(self) -> int:
+        return 2 * self.whole.norm + self.attention + self.heads + self.latents + self.feed

@@ -27,8 +27,7 @@ from ...sharding.tensors import Box
 from ..engine_protocols import GenerateRequest, Shard
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
-from ..spec import BYTES
-from .spec import DRAWN, block_size, cache_elements, count_sequences_and_blocks, count_step_tokens
+from .spec import DRAWN, block_size, count_cache_bytes, count_sequences_and_blocks, count_step_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -237,7 +236,7 @@ class Replica:
 
 def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampler: TokenSampler) -> Any:
     """Build vLLM's scheduler and model on this rank."""
-    if model.latent:
+    if "latent_attention" in model.features:
         _check_rotary(model)
     if work.on_host:
         os.environ["VLLM_MLA_DISABLE"] = "1"
@@ -276,7 +275,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
         max_num_batched_tokens=count_step_tokens(work),
         block_size=block_size(work),
         num_gpu_blocks_override=blocks,
-        kv_cache_memory_bytes=blocks * block_size(work) * cache_elements(work) * BYTES[work.dtype],
+        kv_cache_memory_bytes=count_cache_bytes(work),
         # Share of a device that must be free at the start; the plan has counted all users of the device.
         gpu_memory_utilization=0.01,
         async_scheduling=False,  # draw before the next step starts; vLLM's default only on the CPU
@@ -288,7 +287,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
         distributed_executor_backend="external_launcher",
         logits_processors=[_make_processor(sampler)],
         seed=0,
-        hf_overrides=ROUTERS.get(model.experts.router, {}) if model.experts else {},
+        hf_overrides=ROUTERS.get(model.expert_mlp.router, {}) if model.expert_mlp else {},
         enable_expert_parallel=work.layout.ep > 1,
         disable_log_stats=True,
     )

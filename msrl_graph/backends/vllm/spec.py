@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...hardware.environment_variables import Setting
 from ...ir.workload import Workload, kv_elements
 from ...model.features import SUPPORTED
+from ...model.layers import DenseMlp, Mixer, Mlp, MultiHeadLatentAttention
 from ...sharding.layout import Layout
 from ..expert_placement import ExpertPlacement
 from ..spec import (
@@ -61,13 +62,20 @@ def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
     return sequences, 1 + sequences * -(-(work.prompt + work.response) // block_size(work))
 
 
-def cache_elements(work: Workload) -> int:
-    """Return the number of KV-cache elements per token on a rank.
+def count_cache_bytes(work: Workload) -> int:
+    """Return the bytes of the KV cache on a rank.
 
-    On host cores, the cache of latent attention has expanded keys and values instead of latents. The reason is that
-    vLLM's CPU kernel for latents supports only the sizes of published models, and no shared prefixes.
+    The cache has whole blocks for each sequence, and one block for vLLM itself. A layer with a window has blocks for
+    its window only. On host cores, the cache of latent attention has expanded keys and values instead of latents. The
+    reason is that vLLM's CPU kernel for latents supports only the sizes of published models, and no shared prefixes.
     """
-    return kv_elements(work.model, work.layout, expanded=work.on_host)
+    block = block_size(work)
+    tokens = -(-(work.prompt + work.response) // block) * block
+    counts = ((work.rows * work.samples, tokens), (1, block))
+    return round(
+        sum(number * kv_elements(work.model, work.layout, length, work.on_host) for number, length in counts)
+        * BYTES[work.dtype]
+    )
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -103,17 +111,10 @@ def _peaks(verb: str, work: Workload) -> Moments:
     layout = work.layout
     sequences, _ = count_sequences_and_blocks(work)
     tokens = count_step_tokens(work)
-    heads = -(-model.heads // layout.tp) * model.head_dim
-    # The residual before and after, and the states in and out. In the feed-forward half: gate and up as one product,
-    # the activation of gate, and the product with up. With experts: two workspaces (TritonExperts.workspace_shapes; the
-    # CPU kernel allocates its own).
-    half = 4 * -(-model.intermediate // layout.tp)
-    if experts := model.experts:
-        inner = -(-experts.intermediate // layout.etp)
-        spaces = experts.active * (max(inner, model.hidden) + max(2 * inner, model.hidden)) + experts.number
-        half = max(spaces + 4 * -(-experts.shared // layout.tp), half * bool(model.dense_layers))
-    attention = 4 * heads if model.latent else heads + 2 * model.kv_elements
-    inside = 4 * model.hidden + max(attention, half)
+    # The residual before and after, and the states in and out.
+    halves = [_count_attention(mixer, layout) for mixer in model.mixers]
+    halves += [_count_products(mlp, model.hidden, layout) for mlp in model.mlps]
+    inside = 4 * model.hidden + max(halves)
     logits = sequences * model.vocabulary
     item = BYTES[work.dtype]
     drawn = min(logits, max(DRAWN, model.vocabulary))
@@ -124,9 +125,29 @@ def _peaks(verb: str, work: Workload) -> Moments:
     }
 
 
+def _count_attention(mixer: Mixer, layout: Layout) -> int:
+    """Return how many elements attention computes for one token."""
+    heads = -(-mixer.heads // layout.tp) * mixer.head_dim
+    if isinstance(mixer, MultiHeadLatentAttention):
+        return 4 * heads
+    return heads + 4 * mixer.kv_heads * mixer.head_dim
+
+
+def _count_products(mlp: Mlp, hidden: int, layout: Layout) -> int:
+    """Return how many elements an MLP computes for one token.
+
+    These are gate and up as one product, the activation of gate, and the product with up. With experts, two workspaces
+    are also counted (TritonExperts.workspace_shapes; the CPU kernel allocates its own).
+    """
+    if isinstance(mlp, DenseMlp):
+        return 4 * -(-mlp.intermediate // layout.tp)
+    inner = -(-mlp.intermediate // layout.etp)
+    spaces = mlp.active * (max(inner, hidden) + max(2 * inner, hidden)) + mlp.number
+    return spaces + 4 * -(-mlp.shared // layout.tp)
+
+
 def _cache(work: Workload) -> dict[str, int]:
-    _, blocks = count_sequences_and_blocks(work)
-    return {"KV cache": blocks * block_size(work) * cache_elements(work) * BYTES[work.dtype]}
+    return {"KV cache": count_cache_bytes(work)}
 
 
 def _building(work: Workload) -> dict[str, int]:

@@ -26,7 +26,7 @@ from . import run_inputs
 from .run_folder import name_older
 from .run_inputs import RunInputs
 
-MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
+MODEL = ("family", "hidden", "layers", "stack", "vocabulary", "tied", "dtype")
 SHOWN = 20  # the most differences that the warning lists
 _SIZE = re.compile(r"data\.\w+\.bytes ")
 _CALL = re.compile(r"(?:.*/)?([^/]+\.py:\w+)")
@@ -150,10 +150,13 @@ def model_shapes(plan: Plan) -> dict[str, Any]:
 
     Weights are not part of these properties.
     """
-    return {
-        name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.weights)}
-        for name, model in plan.deploy.models.items()
-    }
+    shapes: dict[str, Any] = msgspec.to_builtins(
+        {
+            name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.weights)}
+            for name, model in plan.deploy.models.items()
+        }
+    )
+    return shapes
 
 
 def _is_scheduled(update: UpdateAttributes) -> bool:
