@@ -58,6 +58,11 @@ class LayerSizes:
         return self.keys * (cp // gcd(cp, self.whole.split(self.mixer.kv_heads)))
 
     @cached_property
+    def is_banded(self) -> bool:
+        """Whether rows are longer than the layer's window, so that attention is computed in blocks."""
+        return 0 < self.mixer.window < self.whole.work.fed
+
+    @cached_property
     def attention(self) -> int:
         """Bytes of the tensors that a layer's attention keeps for its backward pass.
 

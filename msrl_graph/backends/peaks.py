@@ -81,6 +81,15 @@ class _Pass(Sizes):
     def kinds(self) -> tuple[_Layer, ...]:
         return tuple(_Layer(self, kind) for kind in self.work.model.layer_kinds)
 
+    @cached_property
+    def common(self) -> int:
+        """Bytes that all layers share: rotary angles, and masks of windows.
+
+        The mask of a window has the scores of two windows of keys for each query (kernels/torch_native.py).
+        """
+        windows = {kind.mixer.window for kind in self.kinds if kind.is_banded}
+        return self.angles + sum(2 * window**2 * self.item for window in windows)
+
     def sum_kept(self, first: int, stop: int) -> int:
         """Return the bytes that layers from `first` to `stop` - 1 keep for a backward pass."""
         if self.work.recompute:
@@ -116,7 +125,7 @@ def _infer(s: _Pass) -> Moments:
     work = s.work
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
     # and values, both by token and laid out by row.
-    layer = s.angles + max(max(3 * s.hidden + kind.products, _attention(kind)) for kind in s.kinds)
+    layer = s.common + max(max(3 * s.hidden + kind.products, _attention(kind)) for kind in s.kinds)
     head = s.scored * work.model.hidden * s.item + _head(s)
     first = kept_weights = gathered = 0
     if work.divided:
@@ -124,7 +133,7 @@ def _infer(s: _Pass) -> Moments:
         kept_weights = s.all_weights if work.trained and work.layout.zero < 3 else s.ends
         gathered = s.all_weights + s.layer if work.trained and work.layout.zero < 3 else s.ends + 2 * s.layer
     return {
-        "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.hidden + s.angles},
+        "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.hidden + s.common},
         "a layer is gathered": {
             "rows": s.rows,
             "gathered weights": gathered + s.layer if work.divided else 0,
@@ -140,11 +149,14 @@ def _infer(s: _Pass) -> Moments:
 
 
 def _attention(layer: _Layer) -> int:
-    """Return the peak bytes of a layer's attention in a pass without gradients."""
+    """Return the peak bytes of a layer's attention in a pass without gradients.
+
+    With a window, the outputs of blocks exist next to their concatenation.
+    """
     s = layer.whole
     latent = isinstance(layer.mixer, MultiHeadLatentAttention)
     by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
-    by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
+    by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False)
 
 
@@ -168,7 +180,7 @@ def _update(s: _Pass) -> Moments:
     full = work.recompute
     summed = work.batches > 1
     kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
-    base = s.angles + kept_activations
+    base = s.common + kept_activations
     states = s.last if not full or s.item == 2 else s.last - s.hidden
     # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
     # added.
@@ -215,7 +227,7 @@ def _update(s: _Pass) -> Moments:
         moments["the last layer is gathered"] = {
             "gathered weights": s.ends + 3 * s.layer if zero3 else s.all_weights + 2 * s.layer,
             "gradients": rest,
-            "activations": s.angles + (0 if work.activations_away else s.sum_kept(first, max(first, layers - 1))),
+            "activations": s.common + (0 if work.activations_away else s.sum_kept(first, max(first, layers - 1))),
         }
     # Where gradients are scattered, the last layer but one is the first next to another layer's flat buffer.
     for name, index in _iterate_fullest_layers(work.model):
@@ -231,7 +243,7 @@ def _update(s: _Pass) -> Moments:
             moments[f"backward in {half} of {name}"] = {
                 "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
                 "gradients": gradient_bytes + table + flat_buffer + more["gradients"],
-                "activations": s.angles + held + recomputed + more["activations"],
+                "activations": s.common + held + recomputed + more["activations"],
             }
     if work.divided:
         # The ends have gradients, then a flat buffer (twice, because gloo sums a copy of it), and a rank's result
@@ -276,7 +288,7 @@ def _backward(layer: _Layer) -> dict[str, dict[str, int]]:
     s = layer.whole
     feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
     freed = layer.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * layer.query
-    by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
+    by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     attention = 2 * s.hidden + by_row + layer.context_parallel_extra(True) - freed
     matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
     return {

@@ -91,7 +91,7 @@ class Capabilities:
     """What an engine can compute.
 
     - `axes`: the axes of a layout that may be larger than 1. `zero`: the stages of ZeRO.
-    - `features`: the features of models (model/features.py).
+    - `features`: the features of models (model/features.py) that the engine can run. A plan can use all known features.
     - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
     - `off_host`: axes and features of models that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
@@ -225,6 +225,11 @@ class EngineSpec:
     def list_plan_only(self, where: Where) -> tuple[str, ...]:
         """Return the axes and features that a plan can use on `where`, but a run cannot."""
         return self.capabilities.off_host if where == "host" else ()
+
+    def list_missing_features(self, model: Model, where: Where) -> list[str]:
+        """Return the features of a model that the engine cannot run on `where`."""
+        can_run = self.capabilities.features.difference(self.list_plan_only(where))
+        return [feature for feature in model.features if feature not in can_run]
 
     def divides_weights(self, layout: Layout) -> bool:
         """Return whether the weights are sharded over dp between passes."""

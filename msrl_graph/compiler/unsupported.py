@@ -29,7 +29,7 @@ def find_unsupported(plan: Plan) -> list[Diagnostic]:
     """Return an error for each feature that a plan uses but a run rejects."""
     return [
         Diagnostic("not-yet", f"{refusal.what} cannot be {refusal.how} yet (planning only)", refusal.span, refusal.help)
-        for refusal in _list_refusals(plan)
+        for refusal in dict.fromkeys(_list_refusals(plan))
     ]
 
 
@@ -78,7 +78,7 @@ def _supports(spec: EngineSpec, key: str) -> bool:
 
 
 def _list_planned_only(
-    spec: EngineSpec, placement: Placement, model: Model, where: Where
+    spec: EngineSpec, placement: Placement, verb: str, model: Model, where: Where
 ) -> Iterator[tuple[str, Span, str]]:
     """Yield the features of a placement that the engine can plan but not run.
 
@@ -86,15 +86,25 @@ def _list_planned_only(
     """
     layout = placement.layout
     planned = spec.list_plan_only(where)
-    for feature in model.features:
-        if feature in planned:
-            yield FEATURES[feature], placement.engine.span, "use a model without this feature"
+    for feature in spec.list_missing_features(model, where):
+        span = placement.engine.span if placement.engine.span.line else model.span
+        yield FEATURES.get(feature, feature), span, _list_capable(model, verb, where)
     if "ep" not in planned and not spec.sharding.spread.can_run(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
     own = spec.sharding.spread.settle_etp(replace(layout, etp=0), model).etp  # the engine's own value if none is stated
     for name in planned:
         if name in AXES and getattr(layout, name) > 1 and not (name == "etp" and layout.etp == own):
             yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"
+
+
+def _list_capable(model: Model, verb: str, where: Where) -> str:
+    """Return a help text with the engines that can run all features of a model."""
+    names = [
+        f"`{name}`"
+        for name, spec in sorted(ENGINES.items())
+        if verb in spec.verbs and can_build(name) and not spec.list_missing_features(model, where)
+    ]
+    return f"these can: {', '.join(names)}" if names else "no engine can: use a model without this feature"
 
 
 def _list_refusals(plan: Plan) -> list[_Refusal]:
@@ -122,7 +132,7 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
         elif placement.engine.name in ENGINES:
             node = plan.graph.node(placement.node)
             spec = ENGINES[placement.engine.name]
-            for name, span, help in _list_planned_only(spec, placement, plan.model(node.name), where):
+            for name, span, help in _list_planned_only(spec, placement, node.verb, plan.model(node.name), where):
                 tell(f"{name} with the engine `{spec.name}`", span, help)
             for key in [name for name in node.attributes if not _supports(spec, name)]:
                 others = [

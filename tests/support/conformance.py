@@ -46,6 +46,10 @@ WRITTEN = {
     "qwen3_moe": partial(mixture.mixture, width=64),
     "deepseek_v3": partial(mixture.latent, moe_intermediate_size=64),
     "gemma": mixture.gemma,
+    "mistral": mixture.mistral,
+    "mistral with windows": partial(mixture.mistral, sliding_window=mixture.WINDOW),
+    "qwen2 with windows": partial(mixture.qwen2, **mixture.WINDOWED),
+    "qwen3_moe with mixed layers": partial(mixture.mixture, width=64, **mixture.MIXED),
 }
 LAYOUTS = {
     "one rank": Layout(),
@@ -55,6 +59,8 @@ LAYOUTS = {
     "pp 2": Layout(pp=2),
 }
 DIVIDED = LAYOUTS | {"zero 2": Layout(dp=2, zero=2), "zero 3": Layout(dp=2, zero=3)}
+CONTEXT = {"cp 2": Layout(cp=2), "cp 2, ulysses": Layout(cp=2, cp_kind="ulysses")}
+EVERY = DIVIDED | CONTEXT
 ROWS = 8
 VOCABULARY = 16
 RATE = 0.01
@@ -71,12 +77,10 @@ def settle_layout(name, model, layout):
 def supports(name, model, layout):
     """Return whether an engine can compute a model on a layout, on host cores."""
     spec = ENGINES[name]
-    axes = [axis for axis in ("tp", "pp", "ep") if getattr(layout, axis) > 1]
+    axes = [axis for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1]
     known = all(axis in spec.capabilities.axes and axis not in spec.list_plan_only("host") for axis in axes)
     known = known and layout.zero in spec.capabilities.zero
-    return (
-        known and not model.list_lacking(spec.capabilities.features) and (layout.ep == 1 or bool(model.experts))
-    )
+    return known and not model.list_lacking(spec.capabilities.features) and (layout.ep == 1 or bool(model.experts))
 
 
 def batch():
@@ -218,7 +222,7 @@ def measure_cells(rank, _, folder, out, cases, breaks, frozen):
     found = {}
     for name, layout in cases:
         compute = measure_generator if "generate" in ENGINES[name].verbs else measure_trainer
-        own = compute(rank, folder, name, DIVIDED[layout], reference, breaks, frozen)
+        own = compute(rank, folder, name, EVERY[layout], reference, breaks, frozen)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {what: float(value) for what, value in own.items()})
         names = {what for some in everyone for what in some}
@@ -253,6 +257,13 @@ def assert_close(found):
 def remove_head_norms(engine):
     for layer in engine.module.model.layers:
         layer.self_attn.q_norm.forward = lambda x: x
+
+
+def remove_windows(engine):
+    for layer in engine.module.model.layers:
+        layer.self_attn.sliding_window = None
+    config = engine.module.config
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
 
 
 def remove_embedding_scale(engine):

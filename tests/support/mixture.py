@@ -8,15 +8,21 @@ from place import EXAMPLE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 16, "max_position_embeddings": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+# Layers of attention with a window, and with all tokens before it.
+WINDOW = 4
+SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
+WINDOWED = SLIDING | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+# All with a window, in turn with and without experts.
+MIXED = SLIDING | {"num_hidden_layers": 3, "mlp_only_layers": [1]}
 TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 
 
-def mixture(folder, width=32):
+def mixture(folder, width=32, **changes):
     """A Qwen3-MoE: two layers of four experts, two of them for each token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     routed = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": width}
-    return _saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, num_hidden_layers=2, **routed)
+    return _saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **({"num_hidden_layers": 2} | routed | changes))
 
 
 def dense(folder, **changes):
@@ -39,6 +45,15 @@ def gemma(folder, **changes):
     from transformers import GemmaConfig, GemmaForCausalLM
 
     return _saved(folder, GemmaConfig, GemmaForCausalLM, num_hidden_layers=2, **changes)
+
+
+def mistral(folder, **changes):
+    """A Mistral of two layers, without windows unless they are asked for."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return _saved(
+        folder, MistralConfig, MistralForCausalLM, **({"num_hidden_layers": 2, "sliding_window": None} | changes)
+    )
 
 
 def qwen2(folder, **changes):

@@ -41,7 +41,8 @@ FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 class Case:
     """A model and a program. `shape` is (hidden, layers, heads, key-value heads, intermediate, vocabulary), `deploy`
     the statements of the deploy, `rows` (prompts, responses each, mini-batch), `tokens` the bounds of prompt and
-    response, `experts` (how many, of which a token gets how many, of which width)."""
+    response, `experts` (how many, of which a token gets how many, of which width), `config` more fields of the
+    config.json."""
 
     name: str
     family: str
@@ -55,6 +56,7 @@ class Case:
     changes: tuple[tuple[str, str], ...] = field(default=())
     engines: tuple[str, str] = LIGHT  # of update and generation
     experts: tuple[int, ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
 
     def write(self, folder):
         """The model, with random weights, and the program of the example with this case's figures: its plan."""
@@ -77,6 +79,7 @@ class Case:
             names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
             config |= dict(zip(names, self.experts, strict=True))
             config |= {"norm_topk_prob": True, "head_dim": self.shape[0] // self.shape[2]}
+        config |= dict(self.config)
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "config.json").write_text(json.dumps(config))
         draw = torch.Generator().manual_seed(0)

@@ -115,10 +115,7 @@ class SequenceBatch:
         waiting = len(self.prompts) - self.started_prompts
         has_running = len(self.running) > 0
         count = min((self.slots - len(self.running)) // self.samples_per_prompt, waiting)
-        if not count or (
-            has_running
-            and (count < min(waiting, FREE * self.slots / self.samples_per_prompt) or self._has_sliding_layers)
-        ):
+        if not count or (has_running and count < min(waiting, FREE * self.slots / self.samples_per_prompt)):
             return
         new_prompts = self.prompts[self.started_prompts : self.started_prompts + count]
         first_by_content = {prompt.tobytes(): i for i, prompt in reversed([*enumerate(new_prompts)])}
@@ -156,11 +153,16 @@ class SequenceBatch:
         self.places = np.concatenate([self.places, len(live) + places])
         self.running = np.concatenate([self.running, rows])
         before = int(self.mask.any(0).int().argmax())  # padding that all remaining places share
-        self.mask = _stack_padded(self.mask[:, before:], mask, 1)
+        own_mask = self.mask[:, before:]
+        tokens = own_mask.shape[1]
+        self.mask = _stack_padded(own_mask, mask, 1)
         for mine, new in zip(self.cache.layers, cache.layers, strict=True):
-            mine.keys = _stack_padded(mine.keys[:, :, before:], new.keys, 2)
-            mine.values = _stack_padded(mine.values[:, :, before:], new.values, 2)
+            # A layer with a window may have fewer tokens than the mask: the last ones.
+            mine.keys = _stack_padded(mine.keys[:, :, -tokens:], new.keys, 2)
+            mine.values = _stack_padded(mine.values[:, :, -tokens:], new.values, 2)
             new.keys = new.values = None  # layer by layer, so that the whole cache is never held twice
+            if mine.is_sliding:
+                mine.cumulative_length = self.mask.shape[1]
 
     def _draw_tokens(self) -> NDArray[np.int64]:
         """Draw a token for each running response, and compute the next token's logits.
@@ -216,15 +218,6 @@ class SequenceBatch:
         return join_response(
             self.prompts[row // self.samples_per_prompt], self.joined[row], self.tokens[row, : self.lengths[row]]
         )
-
-    @property
-    def _has_sliding_layers(self) -> bool:
-        """Whether a layer of the model has sliding-window attention.
-
-        The KV cache of such a layer has only the last tokens of each sequence. Caches of this kind cannot be
-        concatenated if their lengths differ.
-        """
-        return any(layer.is_sliding for layer in self.cache.layers)
 
     def _select_places(self, places: NDArray[np.int64]) -> None:
         """Keep only the sequences at `places` in the KV cache and the mask.

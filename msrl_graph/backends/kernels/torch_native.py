@@ -6,6 +6,7 @@ engines' `calls`) count the operators of these kernels.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from . import Kernels
@@ -17,13 +18,41 @@ if TYPE_CHECKING:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
     import torch
 
+    def attend(queries: slice, keys: slice, mask: torch.Tensor | None) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, queries],
+            k[:, :, keys],
+            v[:, :, keys],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+
     width = q.shape[2]
-    mask = None
-    if window is not None and width > window:
-        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    if window is None or width <= window:
+        return attend(slice(None), slice(None), None)
+    # Each block of `window` queries sees keys of its own block and of the block before, so that work and mask do not
+    # grow with the square of the width. The first block has no block before.
+    mask = _make_mask(window, q.dtype, q.device)
+    parts = [attend(slice(window), slice(window), None)]
+    for start in range(window, width, window):
+        stop = min(start + window, width)
+        keys = slice(start - window, stop)
+        parts.append(attend(slice(start, stop), keys, mask[: stop - start, : stop - start + window]))
+    return torch.cat(parts, 2)
+
+
+@lru_cache(maxsize=2)
+def _make_mask(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what is added to the scores of a block of queries with keys, [window, 2 window].
+
+    The keys are those of the block and of the block before. All layers share the result.
+    """
+    import torch
+
+    mask = torch.full((window, 2 * window), -torch.inf, dtype=dtype, device=device)
+    return mask.triu(1 + window) + mask.tril()
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

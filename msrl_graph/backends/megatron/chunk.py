@@ -164,13 +164,8 @@ def build_stage(spec: ChunkSpec) -> Any:
             attention = layer.submodules.self_attention
             parts.input_layernorm = parts.pre_mlp_layernorm = ChunkNorm
             attention.submodules.core_attention = Attend
-<<<<<<< HEAD
-            if model.latent is not None:
-                latent_attention.specify(attention, model.latent, spec, ChunkNorm)
-=======
             if latent is not None:
-                latent_attention.specify(attention, model, latent, hf_attention, ChunkNorm, groups, place)
->>>>>>> 6753d274 (Costs, memory and sharding sum over the layers of a model: mixers and MLPs count what depends on them, and nothing reads one mixer for all layers)
+                latent_attention.specify(attention, latent, spec, ChunkNorm)
                 return layer
             attention.module = TreeAttention
             if config.qk_layernorm:
@@ -250,13 +245,8 @@ def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> I
     make = {"dtype": getattr(torch, DTYPES[model.dtype]), "device": first.place}
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     tensors: dict[str, torch.Tensor] = {}
-<<<<<<< HEAD
-    names_of = NAMES | (latent_attention.NAMES if model.latent else {})
-    for module, spec in chunks:
-=======
     names_of = NAMES | (latent_attention.NAMES if isinstance(model.mixer, MultiHeadLatentAttention) else {})
-    for module, layers in chunks:
->>>>>>> 6753d274 (Costs, memory and sharding sum over the layers of a model: mixers and MLPs count what depends on them, and nothing reads one mixer for all layers)
+    for module, spec in chunks:
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(spec.layers):
             for theirs, ours in names_of.items():

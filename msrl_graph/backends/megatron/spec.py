@@ -33,6 +33,8 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
 
 # Megatron's expert_tensor_parallel_size defaults to tensor_model_parallel_size.
 EXPERTS = ExpertPlacement("ep · etp divides tp · cp · dp; etp defaults to tp", lambda layout: layout.tp, divides)
+# Features of models that can be planned, not run.
+LACKING = {"output_bias", "mlp_bias", "sliding_window", "mixed_layers", "embedding_scale", "offset_norms"}
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
@@ -41,7 +43,7 @@ SPEC = EngineSpec(
         axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
         options=("micro_batch", "recompute", "dtype", "offload", "activations"),
         zero=(0, 1),
-        features=SUPPORTED - {"output_bias", "mlp_bias", "embedding_scale", "offset_norms"},
+        features=SUPPORTED - LACKING,
         chosen=("device",),
     ),
     packages=PACKAGES,

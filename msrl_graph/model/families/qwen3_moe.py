@@ -11,6 +11,7 @@ from ..fields import ConfigError, Count, Flag, Size
 from ..layers import DenseMlp, ExpertMlp, Layer, group_layers
 from .family import Family
 from .qwen3 import Qwen3Config
+from .windows import SLIDING
 
 
 class Qwen3MoeConfig(Qwen3Config, frozen=True, kw_only=True):
@@ -22,8 +23,15 @@ class Qwen3MoeConfig(Qwen3Config, frozen=True, kw_only=True):
     mlp_only_layers: Annotated[list[Count], Meta(description="a list of layers")] | UnsetType = UNSET
     decoder_sparse_step: Size | UnsetType = UNSET
 
+    @property
+    def slides(self) -> list[bool]:
+        # Transformers' classes of this family have a window in all layers or in none.
+        return [bool(self.use_sliding_window)] * self.num_hidden_layers
+
     def find_errors(self) -> Iterator[ConfigError]:
         yield from super().find_errors()
+        if self.layer_types and [kind == SLIDING for kind in self.layer_types] != self.slides:
+            yield ConfigError("has `layer_types` that differ from its `use_sliding_window`")
         if not (self.num_experts or self.num_local_experts):
             yield ConfigError("has no `num_experts`")
 

@@ -11,6 +11,7 @@ from ..fields import ConfigError, Count, Flag, ModelConfig, Names, format_value
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 FIRST_WINDOW = 28  # transformers' default of `max_window_layers`
+SHORTEST = 2  # tokens; transformers' KV cache of a layer with a window supports no shorter window
 
 
 class WindowConfig(ModelConfig, frozen=True, kw_only=True):
@@ -20,13 +21,17 @@ class WindowConfig(ModelConfig, frozen=True, kw_only=True):
     layer_types: Names | UnsetType = UNSET
 
     @property
+    def slides(self) -> list[bool]:
+        """Whether each layer has a window."""
+        if self.layer_types:
+            return [kind == SLIDING for kind in self.layer_types]
+        first = FIRST_WINDOW if self.max_window_layers is UNSET else self.max_window_layers
+        return [bool(self.use_sliding_window) and layer >= first for layer in range(self.num_hidden_layers)]
+
+    @property
     def windows(self) -> list[int]:
         """The window of each layer; 0 for full attention."""
-        window = (self.sliding_window or 0) if self.use_sliding_window else 0
-        if self.layer_types:
-            return [(self.sliding_window or 0) if kind == SLIDING else 0 for kind in self.layer_types]
-        first = FIRST_WINDOW if self.max_window_layers is UNSET else self.max_window_layers
-        return [window if layer >= first else 0 for layer in range(self.num_hidden_layers)]
+        return [(self.sliding_window or 0) if slides else 0 for slides in self.slides]
 
     def find_errors(self) -> Iterator[ConfigError]:
         yield from super().find_errors()
@@ -36,5 +41,15 @@ class WindowConfig(ModelConfig, frozen=True, kw_only=True):
         elif other := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
             message = f"has layers of {format_value(other[0])}: only `{FULL}` and `{SLIDING}` are supported yet"
             yield ConfigError(message, f"layers of `{other[0]}`")
-        elif SLIDING in kinds and not self.sliding_window:
-            yield ConfigError(f"has layers of `{SLIDING}`, but no `sliding_window`")
+        elif any(self.slides):
+            yield from check_window(self.sliding_window)
+            if not self.use_sliding_window:
+                yield ConfigError(f"has layers of `{SLIDING}`, but no `use_sliding_window`")
+
+
+def check_window(window: int | UnsetType) -> Iterator[ConfigError]:
+    """Report the window of a model's layers if no engine could use it."""
+    if window is UNSET:
+        yield ConfigError("has layers with a sliding window, but no `sliding_window`")
+    elif window < SHORTEST:
+        yield ConfigError(f"has {window} for `sliding_window`, which must be {SHORTEST} or more")

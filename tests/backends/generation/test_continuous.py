@@ -2,6 +2,7 @@
 and no more rows than allowed are under way."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import engines
 import numpy as np
@@ -9,15 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from light_engines import EXAMPLE, model, sampling
+from mixture import WINDOWED, qwen2
 from sample import examples
 
 from msrl_graph.backends.engine_protocols import GenerateRequest, collect_responses
 from msrl_graph.backends.generation.continuous import SequenceBatch
+from msrl_graph.model import models
 
 
-@pytest.fixture(scope="module")
-def generator():
-    return engines.loaded(model(), EXAMPLE / "model")
+@pytest.fixture(scope="module", params=["full attention", "windows"])
+def generator(request, tmp_path_factory):
+    """A generator; that with windows has them in three of four layers, and they are shorter than sequences."""
+    if request.param == "full attention":
+        return engines.loaded(model(), EXAMPLE / "model")
+    folder = Path(qwen2(tmp_path_factory.mktemp("windows"), **WINDOWED))
+    return engines.loaded(models.load(str(folder), Path("/")), folder)
 
 
 PROMPTS = st.lists(st.lists(st.integers(3, 15), min_size=1, max_size=9), min_size=1, max_size=9)

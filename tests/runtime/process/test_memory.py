@@ -13,6 +13,7 @@ import ranks
 import torch
 import walk
 import walk_frozen
+import walk_windows
 from held import EXPERTS, assert_close, small
 from held import peaks as peaks_of
 from hypothesis import given as drawn
@@ -359,6 +360,12 @@ def test_the_plan_says_what_a_run_holds(case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", walk_frozen.LIGHT, ids=lambda case: case.name)
 def test_so_it_does_if_some_weights_are_frozen(case, tmp_path):
+    test_the_plan_says_what_a_run_holds(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", walk_windows.CASES, ids=lambda case: case.name)
+def test_so_it_does_of_layers_of_several_kinds(case, tmp_path):
     test_the_plan_says_what_a_run_holds(case, tmp_path)
 
 

@@ -23,11 +23,22 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "broken"),
-    [("qwen3", conformance.remove_head_norms), ("gemma", conformance.remove_embedding_scale)],
+    [
+        ("qwen3", conformance.remove_head_norms),
+        ("gemma", conformance.remove_embedding_scale),
+        ("qwen2 with windows", conformance.remove_windows),
+    ],
 )
 def test_what_an_engine_leaves_out_is_seen(family, broken, tmp_path):
     for cell, values in conformance.measure(family, LIGHT, tmp_path, broken).items():
         assert values["logp"] > 10 * conformance.BARS["logp"], (cell, values)
+
+
+@pytest.mark.slow
+def test_windows_are_those_of_transformers_if_rows_are_divided_among_ranks(tmp_path):
+    found = conformance.measure("qwen2 with windows", ["fsdp"], tmp_path, layouts=conformance.CONTEXT)
+    assert {layout for _, layout in found} == conformance.CONTEXT.keys()
+    conformance.assert_close(found)
 
 
 # What is frozen: the ends, whole layers from the bottom (a pipeline stage without gradients), all but the head.

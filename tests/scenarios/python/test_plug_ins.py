@@ -48,16 +48,17 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """The program, with the data of the example and a Mistral model with random weights and its tokenizer."""
-    from transformers import MistralConfig, MistralForCausalLM
+    """The program, with the data of the example and a Helium model with random weights and its tokenizer."""
+    from transformers import HeliumConfig, HeliumForCausalLM
 
     for file in ("train.jsonl", "test.jsonl"):
         (tmp_path / file).symlink_to(EXAMPLE / file)
     known = json.loads((EXAMPLE / "model" / "config.json").read_text())
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = (*sizes, "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    config = MistralConfig(**{key: known[key] for key in sizes if key in known}, sliding_window=None, head_dim=16)
-    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    size = known["hidden_size"] // known["num_attention_heads"]
+    config = HeliumConfig(**{key: known[key] for key in sizes if key in known}, head_dim=size)
+    HeliumForCausalLM(config).save_pretrained(tmp_path / "model")
     for file in (EXAMPLE / "model").glob("*token*"):
         shutil.copy(file, tmp_path / "model")
     write(tmp_path)
@@ -90,7 +91,7 @@ def test_a_run_with_plug_ins_of_each_kind(environment, folder):
     assert "the toy engine has new weights" in log and "is asked for 4 responses to a prompt" in log
     plan = json.loads((folder / "out" / "plan.json").read_text())
     found = {(plug_in["group"].partition(".")[2], plug_in["name"]): plug_in for plug_in in plan["plugins"]}
-    assert found.keys() == {("engines", "toy"), ("families", "mistral"), ("functions", "toy"), ("trackers", "toy")}
+    assert found.keys() == {("engines", "toy"), ("families", "helium"), ("functions", "toy"), ("trackers", "toy")}
     told = (folder / "out" / "trackers" / "toy" / "rewards.txt").read_text().splitlines()
     assert {f"{line['iteration']} {line['reward']!r}" for line in lines} <= {*told}
     assert {(plug_in["package"], plug_in["version"]) for plug_in in found.values()} == {("toy-plug-ins", "0.3")}
@@ -100,7 +101,7 @@ def test_a_run_with_plug_ins_of_each_kind(environment, folder):
 
 def test_a_plan_says_which_plug_ins_it_uses_and_is_refused_where_they_are_missing(environment, folder):
     shown = call(environment, folder, "compile", "p.rlg")
-    assert "plug-in mistral: toy-plug-ins 0.3" in shown.stdout, shown.stderr
+    assert "plug-in helium: toy-plug-ins 0.3" in shown.stdout, shown.stderr
     write(folder, ('device = "cpu"', 'device = "toy-npu"'), ("  engine actor.generate = toy\n", ""))
     (folder / "plan.json").write_text(call(environment, folder, "compile", "p.rlg", "--format", "json").stdout)
     plan = json.loads((folder / "plan.json").read_text())
