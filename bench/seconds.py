@@ -1,4 +1,4 @@
-"""Seconds, predicted and measured, of the example and four variants of it.
+"""Seconds, predicted and measured, of the example and five variants of it.
 
 With --engines the same with Megatron and vLLM.
 
@@ -46,6 +46,9 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+# Three of four layers have a window that is shorter than the rows.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 16}
+KINDS = (*["sliding_attention"] * 3, "full_attention")
 PHASES = ("actor.generate", "reference.infer", "actor.infer", "actor.update", "reshard")
 
 
@@ -87,6 +90,7 @@ VARIANTS = {
     "two ranks": Variant("grpo.rlg"),
     "longer responses": Variant("one_rank.rlg", "endless", LONGER, 14),
     "larger model": Variant("one_rank.rlg", "larger", iterations=14),
+    "sliding windows": Variant("one_rank.rlg", "windowed", (("i32[<= 5]", "i32[<= 48]"),), 10),
     "naive reshard on two ranks": Variant(
         "grpo.rlg", changes=(("  evaluate held_out", "  reshard { mode = naive }\n\n  evaluate held_out"),)
     ),
@@ -102,23 +106,29 @@ ENGINES = {
 
 
 def prepare(folder: Path) -> None:
-    """Create the example, an endless copy of its model, and a larger random model."""
+    """Create the example, an endless copy of its model, and larger random models."""
     shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
     endless(folder, "endless")
     randomize(folder, "larger", SIZES)
+    randomize(folder, "windowed", SIZES | WINDOWS, "endless", KINDS)
 
 
 def endless(folder: Path, name: str) -> Path:
     """Create a copy of the example's model that never ends a response."""
-    copy = shutil.copytree(folder / "model", folder / name)
+    copy = shutil.copytree(folder / base, folder / name)
     for file in ("generation_config.json", "config.json"):
         settings = json.loads((copy / file).read_text())
         (copy / file).write_text(json.dumps(settings | {"eos_token_id": None}))
     return copy
 
 
-def randomize(folder: Path, name: str, sizes: dict[str, int], base: str = "model") -> None:
-    """Create a model like `base` with other sizes and random weights."""
+def randomize(
+    folder: Path, name: str, sizes: dict[str, int], base: str = "model", kinds: tuple[str, ...] = ("full_attention",)
+) -> None:
+    """Create a model like `base` with other sizes and random weights.
+
+    `kinds` are the kinds of attention of its layers, in turn.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -129,7 +139,7 @@ def randomize(folder: Path, name: str, sizes: dict[str, int], base: str = "model
     config = AutoConfig.from_pretrained(copy)
     for field, size in sizes.items():
         setattr(config, field, size)
-    config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+    config.layer_types = [kinds[layer % len(kinds)] for layer in range(config.num_hidden_layers)]
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(copy)
 
 

@@ -86,9 +86,9 @@ def _list_planned_only(
     """
     layout = placement.layout
     planned = spec.list_plan_only(where)
-    for feature in spec.list_missing_features(model, where):
+    if missing := spec.list_missing_features(model, where):
         span = placement.engine.span if placement.engine.span.line else model.span
-        yield FEATURES.get(feature, feature), span, _list_capable(model, verb, where)
+        yield " and ".join(FEATURES.get(name, name) for name in missing), span, _list_capable(model, verb, where)
     if "ep" not in planned and not spec.sharding.spread.can_run(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
     own = spec.sharding.spread.settle_etp(replace(layout, etp=0), model).etp  # the engine's own value if none is stated

@@ -1,12 +1,17 @@
-"""Models with features that an engine lacks: told before a device is taken, or another engine is chosen."""
+"""Models with features that an engine lacks: they can be planned; a run refuses them before a device is taken, or the
+planner chooses another engine."""
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from folders import ROOT
 
 from msrl_graph import Fault, compile
+from msrl_graph.backends import ENGINES
+from msrl_graph.compiler.unsupported import find_unsupported
+from msrl_graph.model.families import FAMILIES
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 
@@ -34,15 +39,48 @@ def compiled(tmp_path):
     return make
 
 
-def test_a_stated_engine_that_lacks_a_feature_is_told_with_those_that_have_it(compiled):
+def test_a_stated_engine_that_lacks_a_feature_is_planned_and_a_run_names_those_that_have_it(compiled):
     stated = ("  layout actor.generate", "  engine actor.update = megatron\n  layout actor.generate")
-    with pytest.raises(Fault) as caught:
-        compiled(stated)
-    told = next(d for d in caught.value.diagnostics if "megatron" in d.message)
-    assert told.message == "the engine `megatron` of `actor.update` does not support a bias of the attention's output"
+    plan = compiled(stated)
+    assert plan.placement("actor.update").engine.name == "megatron" and plan.memory
+    feature = "a bias of the attention's output with the engine `megatron`"
+    assert f"this version can plan but not run: {feature}" in [note.text for note in plan.notes]
+    told, *_ = find_unsupported(plan)  # of the reference, which has the same engine, at the model
+    assert told.code == "not-yet" and told.message == f"{feature} cannot be run yet (planning only)"
     assert told.help == "these can: `fsdp`"
     plan = compiled((stated[0], stated[1].replace("megatron", "fsdp")))
-    assert plan.placement("actor.update").engine.name == "fsdp"
+    assert plan.placement("actor.update").engine.name == "fsdp" and not find_unsupported(plan)
+
+
+def test_a_known_feature_that_no_engine_has_is_planned_and_not_run(compiled, monkeypatch):
+    for name in ("fsdp", "megatron"):
+        spec = ENGINES[name]
+        features = spec.capabilities.features - {"output_bias"}
+        monkeypatch.setitem(ENGINES, name, replace(spec, capabilities=replace(spec.capabilities, features=features)))
+    plan = compiled()
+    (told,) = find_unsupported(plan)
+    engine = plan.placement("actor.update").engine.name
+    assert (
+        told.message == f"a bias of the attention's output with the engine `{engine}` cannot be run yet (planning only)"
+    )
+    assert (
+        told.help == "no engine can: use a model without this feature" and told.span == plan.model("actor.update").span
+    )
+
+
+def test_a_feature_whose_sizes_nobody_knows_is_refused_unless_an_engine_has_it(compiled, monkeypatch):
+    family = FAMILIES["llama"]
+    monkeypatch.setitem(FAMILIES.built_in, "llama", replace(family, features=frozenset(("spiral attention",))))
+    with pytest.raises(Fault) as caught:
+        compiled()
+    (told,) = caught.value.diagnostics
+    assert (told.code, told.message) == ("not-yet", "the model `./model` has spiral attention")
+    assert told.help == "no engine supports spiral attention yet: use a model without it"
+    for name in ("fsdp", "hf"):
+        spec = ENGINES[name]
+        features = spec.capabilities.features | {"spiral attention"}
+        monkeypatch.setitem(ENGINES, name, replace(spec, capabilities=replace(spec.capabilities, features=features)))
+    assert not find_unsupported(compiled())
 
 
 def test_the_planner_chooses_an_engine_that_has_all_features(compiled):

@@ -32,7 +32,7 @@ def shown(program: str) -> str:
             # told already.
             found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code in PLACED]
         sources = {**collect_texts(None, found), "program.rlg": program}
-    return "".join(render(d, sources) + "\n" for d in found)
+    return "".join(render(d, sources) + "\n" for d in found).replace(f"{FOLDER}/", "")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -268,32 +267,24 @@ def test_what_no_engine_could_make_of_latent_attention_or_groups(field: str, val
 
 
 @pytest.mark.parametrize(
-    ("preset", "more", "feature"),
+    ("preset", "more", "features"),
     [
-        (
-            "qwen2.5-7b",
-            {"layer_types": ["sliding_attention"] * 28, "sliding_window": 8},
-            "sliding windows of attention",
-        ),
+        ("qwen2.5-7b", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, {"sliding_window"}),
         (
             "qwen2.5-7b",
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding windows of attention",
+            {"sliding_window", "mixed_layers"},
         ),
-        ("qwen3-30b-a3b", {"mlp_only_layers": [1]}, "layers of several kinds in turn"),
-        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "layers of several kinds in turn"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [1]}, {"mixed_layers"}),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, {"mixed_layers"}),
     ],
 )
-def test_a_feature_that_no_engine_has_is_named(preset: str, more: dict[str, Any], feature: str, tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "config.json").write_text(json.dumps({**PRESETS[preset], **more}))
-    text = (EXAMPLE / "grpo.rlg").read_text().replace('"./model"', '"./here"')
-    for data in ("train.jsonl", "test.jsonl"):
-        shutil.copy(EXAMPLE / data, tmp_path)
-    with pytest.raises(Fault) as caught:
-        compile(tmp_path / "p.rlg", text=text)
-    (told,) = [d for d in caught.value.diagnostics if d.code == "not-yet"]
-    assert feature in told.message and f"no engine supports {feature}" in told.help
+def test_layers_of_several_kinds_are_a_feature(
+    preset: str, more: dict[str, Any], features: set[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PRESETS[preset], **more}))
+    assert {*load("./", tmp_path).features} & {"sliding_window", "mixed_layers"} == features
+    assert not {*load(preset, Path()).features} & features
 
 
 def test_a_folder_is_relative_to_the_program() -> None:

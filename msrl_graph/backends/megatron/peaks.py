@@ -79,7 +79,7 @@ def _infer(s: StageSizes) -> Named:
         before = 2 * s.part
     base = s.angles + (1 + several) * s.part + s.whole_part + before
     kinds = [kind for kind, count in zip(s.kinds, s.layers, strict=True) if count]
-    yield "in attention", {"activations": base + max(map(_attention, kinds))}
+    yield "in attention", {"activations": base + max(map(_attention, kinds), default=0)}
     if dense := [kind.wide for kind in kinds if kind.experts is None]:
         yield "in a feed-forward half", {"activations": base + 2 * s.part + 5 * max(dense)}
     if routed := [_routed(kind) for kind in kinds if kind.experts]:

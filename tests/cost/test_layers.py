@@ -1,0 +1,113 @@
+"""What plans of models count whose layers are of several kinds, by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import page
+import pytest
+
+from msrl_graph.backends import ENGINES
+from msrl_graph.backends.divisibility import find_misfits
+from msrl_graph.cost import default_activations
+from msrl_graph.cost.collectives import Collectives
+from msrl_graph.cost.time import Costs
+from msrl_graph.ir.workload import Workload, kv_elements
+from msrl_graph.model import models
+from msrl_graph.model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer
+from msrl_graph.sharding.layout import Layout
+
+WINDOW = 1024
+FULL = GroupedQueryAttention(16, 8, 64)
+SLIDING = GroupedQueryAttention(16, 8, 64, window=WINDOW)
+NARROW = GroupedQueryAttention(12, 6, 64)
+DENSE = DenseMlp(3072)
+EXPERTS = ExpertMlp(16, 2, 512)
+BASE = models.load("qwen2.5-7b", Path())
+
+
+def stacked(*layers):
+    return replace(BASE, stack=layers)
+
+
+HYBRID = stacked(*(Layer(SLIDING, DENSE, 3), Layer(FULL, DENSE)) * 2)
+
+
+def test_kinds_of_layers_are_counted_on_any_stretch():
+    assert HYBRID.layer_kinds == (Layer(SLIDING, DENSE, 6), Layer(FULL, DENSE, 2)) and HYBRID.layers == 8
+    assert HYBRID.count_kinds((0, 4)) == (3, 1) and HYBRID.count_kinds((2, 3), (5, 8)) == (3, 1)
+    with pytest.raises(ValueError, match="too many values"):
+        _ = HYBRID.mixer
+
+
+def test_a_window_bounds_the_cache():
+    element = 2 * 8 * 64
+    assert kv_elements(HYBRID, Layout(), 100) == 8 * 100 * element
+    assert kv_elements(HYBRID, Layout(tp=2), 5000) == (6 * WINDOW + 2 * 5000) * element / 2
+    # The stage that holds the largest cache has both layers of full attention.
+    stages = stacked(Layer(SLIDING, DENSE, 6), Layer(FULL, DENSE, 2))
+    assert kv_elements(stages, Layout(pp=2), 5000) == (2 * WINDOW + 2 * 5000) * element
+
+
+@pytest.mark.parametrize("tokens", [500, 1024, 1500, 5000])
+def test_a_window_bounds_the_keys_of_a_query(tokens):
+    """Position i sees min(window, i) keys; half a whole square stands for a causal one."""
+    pairs = sum(min(WINDOW, i) for i in range(1, tokens + 1))
+    assert SLIDING.share_of_pairs(tokens, False) * tokens**2 / 2 == pytest.approx(pairs, rel=2e-3)
+    assert SLIDING.share_of_pairs(tokens, True) * tokens == min(WINDOW, tokens)
+    assert FULL.share_of_pairs(tokens, False) == 1
+
+
+def test_seconds_are_the_sum_over_kinds_of_layers():
+    plan = page.plan(page.start())
+
+    def attention(*layers):
+        model = stacked(*layers)
+        costs = Costs(plan, ENGINES, "actor.infer")
+        costs.__dict__["model"] = model
+        work = (costs._pass("infer", replace_work(8192.0, squares)).value for squares in (8192.0**2, 0.0))
+        return next(work) - next(work)
+
+    full = attention(Layer(FULL, DENSE, 8))
+    sliding = attention(Layer(SLIDING, DENSE, 8))
+    share = 1 / 8 * (2 - 1 / 8)
+    assert sliding == pytest.approx(share * full)
+    assert attention(*HYBRID.stack) == pytest.approx(full * (2 + 6 * share) / 8)
+
+
+def replace_work(tokens, squares):
+    from msrl_graph.cost.operators import ForwardWork
+
+    return ForwardWork(tokens, 0.0, 1.0, tokens, squares, 0.0)
+
+
+def test_activations_are_those_of_each_stage():
+    work = Workload(stacked(Layer(FULL, DENSE, 2), Layer(FULL, EXPERTS, 2)), Layout(pp=2), "bf16", 1, 1, 10, 10)
+    spec = ENGINES["megatron"]
+    dense, routed = (default_activations.layer_elements(work, spec, layer) for layer in work.model.stack)
+    moments = default_activations.moments("update", work, spec)
+    by_stage = [moments[f"stage {stage} of 2"]["activations"] for stage in (1, 2)]
+    assert by_stage == [20 * 2 * 2 * dense, 20 * 2 * 2 * routed]
+
+
+def test_each_kind_of_layer_must_be_divided():
+    model = stacked(Layer(FULL, DENSE), Layer(NARROW, DenseMlp(100)))
+    (told,) = find_misfits(model, ENGINES["fsdp"], Layout(tp=8))
+    assert told == (
+        f"tp = 8 does not divide the 12 heads, the 6 key-value heads and the intermediate size of 100 of `{BASE.name}`"
+    )
+    assert not [*find_misfits(model, ENGINES["fsdp"], Layout(tp=2))]
+    (told,) = find_misfits(model, ENGINES["fsdp"], Layout(cp=8, cp_kind="ulysses"))
+    assert told.startswith("tp x cp = 8 does not divide the 12 heads")
+
+
+def test_tokens_are_sent_to_experts_in_the_layers_that_have_them():
+    plan = page.plan(page.start())
+    placement = replace(plan.placement("actor.infer"), layout=Layout(dp=16, ep=2))
+
+    def seconds(*layers):
+        model = stacked(*layers)
+        return Collectives(plan.cluster, placement, model, ENGINES["fsdp"], "bf16").experts(1000, 1).value
+
+    alternating = (Layer(FULL, DENSE), Layer(FULL, EXPERTS)) * 3
+    assert seconds(*alternating) == pytest.approx(seconds(Layer(FULL, EXPERTS, 3)))
+    assert seconds(Layer(FULL, DENSE, 6)) == 0
