@@ -53,6 +53,8 @@ class FsdpEngine:
     """The engine `fsdp` on one rank: it trains a model or computes a model's outputs."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
+        import torch
+
         model = weights.model
         layout = placement.layout
         rank = devices.rank
@@ -90,8 +92,11 @@ class FsdpEngine:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
+        self._attention = self.kernels.attention
         if is_compiled(placement):
             _compile(module.model.layers)
+            if "sliding_window" in model.features:  # a graph would have a fixed number of blocks
+                self._attention = torch.compiler.disable(self._attention)  # type: ignore[no-untyped-call]
         offloads_activations = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._forward_context = (
             Activations(devices.device, module.model.layers).offload_saved_tensors
@@ -142,7 +147,7 @@ class FsdpEngine:
         import torch
 
         tree, known = self.context.share(prefix_tree.build_tree(micro_batch), micro_batch)
-        tree = replace(tree, attention=self.kernels.attention)
+        tree = replace(tree, attention=self._attention)
         tree = tree.to(self.place)
         columns = known.to(self.place, non_blocking=True)
         with self._forward_context():

@@ -26,10 +26,10 @@ OPTIMIZERS = {
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "model"
 
 
-def model(folder, dtype):
+def model(folder, dtype, **changes):
     """A small model of a vocabulary that is more than a part of it, with weights at random."""
     config = json.loads((EXAMPLE / "config.json").read_text())
-    config |= {"vocab_size": 300, "dtype": str(dtype).removeprefix("torch.")}
+    config |= {"vocab_size": 300, "dtype": str(dtype).removeprefix("torch."), **changes}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     found = models.load(str(folder), folder)

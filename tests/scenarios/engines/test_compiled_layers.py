@@ -1,12 +1,14 @@
 """Compiled layers compute what eager ones do; what cannot be compiled is refused."""
 
 from pathlib import Path
+from types import MappingProxyType
 
 import engines
 import numpy as np
 import pytest
 import ranks
 import torch
+from mixture import WINDOWED
 from offloaded import batches, loss, model, stepped
 
 from msrl_graph import compile
@@ -23,8 +25,13 @@ def test_compiled_layers_compute_the_same(layout, tmp_path):
     ranks.run(layout.devices, _alike, str(tmp_path), layout)
 
 
-def _alike(rank, _, folder, layout):
-    of = model(Path(folder) / str(rank), torch.float32)
+@pytest.mark.slow
+def test_so_do_layers_with_windows(tmp_path):
+    ranks.run(1, _alike, str(tmp_path), Layout(), WINDOWED)
+
+
+def _alike(rank, _, folder, layout, changes=MappingProxyType({})):
+    of = model(Path(folder) / str(rank), torch.float32, **changes)
     at = engines.mesh(layout)
     found = []
     stats = torch._dynamo.utils.counters["stats"]
