@@ -115,7 +115,7 @@ def prepare(folder: Path) -> None:
 
 def endless(folder: Path, name: str) -> Path:
     """Create a copy of the example's model that never ends a response."""
-    copy = shutil.copytree(folder / base, folder / name)
+    copy = shutil.copytree(folder / "model", folder / name)
     for file in ("generation_config.json", "config.json"):
         settings = json.loads((copy / file).read_text())
         (copy / file).write_text(json.dumps(settings | {"eos_token_id": None}))

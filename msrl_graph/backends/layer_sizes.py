@@ -59,7 +59,7 @@ class LayerSizes:
 
     @cached_property
     def is_banded(self) -> bool:
-        """Whether rows are longer than the layer's window, so that attention is computed in blocks."""
+        """Whether attention is computed in blocks: rows are longer than the window."""
         return 0 < self.mixer.window < self.whole.work.fed
 
     @cached_property

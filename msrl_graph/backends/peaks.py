@@ -91,13 +91,13 @@ class _Pass(Sizes):
         return self.angles + sum(2 * window**2 * self.item for window in windows)
 
     def sum_kept(self, first: int, stop: int) -> int:
-        """Return the bytes that layers from `first` to `stop` - 1 keep for a backward pass."""
+        """Return the bytes that the layers [first, stop) keep for a backward pass."""
         if self.work.recompute:
             return (stop - first) * self.hidden
         return sum(map(mul, self.work.model.count_kinds((first, stop)), (kind.saved for kind in self.kinds)))
 
     def sum_gradients(self, first: int) -> int:
-        """Return the bytes of the gradients, of the weights' type, of the layers from `first` on."""
+        """Return the bytes, in the weights' type, of the gradients of layers from `first` on."""
         return sum(map(mul, self.work.model.count_kinds((first, self.work.model.layers)), self.gradients_by_kind))
 
 

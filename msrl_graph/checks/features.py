@@ -7,6 +7,7 @@ a run can compute the features is checked when the run starts (compiler/unsuppor
 
 from __future__ import annotations
 
+from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic
 from ..ir.plan import Plan
 from ..model.features import FEATURES

@@ -295,12 +295,8 @@ def scored_tokens(plan: Plan, node: str) -> int:
 
 def kv_sequence(plan: Plan, node: str) -> int:
     """Return the KV-cache bytes of one sequence of full length on one device."""
-    return round(cache_bytes(plan, node, row_tokens(plan, node)))
-
-
-def cache_bytes(plan: Plan, node: str, tokens: float) -> float:
-    """Return the KV-cache bytes of one sequence of `tokens` tokens on one device."""
-    return kv_elements(plan.model(node), plan.placement(node).layout, tokens) * BYTES[dtype(plan, node)]
+    elements = kv_elements(plan.model(node), plan.placement(node).layout, row_tokens(plan, node))
+    return round(elements * BYTES[dtype(plan, node)])
 
 
 def offloads(plan: Plan, node: str, kind: str) -> bool:

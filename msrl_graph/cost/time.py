@@ -21,6 +21,8 @@ from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.workload import micro_batches
+from ..analysis.sequences import sequences
+from ..ir.workload import kv_elements, micro_batches
 from ..model.architecture import Model
 from ..model.layers import Mixer
 from ..sharding.layout import Layout
@@ -119,7 +121,7 @@ class Costs:
 
     def _cache_bytes(self, tokens: float) -> float:
         """Return the KV-cache bytes of one sequence of `tokens` tokens on one device."""
-        return holdings.cache_bytes(self.plan, self.node, tokens)
+        return kv_elements(self.model, self.layout, tokens) * BYTES[self.dtype]
 
     def rows(self, count: float) -> Rows:
         """Return the sums over `count` consecutive rows, each of the greatest length.

@@ -69,7 +69,7 @@ class Model:
 
     @cached_property
     def layer_kinds(self) -> tuple[Layer, ...]:
-        """The kinds of layers, in order of their first layer, with the number of layers of each kind."""
+        """The kinds of layers, in order of their first layer, each with its number of layers."""
         counts = _sum_counts(((layer.mixer, layer.mlp), layer.count) for layer in self.stack)
         return tuple(Layer(mixer, mlp, count) for (mixer, mlp), count in counts.items())
 
@@ -87,7 +87,7 @@ class Model:
 
     @cached_property
     def ends_of_kinds(self) -> tuple[int, ...]:
-        """The first and the last layer of each kind, of the layers that a backward pass reaches."""
+        """The first and the last layer of each kind that a backward pass reaches."""
         layers = range(self.first_trained, self.layers)
         firsts = {self.kind_of_layer[layer]: layer for layer in reversed(layers)}
         lasts = {self.kind_of_layer[layer]: layer for layer in layers}

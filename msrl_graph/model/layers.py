@@ -46,7 +46,7 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         return 4 * self.head_dim
 
     def share_of_pairs(self, tokens: float, decode: bool) -> float:
-        """Return the share of the pairs of a query and an earlier key that attention needs.
+        """Return the share of pairs of a query and an earlier key that attention needs.
 
         A sequence has `tokens` tokens. With `decode`, only the last of them is a query.
         """

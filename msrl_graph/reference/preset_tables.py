@@ -31,7 +31,7 @@ def models_table() -> str:
 def engines_table() -> str:
     """Return the table of the built-in engines."""
     lines = [
-        "| engine | verbs | shards along | zero | options | features of models that it lacks | runs here |",
+        "| engine | verbs | shards along | zero | options | features of models that it only plans | runs here |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, engine in ENGINES.built_in.items():

@@ -104,6 +104,7 @@ COVERED = {
     "scenarios/agents/test_calculator_run.py": ("runtime/agents/agent_process",),
     "scenarios/agents/test_sampled_rows.py": ("runtime/rank/agent_generation",),
     "runtime/agents/test_conversations.py": ("runtime/agents/api_types", "runtime/agents/template"),
+    "model/test_layers.py": ("ir/workload",),
     "runtime/data/test_numerics.py": ("runtime/data/columns", "runtime/dock/readers"),
     "runtime/data/test_encoding.py": ("runtime/dock/messages", "runtime/process/task", "runtime/process/task_report"),
     "runtime/dock/test_controller.py": (
@@ -159,7 +160,7 @@ COVERED = {
         "trackers/mlflow",
     ),
     "runtime/functions/test_environments.py": ("runtime/rank/multi_turn",),
-    "runtime/process/test_memory.py": ("backends/activations", "backends/peaks"),
+    "runtime/process/test_memory.py": ("backends/activations", "backends/layer_sizes", "backends/peaks"),
     "runtime/process/test_shipped_files.py": ("runtime/driver/user_modules",),
     "runtime/rank/test_loss.py": ("runtime/rank/joint_loss",),
     "runtime/rank/test_scores.py": ("backends/sizes", "analysis/sequences"),

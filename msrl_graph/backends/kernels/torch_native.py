@@ -45,7 +45,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float,
 
 @lru_cache(maxsize=2)
 def _make_mask(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what is added to the scores of a block of queries with keys, [window, 2 window].
+    """Return what is added to the scores of a block's queries, [window, 2 window].
 
     The keys are those of the block and of the block before. All layers share the result.
     """

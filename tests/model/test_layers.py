@@ -10,6 +10,7 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.backends.divisibility import find_misfits
 from msrl_graph.cost import default_activations
 from msrl_graph.cost.collectives import Collectives
+from msrl_graph.cost.operators import ForwardWork
 from msrl_graph.cost.time import Costs
 from msrl_graph.ir.workload import Workload, kv_elements
 from msrl_graph.model import models
@@ -64,7 +65,7 @@ def test_seconds_are_the_sum_over_kinds_of_layers():
         model = stacked(*layers)
         costs = Costs(plan, ENGINES, "actor.infer")
         costs.__dict__["model"] = model
-        work = (costs._pass("infer", replace_work(8192.0, squares)).value for squares in (8192.0**2, 0.0))
+        work = (costs._pass("infer", make_work(8192.0, squares)).value for squares in (8192.0**2, 0.0))
         return next(work) - next(work)
 
     full = attention(Layer(FULL, DENSE, 8))
@@ -74,9 +75,7 @@ def test_seconds_are_the_sum_over_kinds_of_layers():
     assert attention(*HYBRID.stack) == pytest.approx(full * (2 + 6 * share) / 8)
 
 
-def replace_work(tokens, squares):
-    from msrl_graph.cost.operators import ForwardWork
-
+def make_work(tokens, squares):
     return ForwardWork(tokens, 0.0, 1.0, tokens, squares, 0.0)
 
 
