@@ -97,7 +97,10 @@ class _Pass(Sizes):
         return sum(map(mul, self.work.model.count_kinds((first, stop)), (kind.saved for kind in self.kinds)))
 
     def sum_gradients(self, first: int) -> int:
-        """Return the bytes, in the weights' type, of the gradients of layers from `first` on."""
+        """Return the bytes of the gradients of the layers from `first` on.
+
+        The gradients have the weights' type.
+        """
         return sum(map(mul, self.work.model.count_kinds((first, self.work.model.layers)), self.gradients_by_kind))
 
 

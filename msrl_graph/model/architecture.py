@@ -69,7 +69,7 @@ class Model:
 
     @cached_property
     def layer_kinds(self) -> tuple[Layer, ...]:
-        """The kinds of layers, in order of their first layer, each with its number of layers."""
+        """The kinds of layers, by their first layer, each with its number of layers."""
         counts = _sum_counts(((layer.mixer, layer.mlp), layer.count) for layer in self.stack)
         return tuple(Layer(mixer, mlp, count) for (mixer, mlp), count in counts.items())
 

@@ -74,7 +74,6 @@ COVERED = {
     "model/test_models.py": (
         "model/architecture",
         "model/families/deepseek_v3",
-        "model/layers",
         "model/presets",
         "runtime/driver/preflight",
     ),
