@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import mul
 
 from ..analysis.sequences import sequences
 from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, is_compiled
@@ -93,8 +94,15 @@ class Costs:
 
     @cached_property
     def _slowest_stage_factor(self) -> float:
-        """The largest number of layers of a pipeline stage, divided by the mean number."""
-        return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
+        """The FLOP of the pipeline stage that has the most, divided by the mean."""
+        model = self.model
+        tokens = holdings.row_tokens(self.plan, self.node)
+        flop = [kind.count_flop(model.hidden, tokens) for kind in model.layer_kinds]
+        relative = [own / flop[0] for own in flop]
+        stages = [self.layout.stage_layers(stage, model.layers) for stage in range(self.layout.pp)]
+        by_stage = [sum(map(mul, model.count_kinds(*stretches), relative)) for stretches in stages]
+        factor: float = max(by_stage) * self.layout.pp / sum(by_stage)
+        return factor
 
     @cached_property
     def _bubble_factor(self) -> float:

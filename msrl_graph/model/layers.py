@@ -301,6 +301,14 @@ class Layer(msgspec.Struct, frozen=True):
     mlp: DenseMlp | ExpertMlp
     count: int = 1
 
+    def count_flop(self, hidden: int, tokens: int) -> float:
+        """Return the FLOP of one of these layers for a token, on average over a row's tokens.
+
+        `hidden` is the model's hidden size, and the row has `tokens` tokens.
+        """
+        attention = self.mixer.heads * self.mixer.count_flop(False) * self.mixer.share_of_pairs(tokens, False)
+        return 2 * hidden * (2 * self.mixer.query_key_size + 3 * self.mlp.width) + attention * tokens / 2
+
 
 def group_layers(layers: Iterable[tuple[Mixer, Mlp]]) -> Iterator[Layer]:
     """Yield layers, of which equal ones that follow each other are one item."""

@@ -106,10 +106,6 @@ class Layout:
         """Return the layers of each chunk of a pipeline stage, as ranges [start, stop)."""
         return _layers_by_stage(self.chunks(layers), self.pp)[stage]
 
-    def most_layers(self, layers: int) -> int:
-        """Return the number of layers of the pipeline stage that has the most layers."""
-        return max(sum(stop - start for start, stop in self.stage_layers(stage, layers)) for stage in range(self.pp))
-
     def stage_of(self, layer: int, layers: int) -> int:
         """Return the pipeline stage of a layer.
 

@@ -110,3 +110,20 @@ def test_tokens_are_sent_to_experts_in_the_layers_that_have_them():
     alternating = (Layer(FULL, DENSE), Layer(FULL, EXPERTS)) * 3
     assert seconds(*alternating) == pytest.approx(seconds(Layer(FULL, EXPERTS, 3)))
     assert seconds(Layer(FULL, DENSE, 6)) == 0
+
+
+def test_the_slowest_stage_is_that_with_the_most_work():
+    plan = page.plan(page.start())
+    costs = Costs(plan, ENGINES, "actor.infer")
+
+    def factor(*layers):
+        own = Costs(plan, ENGINES, "actor.infer")
+        own.__dict__.update(model=stacked(*layers), layout=Layout(pp=2, dp=8))
+        return own._slowest_stage_factor
+
+    assert costs._slowest_stage_factor == 1
+    assert factor(Layer(FULL, DENSE, 4)) == 1 and factor(Layer(FULL, DENSE, 3)) == pytest.approx(4 / 3)
+    assert factor(*HYBRID.stack) == 1, "each stage has three layers with a window and one without"
+    assert 1 < factor(Layer(SLIDING, DENSE, 2), Layer(FULL, DENSE, 2)) < 2
+    narrow = DenseMlp(DENSE.intermediate // 2)
+    assert 1.1 < factor(Layer(FULL, narrow, 2), Layer(FULL, DENSE, 2)) < 4 / 3
