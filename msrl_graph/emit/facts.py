@@ -7,7 +7,7 @@ record of a search), and tensors (the sizes of a model determine its tensors).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import msgspec
@@ -113,7 +113,7 @@ def _deploy_facts(plan: Plan) -> Section:
     section: Section = {}
     for name, model in plan.deploy.models.items():
         shape = field_facts(model, skip=("tensors", "stack"))
-        shape["layers"] = Fact("; ".join(map(describe_layer, model.stack)))
+        shape["layers"] = Fact(describe_layers(model.stack))
         section[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
     for name, data in plan.deploy.data.items():
         section[f"data {name}"] = field_facts(data, skip=("name", "stated"))
@@ -162,7 +162,14 @@ def _figure_facts(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
     return {name: Fact(figure.value, unit), f"source of {name}": Fact(figure.source)}
 
 
-def describe_layer(layer: Layer) -> str:
+def describe_layers(stack: Sequence[Layer]) -> str:
+    """Describe the layers of a model, in order; a pattern that repeats is described once."""
+    period = next(size for size in range(1, len(stack) + 1) if stack == stack[:size] * (len(stack) // size))
+    pattern = "; ".join(map(_describe_layer, stack[:period]))
+    return f"{len(stack) // period} x ({pattern})" if period < len(stack) else pattern
+
+
+def _describe_layer(layer: Layer) -> str:
     """Describe layers of one kind: their number, sizes and options."""
     parts = []
     for part in (layer.mixer, layer.mlp):
