@@ -59,8 +59,13 @@ class LayerSizes:
 
     @cached_property
     def is_banded(self) -> bool:
-        """Whether attention is computed in blocks: rows are longer than the window."""
-        return 0 < self.mixer.window < self.whole.work.fed
+        """Whether attention is computed in blocks: rows are longer than the window.
+
+        Ring attention computes its own blocks, those of other ranks.
+        """
+        layout = self.whole.work.layout
+        ring = layout.cp > 1 and layout.cp_kind == "ring"
+        return 0 < self.mixer.window < self.whole.work.fed and not ring
 
     @cached_property
     def attention(self) -> int:
@@ -84,7 +89,8 @@ class LayerSizes:
         - the current block,
         - the block that is being received,
         - a copy of a block's keys and values for each query head,
-        - a block's result in float32.
+        - a block's result in float32,
+        - with a window, which keys of a block the queries see, and what is added to their scores.
 
         With Ulysses attention, the bytes are for the exchanged tensors, and for the queries, keys and values of the
         nodes of all ranks.
@@ -94,11 +100,14 @@ class LayerSizes:
             return 0
         if s.work.layout.cp_kind == "ulysses":
             return s.tokens * (2 * self.query + 2 * self.attended_keys)
+        width = -(-s.work.fed // s.work.layout.cp)
+        mask = width**2 * (1 + s.item) if self.mixer.window else 0
         spread = 2 * self.query if self.query > self.keys else 0
         more = 4 // s.item - 1  # float32 next to bf16
         if backward:
-            return s.row_tokens * (4 * self.keys + spread + 3 * self.query + more * (self.query + 2 * self.keys))
-        return s.row_tokens * (4 * self.keys + max(spread + (1 + more) * self.query, (1 + 3 * more) * self.query))
+            return mask + s.row_tokens * (4 * self.keys + spread + 3 * self.query + more * (self.query + 2 * self.keys))
+        part = 4 * self.keys + max(spread + (1 + more) * self.query, (1 + 3 * more) * self.query)
+        return mask + s.row_tokens * part
 
     # MLP.
 

@@ -24,5 +24,7 @@ CASES = (
     windowed("windows, bf16, recompute", "dp = 1", dtype="bf16", engine=", recompute = full"),
     windowed("windows, tp 2", "tp = 2", "tp = 2", ranks=2),
     windowed("windows, dp 2, zero 3", "dp = 2, zero = 3", "dp = 2", 4, 2, ranks=2),
+    windowed("windows, cp 2", "cp = 2", "dp = 2", 4, 2, ranks=2, tokens=(60, 40)),
+    windowed("windows, cp 2 by Ulysses", "cp = 2, cp_kind = ulysses", "tp = 2", ranks=2),
     windowed("mixed layers", "dp = 1", config=MIXED, experts=(8, 2, 256)),
 )
