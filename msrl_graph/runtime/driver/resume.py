@@ -150,13 +150,11 @@ def model_shapes(plan: Plan) -> dict[str, Any]:
 
     Weights are not part of these properties.
     """
-    shapes: dict[str, Any] = msgspec.to_builtins(
-        {
-            name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.weights)}
-            for name, model in plan.deploy.models.items()
-        }
-    )
-    return shapes
+    shapes: dict[str, Any] = {
+        name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.weights)}
+        for name, model in plan.deploy.models.items()
+    }
+    return {name: _without_spans(msgspec.to_builtins(shape)) for name, shape in shapes.items()}
 
 
 def _is_scheduled(update: UpdateAttributes) -> bool:
