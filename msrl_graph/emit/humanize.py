@@ -81,7 +81,7 @@ def format_layout(layout: Layout) -> str:
 
 
 def describe_layers(stack: tuple[Layer, ...]) -> str:
-    """Describe the layers of a model, in order; a pattern that repeats is described once."""
+    """Describe the layers of a model, in order; a repeated pattern is described once."""
     period = next(size for size in range(1, len(stack) + 1) if stack == stack[:size] * (len(stack) // size))
     pattern = "; ".join(map(_describe_layer, stack[:period]))
     return f"{len(stack) // period} x ({pattern})" if period < len(stack) else pattern

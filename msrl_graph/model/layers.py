@@ -302,9 +302,9 @@ class Layer(msgspec.Struct, frozen=True):
     count: int = 1
 
     def count_flop(self, hidden: int, tokens: int) -> float:
-        """Return the FLOP of one of these layers for a token, on average over a row's tokens.
+        """Return the FLOP of one of these layers for a token.
 
-        `hidden` is the model's hidden size, and the row has `tokens` tokens.
+        The result is the mean over the tokens of a row with `tokens` tokens. `hidden` is the model's hidden size.
         """
         attention = self.mixer.heads * self.mixer.count_flop(False) * self.mixer.share_of_pairs(tokens, False)
         return 2 * hidden * (2 * self.mixer.query_key_size + 3 * self.mlp.width) + attention * tokens / 2
