@@ -21,8 +21,6 @@ from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
-from ..ir.workload import micro_batches
-from ..analysis.sequences import sequences
 from ..ir.workload import kv_elements, micro_batches
 from ..model.architecture import Model
 from ..model.layers import Mixer

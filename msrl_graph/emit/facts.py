@@ -7,7 +7,7 @@ record of a search), and tensors (the sizes of a model determine its tensors).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 
 import msgspec
@@ -162,7 +162,7 @@ def _figure_facts(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
     return {name: Fact(figure.value, unit), f"source of {name}": Fact(figure.source)}
 
 
-def describe_layers(stack: Sequence[Layer]) -> str:
+def describe_layers(stack: tuple[Layer, ...]) -> str:
     """Describe the layers of a model, in order; a pattern that repeats is described once."""
     period = next(size for size in range(1, len(stack) + 1) if stack == stack[:size] * (len(stack) // size))
     pattern = "; ".join(map(_describe_layer, stack[:period]))

@@ -25,7 +25,6 @@ from world import Method, Ref, Strand, Stuck, World
 from msrl_graph import noise
 from msrl_graph.analysis.async_schedule import count_lanes, fetched_edges, staleness_bounds
 from msrl_graph.analysis.rowsets import Numbers, rowsets
-from msrl_graph.backends.engine_protocols import Response, Sampling
 from msrl_graph.backends.engine_protocols import GenerateRequest, Response, Sampling
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import HEAD
-from ...model.architecture import HEAD, Model
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import elements
 from ...sharding.tensors import Box

@@ -85,7 +85,6 @@ def specify(attention: Any, latent: MultiHeadLatentAttention, spec: ChunkSpec, n
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
-    model = spec.model
     hf_attention = spec.hf_attention
     nope = latent.nope
     rope = latent.rope

@@ -15,18 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ... import noise
 from ...analysis.rowsets import rowsets
 from ...analysis.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
-from ... import noise
 from ...backends.engine_protocols import GenerateRequest, Response, Sampling, collect_responses, fill_fields
 from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
 from ...ir.graph import Node
-from ...ir.plan import Plan
-from ..agents.rank_protocol import BatchStart
-from ..agents.template import ChatTemplate
-from ...analysis.rowsets import rowsets
-from ...analysis.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
 from ..data import numerics
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, concatenate_rows, ragged
 from ..data.row_files import Recording

@@ -13,10 +13,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ...backends.engine_protocols import MicroBatch, Outputs
-from ...ir import graph as ir
-from ...ir.graph import Expr, Node
-from ...ir.plan import Plan
 from ...analysis.sequences import (
     begins_columns,
     drawn_name,
@@ -26,6 +22,10 @@ from ...analysis.sequences import (
     temperature_name,
     temperature_states,
 )
+from ...backends.engine_protocols import MicroBatch, Outputs
+from ...ir import graph as ir
+from ...ir.graph import Expr, Node
+from ...ir.plan import Plan
 from ...ir.workload import micro_batches
 from ..data import numerics
 from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths

@@ -21,17 +21,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from ...analysis.async_schedule import count_opening
 from ...analysis.sequences import drawn_name, previous_states, temperature_states
-from ...backends.devices import TorchDevice
 from ...backends.engine_protocols import Shard
 from ...data.plan_paths import copy_to_host
-from ...hardware import visibility_masks
 from ...ir.attributes import UpdateAttributes
 from ...ir.instruction import Instruction, InstructionStream, Walker
-from ...ir.plan import Plan, from_json
 from ...ir.plan import Plan
-from ..data.columns import ColumnData, ColumnRows
-from ...data.plan_paths import copy_to_host
-from ...analysis.sequences import drawn_name, previous_states, temperature_states
 from ..data.columns import ColumnData
 from ..dock.client import Client
 from ..dock.messages import DockAddress

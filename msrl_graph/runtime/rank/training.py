@@ -15,17 +15,12 @@ import numpy as np
 import torch
 
 from ... import algorithms, noise
-from ...analysis.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
-from ...backends.engine_protocols import ForwardRequest, Outputs
+from ...analysis.sequences import is_whole_conversation
 from ...backends.engine_protocols import ForwardRequest, Outputs, StepRequest, fill_fields
 from ...cost import holdings
 from ...ir import graph as ir
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
-from ...ir.plan import Plan
-from ...analysis.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
-from ...ir.workload import micro_batches
-from ...analysis.sequences import is_whole_conversation
 from ..data import numerics
 from ..data.columns import Array, ColumnData, ColumnRows, offsets_from_lengths
 from ..functions.user_traceback import describe_failure
