@@ -163,7 +163,10 @@ def _figure_facts(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
 
 
 def describe_layers(stack: tuple[Layer, ...]) -> str:
-    """Describe the layers of a model, in order; a pattern that repeats is described once."""
+    """Describe the layers of a model, in order.
+
+    A pattern that repeats is described once.
+    """
     period = next(size for size in range(1, len(stack) + 1) if stack == stack[:size] * (len(stack) // size))
     pattern = "; ".join(map(_describe_layer, stack[:period]))
     return f"{len(stack) // period} x ({pattern})" if period < len(stack) else pattern

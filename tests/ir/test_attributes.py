@@ -16,6 +16,7 @@ from language import diagnose, lowered
 from sample import examples
 
 from msrl_graph.backends import ENGINES
+from msrl_graph.backends.engine_protocols import Sampling, StepRequest
 from msrl_graph.dsl.attributes import read_as
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
@@ -119,8 +120,9 @@ def test_each_attribute_is_read_by_somebody(said):
         if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self"
     }
     handed = {f.name for f in dataclasses.fields(Node)} if said is CallAttributes else set()
-    if said is LayoutOptions:  # handed on whole
-        handed = {f.name for f in dataclasses.fields(Layout)}
+    whole = {LayoutOptions: Layout, GenerateAttributes: Sampling, UpdateAttributes: StepRequest}  # handed on by name
+    if said in whole:
+        handed = {f.name for f in dataclasses.fields(whole[said])}
     assert {*said.declared()} - found - handed == set()
 
 
