@@ -273,6 +273,9 @@ class Generator(Protocol):
     def filled(self) -> None:
         """Prepare to generate with new weights, which the caller wrote to the shards.
 
+        After this call, the caller reads the shards once more, to compare them with the update's. So an engine that
+        copies them may only free them at the next `generate`.
+
         Everything that was computed from the old weights is dropped or recomputed."""
 
     def release(self) -> None:

@@ -18,7 +18,8 @@ Value = str | float | bool | None
 class Fact:
     """A value of a plan, for comparison with another plan.
 
-    - `unit`: the unit of a number (bytes, s, …). Numbers with a unit can be subtracted from each other.
+    - `unit`: the unit of a number (bytes, s, …). Numbers with a unit can be subtracted from each other. A unit
+      that is shown with the number has a line in `format_value`.
     - `detail`: whether the fact only follows from other facts of the same item.
     """
 

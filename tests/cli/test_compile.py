@@ -14,6 +14,7 @@ from msrl_graph import compile
 from msrl_graph.cli import compile_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.plan import from_json
+from msrl_graph.passes.order import ORDER
 
 HERE = TESTS
 PAGE = HERE / "programs" / "grpo_page.rlg"
@@ -179,7 +180,7 @@ def test_a_byte_order_mark_is_skipped(capsys: Capture, tmp_path: Path) -> None:
 def test_passes_are_listed_timed_and_shown(capsys: Capture) -> None:
     assert compile_main(["--list-passes"]) == 0
     names = capsys.readouterr().out.split()
-    assert names == ["place", "dock", "traffic", "reshard", "schedule", "memory", "estimate", "environment"]
+    assert names == [step.name for step in ORDER]
     assert compile_main([str(PAGE), "--check", "--time-passes", "--print-after", "dock"]) == 0
     err = capsys.readouterr().err
     assert all(f"\n{n} " in err for n in names)

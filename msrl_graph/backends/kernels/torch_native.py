@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
     import torch
 
-    def attend(queries: slice, keys: slice, mask: torch.Tensor | None) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            q[:, :, queries],
-            k[:, :, keys],
-            v[:, :, keys],
+            q,
+            k,
+            v,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
@@ -31,15 +31,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float,
 
     width = q.shape[2]
     if window is None or width <= window:
-        return attend(slice(None), slice(None), None)
+        return attend(q, k, v)
     # Each block of `window` queries sees keys of its own block and of the block before, so that work and mask do not
     # grow with the square of the width. The first block has no block before.
     mask = _make_mask(window, q.dtype, q.device)
-    parts = [attend(slice(window), slice(window), None)]
+    parts = [attend(q[:, :, :window], k[:, :, :window], v[:, :, :window])]
     for start in range(window, width, window):
         stop = min(start + window, width)
-        keys = slice(start - window, stop)
-        parts.append(attend(slice(start, stop), keys, mask[: stop - start, : stop - start + window]))
+        seen = slice(start - window, stop)
+        block = mask[: stop - start, : stop - start + window]
+        parts.append(attend(q[:, :, start:stop], k[:, :, seen], v[:, :, seen], block))
     return torch.cat(parts, 2)
 
 
