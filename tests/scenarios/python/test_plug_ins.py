@@ -135,10 +135,10 @@ def test_the_doctor_lists_plug_ins_and_says_which_cannot_be_loaded(environment, 
     assert done.returncode == 0, done.stderr
     found = [finding for finding in json.loads(done.stdout)["findings"] if finding["check"] == "plug-ins"]
     (usable,) = [finding["told"] for finding in found if finding["state"] == "ok"]
-    assert usable.startswith("toy-plug-ins 0.3 has engines toy, families mistral, ")
+    assert usable.startswith("toy-plug-ins 0.3 has engines toy, families helium, ")
     listed = {*usable.partition(" has ")[2].split(", ")}
     assert listed == {
-        *("engines toy", "families mistral", "functions toy", "trackers toy", "devices toy-npu", "device_kinds toy"),
+        *("engines toy", "families helium", "functions toy", "trackers toy", "devices toy-npu", "device_kinds toy"),
     }
     broken = {finding["told"]: finding["next"] for finding in found if finding["state"] == "warning"}
     assert len(broken) == len(BROKEN)
