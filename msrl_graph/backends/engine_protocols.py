@@ -110,6 +110,7 @@ class Sampling:
     """The parameters by which a generator draws tokens.
 
     `max_tokens` and `temperature` are one value for all responses, or one value per response. Temperature 0 is greedy.
+    No token is drawn whose probability is below `min_p` times the likeliest token's.
     A response ends with a token of `ends`, or when its text contains a string of `stop`. The token or string is part of
     the response. The search for `stop` also covers the last `joined` tokens of the prompt."""
 
@@ -121,6 +122,7 @@ class Sampling:
     ends: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     joined: int | NDArray[np.int64] = 0
+    min_p: float = 0.0
 
     def select(self, responses: Any) -> Sampling:
         """Return the parameters for the responses with the indices `responses`."""
@@ -199,7 +201,7 @@ class Response(NamedTuple):
     It exists from when an engine has drawn it until its columns are written.
 
     - `place`: the index of the response among all responses of the call of `generate`.
-    - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k and top_p.
+    - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k, top_p and min_p.
     - `ended`: whether the response ends with these tokens."""
 
     place: int

@@ -16,6 +16,7 @@ from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
 from ..hardware.stacks import Release
 from ..hardware.version_pairs import VersionPair
+from ..ir.statements import STATEMENTS
 from ..model.features import PLAIN
 from ..sharding.layout import Layout, Side
 from .expert_placement import NONE, ExpertPlacement
@@ -94,7 +95,8 @@ class Capabilities:
     - `features`: the features of models (model/features.py) that the engine can run. A plan can use all known features.
     - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
     - `off_host`: axes and features of models that a plan for host cores can use, but a run on host cores cannot.
-    - `supported_attributes`: the supported node attributes (None: all). A run rejects other attributes.
+    - `supported_attributes`: the supported node attributes (None: all). A run rejects others. `opt_in`: the supported
+      attributes among those that few engines know (`Attribute.opt_in`).
     - `settings`: environment variables for the engine's processes. `lints`: returns warnings about combinations of
       options that are known to fail or to be slow.
     - `chosen`: where the planner can choose this engine if a program names no engine ("host": host cores, "device").
@@ -106,9 +108,16 @@ class Capabilities:
     options: tuple[str, ...] = ()
     off_host: tuple[str, ...] = ()
     supported_attributes: tuple[str, ...] | None = None
+    opt_in: tuple[str, ...] = ()
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     chosen: tuple[Where, ...] = ()
+
+    def supports(self, verb: str, name: str) -> bool:
+        """Return whether the engine supports an attribute of the nodes of a verb."""
+        if STATEMENTS[verb].declared()[name].opt_in:
+            return name in self.opt_in
+        return self.supported_attributes is None or name in self.supported_attributes
 
 
 @dataclass(frozen=True)

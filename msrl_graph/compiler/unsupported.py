@@ -72,11 +72,6 @@ class _Refusal(NamedTuple):
     how: str
 
 
-def _supports(spec: EngineSpec, key: str) -> bool:
-    """Return whether an engine supports the attribute `key` of the engine's nodes."""
-    return spec.capabilities.supported_attributes is None or key in spec.capabilities.supported_attributes
-
-
 def _list_planned_only(
     spec: EngineSpec, placement: Placement, verb: str, model: Model, where: Where
 ) -> Iterator[tuple[str, Span, str]]:
@@ -134,11 +129,11 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
             spec = ENGINES[placement.engine.name]
             for name, span, help in _list_planned_only(spec, placement, node.verb, plan.model(node.name), where):
                 tell(f"{name} with the engine `{spec.name}`", span, help)
-            for key in [name for name in node.attributes if not _supports(spec, name)]:
+            for key in [name for name in node.attributes if not spec.capabilities.supports(node.verb, name)]:
                 others = [
                     other for other, candidate in ENGINES.items() if can_build(other) and node.verb in candidate.verbs
                 ]
-                able = [other for other in others if _supports(ENGINES[other], key)]
+                able = [other for other in others if ENGINES[other].capabilities.supports(node.verb, key)]
                 help = f"`engine {node.name} = {able[0]}` supports it" if able else "leave it out"
                 by = f"with the engine `{spec.name}`"
                 span = node.span_of(key)

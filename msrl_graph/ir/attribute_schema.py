@@ -31,6 +31,7 @@ class Attribute:
     - `must`: the value that is suggested if a program does not state a required attribute; "" for an attribute that is
       not required.
     - `head`: whether the attribute is written before the braces of its statement, not between them.
+    - `opt_in`: whether an engine supports the attribute only if its spec says so, because few engines know it.
     """
 
     kind: ValueKind
@@ -39,6 +40,7 @@ class Attribute:
     shown: str | None = None
     must: str = ""
     head: bool = False
+    opt_in: bool = False
 
 
 def attr(
@@ -49,12 +51,13 @@ def attr(
     *,
     must: str = "",
     head: bool = False,
+    opt_in: bool = False,
 ) -> T:
     """Declare an attribute, as a field of a dataclass.
 
     The arguments are the fields of `Attribute`.
     """
-    metadata = {_KEY: Attribute(kind, default, doc, shown, must, head)}
+    metadata = {_KEY: Attribute(kind, default, doc, shown, must, head, opt_in)}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -6,7 +6,8 @@ that the program states (`node.stated("mini_batch")`) is only for messages about
 
 To add an attribute of `update`, add a field to `UpdateAttributes` and code in a pass or an engine that reads the field.
 An engine that does not support all attributes lists its supported attributes (`supported_attributes` in
-backends/spec.py). A run rejects an attribute that is not in this list.
+backends/spec.py). A run rejects an attribute that is not in this list. If few engines know an attribute, its field has
+`opt_in = True`, and each of these engines lists it in `opt_in`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ class GenerateAttributes(NodeAttributes):
     )
     top_p: float = attr(SHARE, 1.0, "Draws each token from the likeliest tokens that together have this probability.")
     top_k: int = attr(COUNT, 0, "Draws each token from this number of likeliest tokens.", "all")
+    min_p: float = attr(
+        NumericKind(0, 1),
+        0.0,
+        "Draws no token whose probability, at the sampling temperature, is below this share of the likeliest token's. "
+        "The engine `hf` supports it.",
+        opt_in=True,
+    )
     stop: tuple[str, ...] = attr(
         StringKind(several=True),
         (),

@@ -84,7 +84,22 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     assert share[both].sum() < 0.8, "of all tokens it would be larger"
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_min_p_leaves_tokens_that_are_likely_enough_beside_the_likeliest(generator, temperature):
+    share = transformer_logits(PROMPTS[1], temperature).softmax(-1)
+    order = share.argsort(descending=True)
+    bound = float(share[order[2:4]].mean() / share.max())  # between the third and the fourth likeliest
+    found = {}
+    for changes in ({"min_p": bound}, {"min_p": bound, "top_k": 2}, {"min_p": 1.0}):
+        said = sampling(samples=20000, max_tokens=1, temperature=temperature, **changes)
+        drawn, _ = collect_responses(generator.generate(GenerateRequest([PROMPTS[1]], np.arange(20000), said)))
+        found[tuple(changes)[-1], changes["min_p"]] = {int(t[0]) for t in drawn}
+    assert list(found.values()) == [set(order[:n].tolist()) for n in (3, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}, {"min_p": 0.2}]
+)
 def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
     engine = engines.trainer(model())
     tokens, logps = collect_responses(

@@ -24,8 +24,8 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the next token of each row.
 
-    Return two tensors [rows]: the tokens, and their log-probabilities in the distribution before top_k and top_p are
-    applied. At temperature 0 the likeliest token is certain, so its log-probability is 0.
+    Return two tensors [rows]: the tokens, and their log-probabilities in the distribution before top_k, top_p and
+    min_p are applied. At temperature 0 the likeliest token is certain, so its log-probability is 0.
 
     - `logits` [rows, vocabulary]: float32 or a more precise dtype.
     - `keys` and `steps`: each row's noise key and step (the number of the token in its response). They decide the row's
@@ -56,6 +56,8 @@ def draw(
             ordered, index = share.sort(-1, descending=True)
             ordered[ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True)] = 0.0
             share = torch.zeros_like(share).scatter_(-1, index, ordered)
+        if sampling.min_p:  # the last filter, as in transformers
+            share = share.masked_fill(unfiltered < sampling.min_p * unfiltered.amax(-1, keepdim=True), 0.0)
         total = share.cumsum(-1)
         uniforms = noise.uniform(keys, steps)
         u = torch.from_numpy(uniforms).to(logits.device, non_blocking=True)[:, None]

@@ -304,8 +304,7 @@ class WeightProof:
         return ENGINES[self.plan.placement(self.edge.dst).engine.name]
 
     def _draws_likeliest(self) -> bool:
-        supported = self._spec().capabilities.supported_attributes
-        return supported is None or "top_k" in supported
+        return self._spec().capabilities.supports("generate", "top_k")
 
     def _describe_place(self) -> str:
         edge = next(e for e in self.plan.graph.reshards() if (e.src, e.dst) == (self.edge.src, self.edge.dst))

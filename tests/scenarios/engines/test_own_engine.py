@@ -11,7 +11,7 @@ from stage import PROMPTS, Stage, one_rank
 from torch import distributed as dist
 
 from msrl_graph import compile
-from msrl_graph.backends import fsdp, hf
+from msrl_graph.backends import ENGINES, fsdp, hf
 from msrl_graph.backends.engine_protocols import Sampling, StepRequest, fill_fields
 from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
@@ -44,11 +44,24 @@ def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
     assert find_unsupported(one_rank(GENERATES)) == []
 
 
+@pytest.mark.parametrize("engine", ["likeliest", "everything", "vllm"])
+def test_what_one_engine_alone_supports_is_refused_for_all_others(monkeypatch, engine):
+    """Also for one that lists nothing, which supports all else."""
+    listless = replace(own_engine.GENERATOR.capabilities, supported_attributes=None)
+    monkeypatch.setitem(ENGINES, "everything", replace(own_engine.GENERATOR, name="everything", capabilities=listless))
+    states = ("temperature = 1.0 }", "temperature = 1.0, min_p = 0.1 }")
+    (told,) = find_unsupported(one_rank(("  run {", f"  engine actor.generate = {engine}\n  run {{"), states))
+    assert told.code == "not-yet" and (told.span.line, told.help) == (23, "`engine actor.generate = hf` supports it")
+    assert told.message.startswith(f"`min_p` of `actor.generate` with the engine `{engine}` cannot be run yet")
+    assert find_unsupported(one_rank(states)) == []
+    assert find_unsupported(one_rank(("  run {", "  engine actor.generate = hf\n  run {"), states)) == []
+
+
 def test_what_a_node_says_is_in_the_request_by_its_name_alone():
-    plan = one_rank(("temperature = 1.0 }", 'temperature = 1.0, top_k = 3, top_p = 0.5, stop = ["="] }'))
+    plan = one_rank(("temperature = 1.0 }", 'temperature = 1.0, top_k = 3, top_p = 0.5, min_p = 0.1, stop = ["="] }'))
     generation, update = (plan.graph.node(name) for name in ("actor.generate", "actor.update"))
     said = fill_fields(Sampling, GenerateAttributes.of(generation), max_tokens=7, temperature=0.5)
-    assert said == Sampling(2, 7, 0.5, 0.5, 3, stop=("=",)), "and what is given replaces what it says"
+    assert said == Sampling(2, 7, 0.5, 0.5, 3, stop=("=",), min_p=0.1), "and what is given replaces what it says"
     assert fill_fields(StepRequest, UpdateAttributes.of(update), lr=0.1, optimizer=None) == StepRequest(0.1, 1.0)
 
 
