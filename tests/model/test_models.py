@@ -192,7 +192,6 @@ MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
-    "SeedOssForCausalLM": ("seed_oss", {"num_key_value_heads": 2, "head_dim": 8}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
     "DeepseekV3ForCausalLM": (
         "deepseek_v3",

@@ -47,8 +47,6 @@ WRITTEN = {
     "deepseek_v3": partial(mixture.latent, moe_intermediate_size=64),
     "gemma": mixture.gemma,
     "mistral": mixture.mistral,
-    "seed_oss": mixture.seed_oss,
-    "seed_oss with biases": partial(mixture.seed_oss, attention_out_bias=True, mlp_bias=True),
     "mistral with windows": partial(mixture.mistral, sliding_window=mixture.WINDOW),
     "qwen2 with windows": partial(mixture.qwen2, **mixture.WINDOWED),
     "qwen3_moe with mixed layers": partial(mixture.mixture, width=64, **mixture.MIXED),

@@ -56,19 +56,6 @@ def mistral(folder, **changes):
     )
 
 
-def seed_oss(folder, **changes):
-    """A Seed-OSS of two layers; its queries, keys and values have biases that are not zero."""
-    from transformers import SeedOssConfig, SeedOssForCausalLM
-
-    stated = SIZES | HEADS | TOKENS | {"num_hidden_layers": 2, "initializer_range": 0.2} | changes
-    torch.manual_seed(0)
-    made = SeedOssForCausalLM(SeedOssConfig(dtype="float32", **stated))
-    for name, value in made.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.normal_(value, std=0.2)
-    return _written(made, folder)
-
-
 def qwen2(folder, **changes):
     """A Qwen2 of two layers."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -7,7 +7,7 @@ their layers (layers.py) and features (features.py).
 from __future__ import annotations
 
 from ...files.plugins import PlugInTable
-from . import deepseek_v3, gemma, llama, mistral, qwen2, qwen3, qwen3_moe, seed_oss
+from . import deepseek_v3, gemma, llama, mistral, qwen2, qwen3, qwen3_moe
 from .family import Family
 
 __all__ = ["FAMILIES", "Family", "find_family"]
@@ -16,10 +16,7 @@ __all__ = ["FAMILIES", "Family", "find_family"]
 FAMILIES: PlugInTable[Family] = PlugInTable(
     "msrl_graph.families",
     Family,
-    {
-        module.FAMILY.name: module.FAMILY
-        for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma, mistral, seed_oss)
-    },
+    {module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma, mistral)},
 )
 
 
