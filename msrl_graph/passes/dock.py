@@ -20,7 +20,7 @@ from .spec import Pass, describe_incomplete
 
 @dataclass(frozen=True)
 class InsertDock(Pass):
-    """The pass that places controllers and warehouses; `engines` are specs by name."""
+    """The pass that places controllers and warehouses."""
 
     name = "dock"
     title = "Transfer dock"

@@ -19,7 +19,7 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class PrepareEnvironments(Pass):
-    """The pass that fills in process environments; `engines` are specs by name."""
+    """The pass that fills in process environments."""
 
     name = "environment"
     title = "Environment"

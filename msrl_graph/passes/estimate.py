@@ -36,8 +36,8 @@ EXCHANGE = "gradient exchange"
 class EstimateTime(Pass):
     """The pass that estimates time.
 
-    `engines` are the engine specs by name. `rows` are the token counts of all responses of an iteration, if they are
-    known. If `rows` is None, all rows have the greatest length that their columns allow.
+    `rows` are the token counts of all responses of an iteration, if they are known. If `rows` is None, all rows have
+    the greatest length that their columns allow.
     """
 
     name = "estimate"

@@ -28,7 +28,7 @@ PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
 @dataclass(frozen=True)
 class CountMemory(Pass):
-    """The pass that counts memory; `engines` are the engine specs by name."""
+    """The pass that counts memory."""
 
     name = "memory"
     title = "Memory"

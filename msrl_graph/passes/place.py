@@ -86,11 +86,10 @@ class PlacementPass(Pass):
                 rows = []
                 for state in listed:
                     time = seconds.get(state.node)
+                    layout = replace(state.layout, etp=1)  # `etp` is printed below the table, with the experts
                     cells = (
                         state.node,
-                        format_layout(
-                            replace(state.layout, etp=1)
-                        ),  # `etp` is printed below the table, with the experts
+                        format_layout(layout),
                         state.engine.name,
                         str(state.layout.devices),
                         size(state.weight_bytes),
@@ -129,11 +128,6 @@ class PlacementPass(Pass):
                 for name, fact in field_facts(placement.layout).items()
                 if name in ("zero", "inner", "cp_kind", "stages")
             }
-            layout = (
-                f"{placement.layout} zero{placement.layout.zero}"
-                if placement.layout.zero > 1
-                else str(placement.layout)
-            )
             options = {f"engine option {option}": Fact(value) for option, value in placement.engine.options.items()}
             where = {
                 "pool": Fact(placement.pool),
@@ -147,7 +141,13 @@ class PlacementPass(Pass):
                 "engine chosen by": Fact(placement.engine.chosen, detail=True),
             }
             weights = {"weights": Fact(float(placement.weight_bytes), "bytes")}
-            section[placement.node] = {"layout": Fact(layout), **more, **engine, **where, **weights}
+            section[placement.node] = {
+                "layout": Fact(format_layout(placement.layout)),
+                **more,
+                **engine,
+                **where,
+                **weights,
+            }
         return section
 
 

@@ -43,8 +43,8 @@ from .spec import Pass
 class InsertResharding(Pass):
     """The pass that plans resharding.
 
-    `engines` are the engine specs by name. If `compare` is True, the pass also counts the elements that naive
-    resharding would leave on the devices. The plan reports this number only for comparison.
+    If `compare` is True, the pass also counts the elements that naive resharding would leave on the devices. The plan
+    reports this number only for comparison.
     """
 
     name = "reshard"
