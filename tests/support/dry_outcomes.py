@@ -111,13 +111,13 @@ def as_old_as_may_be(plan: Plan, found: dry.Dry, begin: int = 0) -> None:
     """With `deterministic` the weights that an iteration generates with follow from the program."""
     sends = Sends(plan)
     waits = awaited_pools(plan, sends.leads)
-    growing = any(node.cuts for node in plan.graph.nodes)
+    growing = {plan.placement(node.name).pool for node in plan.graph.nodes if node.cuts}
+    # A pool in step, or one that generates ahead of its own update, knows what it has cut when the iteration has ended.
+    at_once = any(pool not in sends.leads or pool in pipelined_openings(plan) for pool in growing)
     for edge, versions in found.versions.items():
         pool = plan.placement(edge[1]).pool
         for i in range(begin, plan.deploy.run.iterations):
             if (version := versions.taken.get(f"train/{i}")) is not None:
-                # Who generates ahead of its own update knows what it has cut when the iteration has ended.
-                at_once = growing and pool in pipelined_openings(plan)
                 begins = i if at_once else max(sends.update_iteration(p, i) for p in (pool, *waits[pool]))
                 assert version == sends.newest(edge, begins), (edge, i)
 
