@@ -1,10 +1,9 @@
 """The algorithms (`*.rlg`) and the functions that msrl_graph itself provides.
 
-Invariant: a program can call a function by its name if three conditions hold:
+Invariant: a program can call a function by its name if two conditions hold:
 
 - The function is defined in a module that MODULES lists, or in a module that another package provides (plugins.py).
-- The function is decorated with a decorator of registry.py.
-- The function's name does not begin with `_`.
+- The function is decorated with a decorator of registry.py. All other functions of the module are helpers.
 
 The names and signatures are parsed from the source files, without an import. A module is imported only when one of its
 functions is called.
@@ -22,7 +21,7 @@ from typing import Any
 from ..files.plugins import PlugIn, describe, find_entry_points
 from ..ir.graph import Expr
 from ..ir.optimizer_spec import OptimizerSpec
-from ..ir.signatures import CallKind, Signature, read_signatures
+from ..ir.signatures import CallKind, Signature, read_marked_signatures
 
 FOLDER = Path(__file__).parent
 PLUG_INS = "msrl_graph.functions"
@@ -40,9 +39,8 @@ def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
     files |= {entry.value: _find_source(entry.value) for entry in find_entry_points(PLUG_INS).values()}
     signatures_by_name: dict[tuple[CallKind, str], tuple[Signature, str]] = {}
     for module, file in files.items():
-        for name, signature in read_signatures(file.read_text(encoding="utf-8")).items() if file else ():
-            if not name.startswith("_"):
-                signatures_by_name.setdefault((signature.kind, name), (signature, module))
+        for name, signature in read_marked_signatures(file.read_text(encoding="utf-8")).items() if file else ():
+            signatures_by_name.setdefault((signature.kind, name), (signature, module))
     return signatures_by_name
 
 

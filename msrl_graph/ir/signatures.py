@@ -67,7 +67,8 @@ Scope = Literal["row", "group", "batch", "mini_batch"]
 Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share", "Below", "Betas", "Rate"]
 SCOPES: dict[str, tuple[Scope, ...]] = {"function": ("row", "group", "batch"), "loss": ("row", "mini_batch")}
 PLAIN: tuple[Plain, ...] = get_args(Plain)
-MARKS: dict[str, CallKind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
+# The kind of the functions that a decorator marks.
+MARKS: dict[str, CallKind] = {"loss_term" if kind == "loss" else kind: kind for kind in get_args(CallKind)}
 FILLED = ("logp", "entropy", "values", "lengths")
 # The inputs of a loss term that depend on the weights being updated, and the kinds of workers that provide them.
 GIVEN_BY = {
@@ -169,6 +170,12 @@ def read_signatures(source: str) -> dict[str, Signature]:
     items = [item for item in items if isinstance(item, ast.FunctionDef) or _kind(item) == "function"]
     makers = {item.name: _names(item.returns) for item in items if _kind(item) == "option"}
     return {item.name: _signature(item, makers) for item in items}
+
+
+def read_marked_signatures(source: str) -> dict[str, Signature]:
+    """Read the signatures of the top-level functions with a decorator of MARKS."""
+    marked = {getattr(item, "name", "") for item in ast.parse(source).body if _find_mark(item)}
+    return {name: signature for name, signature in read_signatures(source).items() if name in marked}
 
 
 def read_signatures_as(kind: CallKind, source: str) -> dict[str, Signature]:
@@ -292,11 +299,14 @@ def _signature(
 
 
 def _kind(item: Def) -> CallKind:
-    marks = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in item.decorator_list]
-    return next(
-        (MARKS[mark.id] for mark in marks if isinstance(mark, ast.Name) and mark.id in MARKS),
-        "function",
-    )
+    return _find_mark(item) or "function"
+
+
+def _find_mark(item: ast.stmt) -> CallKind | None:
+    """Return the kind that a decorator of MARKS states; None without one."""
+    decorators = item.decorator_list if isinstance(item, Def) else []
+    marks = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in decorators]
+    return next((MARKS[mark.id] for mark in marks if isinstance(mark, ast.Name) and mark.id in MARKS), None)
 
 
 def _is_filled(kind: CallKind, name: str, names: set[str]) -> bool:

@@ -126,9 +126,10 @@ def _peak_note(name: str, share: Figure) -> str:
 def _functions() -> dict[str, ast.FunctionDef]:
     """Return the parsed definition of each built-in function, by the function's name."""
     functions = {}
+    defined = {(module, name) for (_, name), (_, module) in algorithms.library().items()}
     for module in algorithms.MODULES:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
-            if isinstance(item, ast.FunctionDef):
+            if isinstance(item, ast.FunctionDef) and (module, item.name) in defined:
                 functions[item.name] = item
     return functions
 

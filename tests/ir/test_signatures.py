@@ -103,6 +103,28 @@ def whole(logp, values): ...
     assert found["whole"].together == ("logp", "values") and found["plain"].together == ()
 
 
+def test_a_file_of_functions_is_one_name_more_and_its_helpers_are_not_in_the_language(tmp_path, monkeypatch) -> None:
+    """Whatever the names of the helpers, and although a user's own file needs no decorator."""
+    source = """
+@loss_term(scope="mini_batch")
+def term(logp: Tokens) -> Tokens: ...
+
+@function()
+async def reward(response: str) -> float: ...
+
+def helper(logp: Tokens) -> Tokens: ...
+
+@cache
+def table() -> list[float]: ...
+"""
+    (tmp_path / "more.py").write_text(source)
+    monkeypatch.setattr(algorithms, "FOLDER", tmp_path)
+    monkeypatch.setattr(algorithms, "MODULES", ("more",))
+    found = {key for key, (_, module) in algorithms.library.__wrapped__().items() if module == "more"}
+    assert found == {("loss", "term"), ("function", "reward")}
+    assert read_signatures(source).keys() == {"term", "reward", "helper", "table"}
+
+
 @pytest.mark.parametrize(
     ("term", "kind", "message"),
     [
