@@ -25,7 +25,7 @@ from ..ir.signatures import CallKind, Signature, read_marked_signatures
 
 FOLDER = Path(__file__).parent
 PLUG_INS = "msrl_graph.functions"
-MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")
+MODULES = ("losses", "pair_losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")
 
 
 @cache

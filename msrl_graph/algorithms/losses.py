@@ -1,4 +1,4 @@
-"""Terms of a loss.
+"""Terms of a loss; those over pairs are in pair_losses.py.
 
 The arguments of a term are flat float tensors with one value per response token. In a tensor, the rows of a micro-batch
 follow one another. A term returns a tensor of the same shape, or one value per row if its return type is `Rows`. The
@@ -14,21 +14,12 @@ this mark is called once with all rows of the mini-batch, and may draw random nu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
-from .registry import NotNegative, Positive, Share, loss_term
+from .registry import Figures, LogProbs, NotNegative, Positive, Rows, Share, Tokens, loss_term
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
-
-    Tokens: TypeAlias = Tensor
-    LogProbs: TypeAlias = Tensor
-    Scores: TypeAlias = Tensor
-    Rows: TypeAlias = Tensor
-    Figures: TypeAlias = dict[str, Tensor]
-else:  # the compiler reads annotations, and torch may be missing there
-    Tokens = LogProbs = Scores = Rows = Figures = object
 
 
 @loss_term
@@ -283,64 +274,6 @@ def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positiv
 
 
 @loss_term
-def dpo(
-    chosen: LogProbs,
-    rejected: LogProbs,
-    ref_chosen: Tokens,
-    ref_rejected: Tokens,
-    chosen_lengths: Rows,
-    rejected_lengths: Rows,
-    *,
-    beta: Positive = 0.1,
-    form: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
-    smoothing: Share = 0.0,
-) -> tuple[Rows, Figures]:
-    """Direct preference optimization, one value per pair (arXiv:2305.18290, eq. 7).
-
-    The loss of a pair is (1 - s) f(z) + s f(-z), where s is `smoothing` and z = (chosen - rejected) - (ref_chosen -
-    ref_rejected). In z, each name is the sum of the log-probabilities of a response's tokens: `chosen` and `rejected`
-    under the weights being updated, `ref_chosen` and `ref_rejected` under the reference. The sum of an empty response
-    is 0.
-
-    `form` sets f(z). `sigmoid` is -log sigmoid(beta z). `hinge` is max(0, 1 - beta z) (arXiv:2305.10425). `ipo`
-    (arXiv:2310.12036, eq. 17) is (z - 1 / (2 beta))^2, and z uses means over a response's tokens in place of sums.
-    Reports the `margin` z of each pair, and whether the margin is above 0 (`accuracy`).
-    """
-    from torch.nn.functional import softplus
-
-    better = _sum_rows(chosen - ref_chosen, chosen_lengths)
-    worse = _sum_rows(rejected - ref_rejected, rejected_lengths)
-    if form == "ipo":
-        better = better / chosen_lengths.clamp(min=1)
-        worse = worse / rejected_lengths.clamp(min=1)
-    z = better - worse
-
-    def f(z: Tensor) -> Tensor:
-        if form == "sigmoid":
-            return softplus(-beta * z)
-        return (1 - beta * z).clamp(min=0) if form == "hinge" else (z - 1 / (2 * beta)).square()
-
-    loss = (1 - smoothing) * f(z) + smoothing * f(-z) if smoothing else f(z)
-    return loss, {"margin": z, "accuracy": (z > 0).float()}
-
-
-@loss_term
-def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0) -> tuple[Rows, Figures]:
-    """The loss of a reward model that learns from pairs, one value per pair.
-
-    The loss of a pair is -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155, eq. 1; with a margin
-    arXiv:2307.09288, eq. 2). `chosen` and `rejected` are the scores of the prompt followed by the chosen or the
-    rejected response, under the weights being updated. `margin` is the amount by which `chosen` should exceed
-    `rejected`. Reports chosen - rejected as the `margin` of each pair, and whether this difference is above 0
-    (`accuracy`).
-    """
-    from torch.nn.functional import softplus
-
-    difference = chosen - rejected
-    return softplus(margin - difference), {"margin": difference, "accuracy": (difference > 0).float()}
-
-
-@loss_term
 def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "reverse"] = "forward") -> Tokens:
     """The KL divergence between a teacher and the policy, in nats per token.
 
@@ -365,7 +298,7 @@ def _flat_abs(difference: Tokens, rounding: float) -> Tokens:
     return size.where(size > rounding, size.detach())
 
 
-def _sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
+def sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
     """Return the sum of each row of `tokens`, in which the rows follow one another."""
     import torch
 
@@ -377,7 +310,7 @@ def _over_rows(log_ratio: Tokens, lengths: Rows | None, mean: bool) -> Tokens:
     """Return, for each token, the sum or mean of `log_ratio` over the token's row."""
     if lengths is None:
         raise ValueError("the ratio of a sequence needs the rows' lengths")
-    sums = _sum_rows(log_ratio, lengths)
+    sums = sum_rows(log_ratio, lengths)
     return (sums / lengths.clamp(min=1) if mean else sums).repeat_interleave(lengths)
 
 

@@ -11,7 +11,12 @@ Invariant: a decorator does not change what the function computes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:  # the compiler reads annotations, and torch may be missing there
+    Tensor = object
 
 # The types of a function's options; the compiler knows these names.
 Count: TypeAlias = int  # from 1 up
@@ -21,6 +26,12 @@ Share: TypeAlias = float  # from 0 to 1
 Below: TypeAlias = float  # from 0 to below 1
 Betas: TypeAlias = tuple[float, float]  # two of type Below
 Rate: TypeAlias = float  # a learning rate: NotNegative, a state, or the call of a schedule
+# The types of a loss term's arguments and results; the compiler knows the names LogProbs, Scores and Rows.
+Tokens: TypeAlias = Tensor  # a value per response token
+LogProbs: TypeAlias = Tensor
+Scores: TypeAlias = Tensor
+Rows: TypeAlias = Tensor  # a value per row
+Figures: TypeAlias = dict[str, Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 

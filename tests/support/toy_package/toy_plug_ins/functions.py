@@ -1,16 +1,7 @@
 """A function, a loss term and an optimizer."""
 
-from typing import TYPE_CHECKING, TypeAlias
-
-from msrl_graph.algorithms.registry import Count, Positive, Rate, function, loss_term, optimizer
+from msrl_graph.algorithms.registry import Count, Positive, Rate, Tokens, function, loss_term, optimizer
 from msrl_graph.ir.optimizer_spec import OptimizerSpec, Rule
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Tokens: TypeAlias = Tensor
-else:
-    Tokens = object
 
 
 @function()
