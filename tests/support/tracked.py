@@ -125,6 +125,10 @@ def assert_holds(tracker, out):
 
     Returns how many points it holds.
     """
+    assert tracker in READERS, (
+        f"nothing compares what the tracker `{tracker}` holds with metrics.jsonl: add to tests/support/tracked.py a "
+        f"function `read_{tracker}(out)`, which returns {{(step, name): [values]}}, and its line in READERS"
+    )
     found = READERS[tracker](out)
     if tracker == "mlflow":
         assert {key: values[-1:] for key, values in found.items()} == expected(out, rename_for_mlflow)

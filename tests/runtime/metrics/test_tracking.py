@@ -203,13 +203,16 @@ def test_a_tracker_holds_the_lines_of_a_run_that_was_killed_and_resumed(name, tm
     assert not again.warnings, (tmp_path / "results" / "logs" / f"tracker-{name}.log").read_text()
     links = [path.readlink() for path in again.out.rglob("*") if path.is_symlink()]
     assert not any(link.is_absolute() for link in links) and (links or name not in ("wandb", "swanlab"))
-    if name not in tracked.READERS:
-        return  # of a new tracker: it has run
     held = tracked.assert_holds(name, again.out)
     # Per line of an iteration six numbers, per evaluation three. MLflow may hold twice the times of three iterations
     # that were computed again: `seconds`, and a phase that goes with it.
     twice = held - (7 * 6 + 2 * 3)
     assert twice == 0 or (name == "mlflow" and twice <= 3 * 2)
+
+
+def test_a_tracker_that_no_test_can_read_is_named_with_what_to_add(tmp_path):
+    with pytest.raises(AssertionError, match=r"tests/support/tracked.py a function `read_mine\(out\)`.*in READERS"):
+        tracked.assert_holds("mine", tmp_path)
 
 
 def test_a_class_of_the_user_gets_the_run_its_lines_and_artefacts(tmp_path):
