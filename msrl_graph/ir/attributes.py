@@ -80,7 +80,7 @@ class GenerateAttributes(NodeAttributes):
         NumericKind(0, 1),
         0.0,
         "Draws no token whose probability, at the sampling temperature, is below this share of the likeliest token's. "
-        "The engine `hf` supports it.",
+        "The engines of this package support it.",
         opt_in=True,
     )
     stop: tuple[str, ...] = attr(

@@ -71,15 +71,32 @@ def compare(one, other, prompts, rows, sampling, begun=0, most=3e-5):
         PLAIN,
         Sampling(1, 20, 0.0, 1.0, 0, (1,)),
         Sampling(4, 7, 0.7, 0.8, 5, (1, 4)),
+        Sampling(4, 20, 2.0, 1.0, 0, (1,), min_p=0.1),
         Sampling(4, 1, 2.0, 1.0, 0),
         Sampling(4, 20, 1.0, 1.0, 0, (1,), ("3", "=1")),
         Sampling(4, 5, np.linspace(0, 2, 12, dtype=np.float32), 1.0, 0),
     ],
-    ids=["plain", "greedy", "filtered", "one token", "stop strings", "a temperature each"],
+    ids=["plain", "greedy", "filtered", "min p", "one token", "stop strings", "a temperature each"],
 )
 def test_it_draws_what_the_light_engine_draws(both, sampling):
     drawn = compare(*both, PROMPTS, np.arange(3 * sampling.samples), sampling)
     assert len({t.tobytes() for t in drawn}) > 2 or sampling.samples == 1
+
+
+def test_with_min_p_no_token_is_drawn_that_is_less_likely_than_this_share_of_the_likeliest(both):
+    first = replace(PLAIN, max_tokens=1, temperature=3.0)
+    engine, _ = both
+
+    def draw(rows, **changes):
+        said = replace(first, **changes)
+        _, logps = collect_responses(
+            engine.generate(GenerateRequest([PROMPTS[0]] * (rows // 4), np.arange(rows), said))
+        )
+        return np.concatenate(logps)
+
+    least = draw(4, top_k=1).max() + np.log(0.3)
+    assert draw(200).min() < least - 0.1
+    assert draw(200, min_p=0.3).min() >= least - 1e-4
 
 
 def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
