@@ -39,7 +39,7 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         elif able and not whole and model.name not in told:
             told.add(model.name)
             feature = min(map(lacking, able.values()), key=len)[0]
-            message = f"the model `{model.name}` has {feature}"
+            message = f"the model `{model.name}` has {feature}, so it can be neither planned nor run"
             help = f"no engine supports {feature} yet: use a model without it"
             diagnostics.append(Diagnostic("not-yet", message, model.span, help))
     return diagnostics

@@ -50,8 +50,9 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
         yield Diagnostic("bad-value", message, worker.span, "set `decay` below 1, or leave `follows` out")
     for node in graph.verb("generate"):
         if node.worker == name:
-            message = f"`{node.name}` generates with weights that follow `{follows}`"
-            help = f"a worker that follows another one cannot generate yet; `{name}` can infer"
+            what = f"`{node.name}`, which generates with weights that follow `{follows}`,"
+            message = f"{what} can be neither planned nor run"
+            help = f"a worker that follows another one cannot generate; `{name}` can infer"
             yield Diagnostic("not-yet", message, node.span, help)
 
 

@@ -28,7 +28,7 @@ NAMED = 6  # features that a note names at most
 def find_unsupported(plan: Plan) -> list[Diagnostic]:
     """Return an error for each feature that a plan uses but a run rejects."""
     return [
-        Diagnostic("not-yet", f"{refusal.what} cannot be {refusal.how} yet (planning only)", refusal.span, refusal.help)
+        Diagnostic("not-yet", f"{refusal.what} can be planned, but not run", refusal.span, refusal.help)
         for refusal in dict.fromkeys(_list_refusals(plan))
     ]
 
@@ -61,15 +61,13 @@ def notes(plan: Plan) -> tuple[PlanNote, ...]:
 class _Refusal(NamedTuple):
     """A feature that a run rejects.
 
-    The text of the error is "WHAT cannot be HOW …". `what` is the feature as the subject of this sentence, and `how` is
-    the verb, for example "run on". `brief` is the feature as an item of a list.
+    `what` is the feature as the subject of the error's sentence. `brief` is the feature as an item of a list.
     """
 
     what: str
     brief: str
     span: Span
     help: str
-    how: str
 
 
 def _list_planned_only(
@@ -105,15 +103,16 @@ def _list_capable(model: Model, verb: str, where: Where) -> str:
 def _list_refusals(plan: Plan) -> list[_Refusal]:
     refusals: list[_Refusal] = []
 
-    def tell(feature: str, span: Span, help: str, how: str = "run", brief: str = "") -> None:
-        refusals.append(_Refusal(feature, brief or feature.rstrip(","), span, help, how))
+    def tell(feature: str, span: Span, help: str, brief: str = "") -> None:
+        refusals.append(_Refusal(feature, brief or feature.rstrip(","), span, help))
 
     device = plan.cluster.device
     where = plan.cluster.device.kind.where
     if device.dies > 1:
         more = plan.cluster.devices_per_node * device.dies
         help = f'each process uses one die: `device = "{device.name}-die"` with `devices_per_node = {more}`'
-        tell(f"devices `{device.name}` of {device.dies} dies each", plan.cluster.span, help, "run on")
+        devices = f"devices `{device.name}` of {device.dies} dies each"
+        tell(f"a program for {devices}", plan.cluster.span, help, brief=devices)
     for placement in plan.placements:
         if placement.engine.name in ENGINES and not can_build(placement.engine.name):
             verb = plan.graph.node(placement.node).verb
@@ -140,7 +139,7 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
                 tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}")
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in writer.writes for writer in plan.graph.verb("source")):
-            tell(f"a field of the type of `{column.name}`", column.span, "use fields of one dimension", "run with")
+            tell(f"a field of the type of `{column.name}`", column.span, "use fields of one dimension")
     for node in plan.graph.verb("update"):
         call = UpdateAttributes.of(node).optimizer
         if not (optimizer := algorithms.optimizer(call)).runs:

@@ -95,7 +95,10 @@ def _load_url(url: str, dtype: str | None, span: Span) -> Model:
 def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
     stated = read_config(folder, target, span)
     if stated.get("quantization_config") is not None:
-        message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
+        message = (
+            f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json, so the model "
+        )
+        message += "can be neither planned nor run"
         raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
     return _make_model(target, path, stated, dtype, span)
 
@@ -147,7 +150,8 @@ def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str |
     if isinstance(fields, ConfigError):
         if fields.feature:
             help = f"no engine supports {fields.feature} yet: use a model without it"
-            raise Fault(Diagnostic("not-yet", f"the config.json of `{name}` {fields.message}", span, help))
+            message = f"the config.json of `{name}` {fields.message}, so the model can be neither planned nor run"
+            raise Fault(Diagnostic("not-yet", message, span, help))
         raise _config_fault(name, fields.message, span)
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if stated not in DTYPES:
@@ -213,7 +217,7 @@ def _find_family(name: str, config: Mapping[str, object], span: Span) -> Family:
         family = FAMILIES.get(architecture)
     if family is None:
         known = ", ".join(f"`{known.architecture}`" for known in FAMILIES.values())
-        message = f"models of architecture `{architecture}` are not supported yet"
+        message = f"models of architecture `{architecture}` can be neither planned nor run"
         raise Fault(Diagnostic("not-yet", message, span, f"supported: {known}"))
     if kind is not None and kind != family.name:
         named = f"has the architecture `{architecture}`, but {kind!r} for its `model_type`"

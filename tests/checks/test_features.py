@@ -46,7 +46,7 @@ def test_a_stated_engine_that_lacks_a_feature_is_planned_and_a_run_names_those_t
     feature = "a bias of the attention's output with the engine `megatron`"
     assert f"this version can plan but not run: {feature}" in [note.text for note in plan.notes]
     told, *_ = find_unsupported(plan)  # of the reference, which has the same engine, at the model
-    assert told.code == "not-yet" and told.message == f"{feature} cannot be run yet (planning only)"
+    assert told.code == "not-yet" and told.message == f"{feature} can be planned, but not run"
     assert told.help == "these can: `fsdp`"
     plan = compiled((stated[0], stated[1].replace("megatron", "fsdp")))
     assert plan.placement("actor.update").engine.name == "fsdp" and not find_unsupported(plan)
@@ -60,9 +60,7 @@ def test_a_known_feature_that_no_engine_has_is_planned_and_not_run(compiled, mon
     plan = compiled()
     (told,) = find_unsupported(plan)
     engine = plan.placement("actor.update").engine.name
-    assert (
-        told.message == f"a bias of the attention's output with the engine `{engine}` cannot be run yet (planning only)"
-    )
+    assert told.message == f"a bias of the attention's output with the engine `{engine}` can be planned, but not run"
     assert (
         told.help == "no engine can: use a model without this feature" and told.span == plan.model("actor.update").span
     )
@@ -74,7 +72,10 @@ def test_a_feature_whose_sizes_nobody_knows_is_refused_unless_an_engine_has_it(c
     with pytest.raises(Fault) as caught:
         compiled()
     (told,) = caught.value.diagnostics
-    assert (told.code, told.message) == ("not-yet", "the model `./model` has spiral attention")
+    assert (told.code, told.message) == (
+        "not-yet",
+        "the model `./model` has spiral attention, so it can be neither planned nor run",
+    )
     assert told.help == "no engine supports spiral attention yet: use a model without it"
     for name in ("fsdp", "hf"):
         spec = ENGINES[name]

@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another": (config("model_type", "llama"), "but 'llama' for its `model_type`, which must be 'qwen2'"),
     "unknown": (
         config("architectures", ["MambaForCausalLM"]),
-        "models of architecture `MambaForCausalLM` are not supported yet",
+        "models of architecture `MambaForCausalLM` can be neither planned nor run",
     ),
     "quantized": (config("quantization_config", {"bits": 4}), "the weights of `./model` are quantized"),
     "no JSON": (lambda m: (m / "config.json").write_text("{"), "`./model/config.json` cannot be read"),  # type: ignore[arg-type, return-value]

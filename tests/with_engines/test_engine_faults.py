@@ -120,7 +120,7 @@ def test_a_feature_that_an_engine_lacks_is_told_before_anything_starts(place):
     text = biased(place, "actor.update", "megatron")
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--out", "out")
     assert code == 1 and not (place.folder / "out").exists()
-    assert "a bias of the attention's output with the engine `megatron` cannot be run yet (planning only)" in err
+    assert "a bias of the attention's output with the engine `megatron` can be planned, but not run" in err
     assert "help: these can: `fsdp`" in err
     (place.folder / "p.rlg").write_text(text.replace("= megatron", "= fsdp"))
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--out", "out")

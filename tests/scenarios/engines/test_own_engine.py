@@ -39,7 +39,9 @@ def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
     plan = one_rank(GENERATES, ("temperature = 1.0 }", "temperature = 1.0, top_k = 3 }"))
     (told,) = find_unsupported(plan)
     assert told.code == "not-yet" and (told.span.line, told.help) == (23, "`engine actor.generate = hf` supports it")
-    assert told.message.startswith("`top_k` of `actor.generate` with the engine `likeliest` cannot be run yet")
+    assert told.message.startswith(
+        "`top_k` of `actor.generate` with the engine `likeliest` can be planned, but not run"
+    )
     assert any("`top_k` with the engine `likeliest`" in note.text for note in plan.notes)
     assert find_unsupported(one_rank(GENERATES)) == []
 
@@ -52,7 +54,9 @@ def test_what_few_engines_support_is_refused_for_all_others(monkeypatch, engine)
     states = ("temperature = 1.0 }", "temperature = 1.0, min_p = 0.1 }")
     (told,) = find_unsupported(one_rank(("  run {", f"  engine actor.generate = {engine}\n  run {{"), states))
     assert told.code == "not-yet" and (told.span.line, told.help) == (23, "`engine actor.generate = hf` supports it")
-    assert told.message.startswith(f"`min_p` of `actor.generate` with the engine `{engine}` cannot be run yet")
+    assert told.message.startswith(
+        f"`min_p` of `actor.generate` with the engine `{engine}` can be planned, but not run"
+    )
     assert find_unsupported(one_rank(states)) == []
     for able in ("hf", "vllm"):
         assert find_unsupported(one_rank(("  run {", f"  engine actor.generate = {able}\n  run {{"), states)) == []

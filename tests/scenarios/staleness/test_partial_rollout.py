@@ -155,4 +155,4 @@ def test_what_a_run_cannot_do_beside_it_is_refused_by_name(place, change, what):
     (place.folder / "twice.py").write_text("def twice(*columns) -> list[int]:\n    return [0, 0]\n")
     written(place, "on one pool, one group", change)
     code, _, err = place.run("p.rlg", *SMALL)
-    assert code and f"error[not-yet]: {what} cannot be run yet" in err and "leave one of the two out" in err
+    assert code and f"error[not-yet]: {what} can be planned, but not run" in err and "leave one of the two out" in err

@@ -142,7 +142,8 @@ def test_what_follows_cannot_generate():
         ("  source -> actor.generate", "  source -> actor.generate, reference.generate"),
     ]
     code, message, help = refused(following("follows = actor"), *drafts)
-    assert (code, message) == ("not-yet", "`reference.generate` generates with weights that follow `actor`")
+    told = "`reference.generate`, which generates with weights that follow `actor`, can be neither planned nor run"
+    assert (code, message) == ("not-yet", told)
     assert help.endswith("`reference` can infer")
 
 
