@@ -50,6 +50,7 @@ SPEC = EngineSpec(
         options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
         zero=(0, 1, 2, 3),
         features=SUPPORTED,
+        planned_features=SUPPORTED,
         lints=_lints,
         chosen=("host", "device"),
     ),

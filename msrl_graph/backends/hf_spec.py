@@ -25,6 +25,7 @@ SPEC = EngineSpec(
         axes=("tp", "dp"),
         options=("micro_batch", "dtype", "memory"),
         features=SUPPORTED,
+        planned_features=SUPPORTED,
         opt_in=("min_p",),
         chosen=("host",),
     ),

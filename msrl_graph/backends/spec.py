@@ -92,7 +92,9 @@ class Capabilities:
     """What an engine can compute.
 
     - `axes`: the axes of a layout that may be larger than 1. `zero`: the stages of ZeRO.
-    - `features`: the features of models (model/features.py) that the engine can run. A plan can use all known features.
+    - `features`: the features of models (model/features.py) that the engine can run. `planned_features`: further
+      features that its formulas of memory and time cover. A plan can use both, and a run rejects the latter. The
+      compiler rejects all other features, before it calls any formula.
     - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
     - `off_host`: axes and features of models that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects others. `opt_in`: the supported
@@ -105,6 +107,7 @@ class Capabilities:
     axes: tuple[str, ...]
     zero: tuple[int, ...] = (0, 1)
     features: frozenset[str] = PLAIN
+    planned_features: frozenset[str] = frozenset()
     options: tuple[str, ...] = ()
     off_host: tuple[str, ...] = ()
     supported_attributes: tuple[str, ...] | None = None
@@ -112,6 +115,10 @@ class Capabilities:
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     chosen: tuple[Where, ...] = ()
+
+    def list_unplanned(self, model: Model) -> list[str]:
+        """Return the features of a model that the engine cannot plan, in words."""
+        return model.list_lacking(self.features | self.planned_features)
 
     def supports(self, verb: str, name: str) -> bool:
         """Return whether the engine supports an attribute of the nodes of a verb."""

@@ -1,8 +1,7 @@
-"""Feature check: the compiler, or an engine, must know what the model consists of.
+"""Feature check: each engine must be able to plan its models.
 
-Invariant: after this check, the compiler can plan each model: for each of its features, the compiler knows the sizes
-(features.py), or an engine implements the feature. The latter are features of families that other packages add. Whether
-a run can compute the features is checked when the run starts (compiler/unsupported.py).
+Invariant: after this check, no formula of a stated engine gets a model with a feature that the engine's spec does not
+list. Whether a run can compute the features is checked when the run starts (compiler/unsupported.py).
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ from __future__ import annotations
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic
 from ..ir.plan import Plan
-from ..model.features import FEATURES
 from .stage import PlanContext
 
 
 def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
-    """Report each model with an unknown feature that its nodes' engines lack.
+    """Report each model with a feature that its engines can neither plan nor run.
 
     A model is reported once, if no engine has the feature. A stated engine is reported where it is stated.
     """
 
     def lacking(engine: EngineSpec) -> list[str]:
-        return model.list_lacking(engine.capabilities.features | FEATURES.keys())
+        return engine.capabilities.list_unplanned(model)
 
     diagnostics = []
     told = set()
@@ -33,9 +31,10 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         stated = plan.deploy.engines.get(node.name)
         whole = [name for name, engine in sorted(able.items()) if not lacking(engine)]
         if stated is not None and stated.name in able and whole and stated.name not in whole:
-            message = f"the engine `{stated.name}` of `{node.name}` does not support {lacking(able[stated.name])[0]}"
+            feature = lacking(able[stated.name])[0]
+            message = f"{feature} with the engine `{stated.name}` of `{node.name}` can be neither planned nor run"
             help = f"these can: {', '.join(f'`{name}`' for name in whole)}"
-            diagnostics.append(Diagnostic("layout-divide", message, stated.span, help))
+            diagnostics.append(Diagnostic("not-yet", message, stated.span, help))
         elif able and not whole and model.name not in told:
             told.add(model.name)
             feature = min(map(lacking, able.values()), key=len)[0]

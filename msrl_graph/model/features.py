@@ -4,8 +4,8 @@ A family (families/) says which features a model has, and an engine's spec says 
 an engine never names a family.
 
 Invariant: the compiler knows the sizes of a model whose features are in FEATURES, so it can plan the model for any
-engine. A run also needs engines that have the features (compiler/unsupported.py). The keys are the names in specs and
-plans, the values are the words in messages.
+engine of this package. A run also needs engines that have the features (compiler/unsupported.py). The keys are the
+names in specs and plans, the values are the words in messages.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ FEATURES = {
 }
 # What dense Llama and Qwen2 models have: the default of an engine's spec.
 PLAIN = frozenset(("qkv_bias", "tied_head", "rope_linear", "rope_dynamic", "rope_yarn", "rope_llama3"))
-# What some engine of this package can run.
+# What some engine of this package can run, and each can plan.
 SUPPORTED = frozenset(FEATURES)

@@ -100,6 +100,7 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
     model = plan.model(owner.node)
     candidates = [spec for spec in known.values() if spec.capabilities.chosen and _supports_verbs(plan, owner, spec)]
     conditions: tuple[Callable[[EngineSpec], bool], ...] = (
+        lambda spec: not spec.capabilities.list_unplanned(model),
         lambda spec: not model.list_lacking(spec.capabilities.features),
         lambda spec: not _missing_support(plan, owner, spec),
         lambda spec: device.kind.where in spec.capabilities.chosen,

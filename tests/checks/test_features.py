@@ -12,6 +12,7 @@ from msrl_graph import Fault, compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.model.families import FAMILIES
+from msrl_graph.model.features import PLAIN
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 
@@ -82,6 +83,23 @@ def test_a_feature_whose_sizes_nobody_knows_is_refused_unless_an_engine_has_it(c
         features = spec.capabilities.features | {"spiral attention"}
         monkeypatch.setitem(ENGINES, name, replace(spec, capabilities=replace(spec.capabilities, features=features)))
     assert not find_unsupported(compiled())
+
+
+def test_an_engine_is_not_asked_about_a_feature_that_its_spec_does_not_list(compiled, monkeypatch):
+    def peaks(verb, work):
+        raise AssertionError("this engine knows no sizes of such a model")
+
+    asked = replace(ENGINES["fsdp"].memory, peaks=peaks, stored=None)
+    capabilities = replace(ENGINES["fsdp"].capabilities, features=PLAIN, planned_features=frozenset())
+    spec = replace(ENGINES["fsdp"], name="plain", capabilities=capabilities, memory=asked)
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    assert compiled().placement("actor.update").engine.name == "fsdp"
+    with pytest.raises(Fault) as caught:
+        compiled(("  layout actor.generate", "  engine actor.update = plain\n  layout actor.generate"))
+    (told,) = caught.value.diagnostics
+    what = "a bias of the attention's output with the engine `plain` of `actor.update`"
+    assert (told.code, told.message) == ("not-yet", f"{what} can be neither planned nor run")
+    assert told.help == "these can: `fsdp`, `megatron`" and told.span.line
 
 
 def test_the_planner_chooses_an_engine_that_has_all_features(compiled):

@@ -44,6 +44,7 @@ SPEC = EngineSpec(
         options=("micro_batch", "recompute", "dtype", "offload", "activations"),
         zero=(0, 1),
         features=SUPPORTED - LACKING,
+        planned_features=SUPPORTED,
         chosen=("device",),
     ),
     packages=PACKAGES,

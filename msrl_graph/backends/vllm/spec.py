@@ -206,6 +206,7 @@ SPEC = EngineSpec(
         axes=("tp", "pp", "dp", "ep", "etp"),
         options=("micro_batch", "dtype", "memory"),
         features=SUPPORTED - {"sliding_window", "mixed_layers"},
+        planned_features=SUPPORTED,
         opt_in=("min_p",),
         off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
         lints=_lints,
