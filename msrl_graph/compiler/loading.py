@@ -27,6 +27,7 @@ from ..dsl.lower import LoweredProgram, LoweringContext, lower
 from ..dsl.parse import parse
 from ..dsl.unparse import write
 from ..files.paths import is_folder
+from ..files.plugins import blame_plug_ins
 from ..files.urls import is_url
 from ..ir.options import ClusterOptions
 from ..ir.plan import FORMAT_VERSION, FUNCTIONS, EngineChoice, Plan, from_json
@@ -76,6 +77,7 @@ def load(data: bytes, name: str, run: bool = False) -> Plan:
     raise Fault(Diagnostic("bad-plan", f"{name} is not a plan of this version: {why}", help=help)) from None
 
 
+@blame_plug_ins()
 def _find_difference(plan: Plan, data: bytes) -> str:
     """Describe a difference between the plan and what the compiler would write.
 

@@ -27,6 +27,7 @@ from ..diagnostics.surface import by_surface
 from ..dsl import ast
 from ..dsl.lower import LoweringContext, LoweringFault, lower
 from ..dsl.parse import parse
+from ..files.plugins import blame_plug_ins
 from ..ir.graph import Graph
 from ..ir.plan import Plan
 from ..ir.search_record import SearchRecord
@@ -183,6 +184,7 @@ def _without_gc() -> Iterator[None]:
 
 
 @_without_gc()
+@blame_plug_ins()
 def translate(
     source: ProgramSource,
     *,
@@ -193,7 +195,9 @@ def translate(
     after: Hook = lambda name, seconds, plan: None,
     budget: float | None = None,
 ) -> Compilation:
-    """Run the pipeline up to the stage `until`. Raises Fault.
+    """Run the pipeline up to the stage `until`.
+
+    Raises Fault, also if code of a plug-in fails.
 
     `after(pass, seconds, plan)` is called after each pass. After `budget` seconds, the search for layouts uses the best
     plan that it has found.

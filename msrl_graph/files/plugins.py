@@ -10,8 +10,10 @@ used, or when all names are listed.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..diagnostics import Diagnostic, Fault
@@ -27,6 +29,15 @@ GROUPS = {
     "msrl_graph.devices": "a Device",
     "msrl_graph.functions": "a module of functions, loss terms and optimizers",
     "msrl_graph.trackers": "a subclass of Tracker",
+}
+# For each group, what a user can do without its plug-ins.
+_INSTEAD = {
+    "msrl_graph.engines": "choose another engine",
+    "msrl_graph.families": "use a model of another family",
+    "msrl_graph.device_kinds": "plan for other devices",
+    "msrl_graph.devices": "plan for other devices",
+    "msrl_graph.functions": "call another function",
+    "msrl_graph.trackers": "use another tracker",
 }
 T = TypeVar("T")
 
@@ -101,6 +112,40 @@ def _make_fault(group: str, name: str, wrong: str) -> Fault:
     source = describe(group, name)
     message = f"the plug-in `{name}` of the package {source.package} {source.version} {wrong}"
     return Fault(Diagnostic("not-installed", message, help=f"report it to the authors of {source.package}"))
+
+
+@contextmanager
+def blame_plug_ins() -> Iterator[None]:
+    """Raise a Fault that names the package, if code of a plug-in fails in the block."""
+    try:
+        yield
+    except Fault:
+        raise
+    except Exception as error:
+        if fault := _find_blame(error):
+            raise fault from error
+        raise
+
+
+def _find_blame(error: Exception) -> Fault | None:
+    """Return a Fault for an exception of a plug-in's code, None for any other.
+
+    The code of a plug-in is the module that its entry point names, or another module of the same top-level package.
+    """
+    owners: dict[str, PlugIn] = {}
+    for group in GROUPS:
+        for name, entry in find_entry_points(group).items():
+            for module in (entry.module, entry.module.partition(".")[0]):
+                owners.setdefault(module, describe(group, name))
+    for frame, line in reversed([*walk_tb(error.__traceback__)]):
+        module = frame.f_globals.get("__name__", "")
+        if owner := owners.get(module) or owners.get(module.partition(".")[0]):
+            where = f"`{frame.f_code.co_qualname}` ({frame.f_code.co_filename}, line {line})"
+            source = f"the package {owner.package} {owner.version}"
+            message = f"{source} failed in {where}: {type(error).__name__}: {error}"
+            help = f"report it to the authors of {owner.package}; until then {_INSTEAD[owner.group]}, or remove the "
+            return Fault(Diagnostic("bad-plug-in", message, help=f"{help}package: pip uninstall {owner.package}"))
+    return None
 
 
 class PlugInTable(MutableMapping[str, T]):

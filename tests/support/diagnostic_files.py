@@ -9,6 +9,7 @@ ELSEWHERE = {
     "host-differs",
     "not-installed",
     "bad-plan",
+    "bad-plug-in",
     "run-failed",
     "bad-checkpoint",
     "changed-program",

@@ -3,6 +3,7 @@ optimizer and device are used by their names, with no change to msrl_graph."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def environment(tmp_path_factory):
         ).strip()
     )
     parent = sysconfig.get_paths()["purelib"]
-    (own / "parent.pth").write_text(f"import site; site.addsitedir({parent!r})\n")
+    tree = f"sys.path.insert(0, {str(ROOT)!r})"
+    (own / "parent.pth").write_text(f"import site, sys; site.addsitedir({parent!r}); {tree}\n")
     source = shutil.copytree(PACKAGE, folder / "toy")
     install = [python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", source]
     subprocess.run(install, check=True, timeout=120)
@@ -126,6 +128,29 @@ def test_a_broken_plug_in_is_reported_when_a_program_names_it(environment, folde
     assert f"the plug-in `{name}` of the package toy-plug-ins 0.3" in done.stderr and why in done.stderr
 
 
+FAULTS = [
+    ("engine", "_peaks", "ZeroDivisionError: integer division or modulo by zero", "choose another engine"),
+    ("family", "_layers", "KeyError: 'no such layer'", "use a model of another family"),
+]
+
+
+@pytest.mark.parametrize(("part", "function", "why", "instead"), FAULTS)
+def test_a_fault_in_the_formulas_of_a_plug_in_names_its_package(environment, folder, part, function, why, instead):
+    if part == "engine":
+        write(folder, ("generate = toy", "generate = faulty"))
+    else:
+        config = folder / "model" / "config.json"
+        named = {"model_type": "faulty", "architectures": ["FaultyForCausalLM"]}
+        config.write_text(json.dumps(json.loads(config.read_text()) | named))
+    for command in ("compile", "run"):
+        done = call(environment, folder, command, "p.rlg")
+        said = " ".join(done.stderr.split())
+        assert done.returncode == 1 and "internal error" not in said, done.stderr
+        assert f"error[bad-plug-in]: the package toy-plug-ins 0.3 failed in `{function}` (" in said
+        assert re.search(rf"toy_plug_ins/faulty_{part}\.py, line \d+\): {re.escape(why)} ", said), said
+        assert f"report it to the authors of toy-plug-ins; until then {instead}, or remove the package: pip" in said
+
+
 def test_the_doctor_lists_plug_ins_and_says_which_cannot_be_loaded(environment, tmp_path):
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
     done = subprocess.run(
@@ -135,10 +160,11 @@ def test_the_doctor_lists_plug_ins_and_says_which_cannot_be_loaded(environment, 
     assert done.returncode == 0, done.stderr
     found = [finding for finding in json.loads(done.stdout)["findings"] if finding["check"] == "plug-ins"]
     (usable,) = [finding["told"] for finding in found if finding["state"] == "ok"]
-    assert usable.startswith("toy-plug-ins 0.3 has engines toy, families helium, ")
+    assert usable.startswith("toy-plug-ins 0.3 has engines faulty, engines toy, families faulty, ")
     listed = {*usable.partition(" has ")[2].split(", ")}
     assert listed == {
         *("engines toy", "families helium", "functions toy", "trackers toy", "devices toy-npu", "device_kinds toy"),
+        *("engines faulty", "families faulty"),
     }
     broken = {finding["told"]: finding["next"] for finding in found if finding["state"] == "warning"}
     assert len(broken) == len(BROKEN)
