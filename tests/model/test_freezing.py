@@ -1,11 +1,15 @@
 """`freeze`: which weights its words name, in every family, and what of a model they change."""
 
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import conformance
 import pytest
+from folders import ROOT
 
+from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import freezing, models
 
@@ -67,3 +71,21 @@ def test_every_weight_of_every_family_is_in_a_part(family, tmp_path):
     model = models.load(conformance.WRITTEN[family](tmp_path), Path("/"), None, NOWHERE)
     words = tuple(word for word in freezing.PARTS if not freezing.list_unmatched(model, [word]))
     assert not freezing.freeze(model, words).trained
+
+
+def test_the_plans_of_the_guide_have_its_figures():
+    guide = (ROOT / "docs" / "guides" / "models.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```rlg\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    (frozen,) = re.findall(r" \{ freeze = .*? \}", program)
+    figures = []
+    with warnings.catch_warnings(action="ignore", category=ProgramWarning):
+        plans = [compile("p.rlg", text=text) for text in (program.replace(frozen, ""), program)]
+    for plan in plans:
+        phases = {phase.place: phase.items for phase in plan.memory if phase.phase == "update"}
+        (edge,) = plan.reshards
+        held = (phases["device"]["actor optimizer"], phases["device"]["gradients"], edge.received_bytes_per_device)
+        figures.append([*held, phases["host"].get("frozen actor.generate weights", 0)])
+    rows = re.findall(r"^\|[^|]+\| ([\d.]+)(?: GB)? \| ([\d.]+) GB \|$", guide, re.MULTILINE)
+    assert [tuple(map(float, row)) for row in rows] == [
+        tuple(round(size / 1e9, 1) for size in sizes) for sizes in zip(*figures, strict=True)
+    ]
