@@ -26,6 +26,7 @@ from msrl_graph.runtime.process import preload
 
 LIBC = ctypes.CDLL(None)
 ROOM = 120_000  # bytes for a server's variables; Linux allows 131,071 bytes for one variable
+CHECKOUT = str(Path(__file__).parent.parent.parent)  # its package is tested, not another one that is installed
 
 
 class Forked:
@@ -55,7 +56,7 @@ def address():
         process = subprocess.Popen(
             [sys.executable, __file__, str(listening.fileno())],
             stdin=subprocess.PIPE,
-            env={**os.environ, "TMPDIR": folder, "PYTHONPATH": "", "ROOM": "x" * ROOM},
+            env={**os.environ, "TMPDIR": folder, "PYTHONPATH": CHECKOUT, "ROOM": "x" * ROOM},
             pass_fds=[listening.fileno()],
         )
 
