@@ -16,6 +16,7 @@ the name of an evaluation, and `step` is the position of the drawn token in its 
     mini_batch  node          iteration, epoch, row               the rows of each optimizer step
     order       data          pass, row of the data               the order of a data file
     weighted    data          iteration, pass, row of the data    a source that draws by `weights`
+    adapter     weight        -                                   the first values of a LoRA adapter
     probe       edge          prompt, position                    the prompts that test whether weights arrived
     digest      -             dim, index                          the digests of weights, the same in all runs
 
@@ -34,7 +35,9 @@ from numpy.typing import NDArray
 # from an uninterrupted run. For this reason checkpoints store the version.
 VERSION = 2
 
-Purpose = Literal["token", "function", "episode", "loss", "mini_batch", "order", "weighted", "probe", "digest"]
+Purpose = Literal[
+    "token", "function", "episode", "loss", "mini_batch", "order", "weighted", "adapter", "probe", "digest"
+]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

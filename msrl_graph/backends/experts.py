@@ -34,6 +34,20 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
     for number in model.expert_layers:
         mlp = module.model.layers[number].mlp
         mlp.experts = module_of(mlp.experts, len(mlp.experts.down_proj) // layout.ep, kernels, tp, ep)
+        _add_adapters(mlp.experts, f"model.layers.{number}.mlp.experts.", model)
+
+
+def _add_adapters(experts: Any, prefix: str, model: Model) -> None:
+    """Add the matrices of the model's adapters to a module of experts."""
+    import torch
+
+    for tensor in model.weights:
+        if model.lora and tensor.role == "adapter" and tensor.name.startswith(prefix):
+            size = (len(experts.down_proj), *tensor.shape[1:])
+            values = torch.empty(size, dtype=experts.down_proj.dtype, device=experts.down_proj.device)
+            path = tensor.name.removeprefix(prefix + "*.").removesuffix(".weight").replace(".", "_")
+            experts.register_parameter(path, torch.nn.Parameter(values))
+            experts.scale = model.lora.scale
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
@@ -55,6 +69,8 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     split_tokens, gather_tokens = _make_exchanges()
 
     class Experts(torch.nn.Module):
+        scale: float  # of adapters
+
         def __init__(self) -> None:
             super().__init__()
             for name, size in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
@@ -115,14 +131,20 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             """
             ends = counts.cumsum(0).to(torch.int32)
 
-            def product(inputs: torch.Tensor, weight: Any) -> torch.Tensor:
+            def multiply(inputs: torch.Tensor, weight: Any) -> torch.Tensor:
                 return kernels.grouped(inputs, weight.transpose(1, 2), ends)
 
+            def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
+                output = multiply(inputs, getattr(self, name))
+                if (down := getattr(self, f"{name}_lora_A", None)) is None:
+                    return output
+                return output + multiply(multiply(inputs, down), getattr(self, f"{name}_lora_B")) * self.scale
+
             if swiglu is None:
-                inner = activation(product(rows, self.gate_proj)) * product(rows, self.up_proj)
+                inner = activation(project(rows, "gate_proj")) * project(rows, "up_proj")
             else:
-                inner = swiglu(torch.cat([product(rows, self.gate_proj), product(rows, self.up_proj)], dim=-1))
-            return product(inner, self.down_proj)
+                inner = swiglu(torch.cat([project(rows, "gate_proj"), project(rows, "up_proj")], dim=-1))
+            return project(inner, "down_proj")
 
     return Experts()
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import experts, hf_modules, kernels, prefix_tree
+from . import adapters, experts, hf_modules, kernels, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
@@ -70,16 +70,15 @@ class FsdpEngine:
         self.kernels = kernels.load(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
         install(module, self.kernels)
-        trained = {tensor.name for tensor in model.trained} if optimizer is not None else set()
-        _mark_trained(module, trained)
         prefix_tree.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
             # A fused sum uses the links within one host.
-            summed = self.kernels.summed if devices.on_one_host("tp") else None
+            summed = self.kernels.summed if devices.on_one_host("tp") and not model.lora else None
             _divide_tensors(module, devices.axis("tp"), model.scores, summed)
             self._tie(module)
-            _mark_trained(module, trained)  # DTensor's parameters are new ones
+        adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
+        _mark_trained(module, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = lambda *args: _outputs(module, *args)
         self._fsdp_modules = []
         if self.divided:

@@ -14,6 +14,7 @@ from ..model.architecture import HEAD, Model
 from ..model.models import read_engine_fields
 from ..sharding.layout import elements, full_box, slices
 from ..sharding.tensors import Tensor
+from . import adapters
 from .engine_protocols import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -82,9 +83,15 @@ def named_weights(module: Any) -> dict[str, Any]:
     The keys are the names that msrl_graph uses for weights. A tied parameter is returned once.
     """
     parameters = dict(module.named_parameters(remove_duplicate=True))
-    return {
-        re.sub(r"\.experts\.(\w+)$", r".experts.*.\1.weight", name): parameter for name, parameter in parameters.items()
-    }
+    return {_weight_name(name): parameter for name, parameter in parameters.items()}
+
+
+def _weight_name(path: str) -> str:
+    """Return the name of a weight, from the path of its parameter."""
+    if match := re.fullmatch(r"(.+\.experts\.)(\w+?)(?:_(lora_[AB]))?", path):
+        layer, projection, matrix = match.groups()
+        return f"{layer}*.{projection}{f'.{matrix}' if matrix else ''}.weight"
+    return path
 
 
 def parameter_path(name: str) -> str:
@@ -93,7 +100,8 @@ def parameter_path(name: str) -> str:
     `name` is the weight's name in msrl_graph. A layer with experts has one parameter per projection, which holds the
     projection's weights of all experts (experts.py). So all experts' weights of a projection have the same path.
     """
-    return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
+    layer, experts, projection = name.partition(".experts.*.")
+    return f"{layer}.experts.{projection.removesuffix('.weight').replace('.', '_')}" if experts else name
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> None:
@@ -101,15 +109,16 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
 
     The folder contains safetensors files. Only the bytes of the shards' boxes (index ranges) are read. If the folder
     contains no score head, the shard of the score head is set to zero: a critic that starts from the weights of a
-    policy has no score head yet.
+    policy has no score head yet. An adapter gets its first values.
     """
     import torch
     from safetensors import safe_open
 
     by_name = {model_tensor.name: model_tensor for model_tensor in model.tensors}
+    read = adapters.fill(model, shards)
     parts = (
         (name, shard.tensor[index] if index else shard.tensor, box)
-        for shard in shards
+        for shard in read
         for name, index, box in by_name.get(shard.name, Tensor(shard.name, ())).in_files(shard.box)
     )
     missing = {name: (tensor, box) for name, tensor, box in parts}

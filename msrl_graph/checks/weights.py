@@ -118,7 +118,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
 def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> list[Diagnostic]:
     wanted = [
         (name, [stop for _, stop in box])
-        for tensor in model.tensors
+        for tensor in (model.base or model).tensors
         for name, _, box in tensor.in_files(full_box(tensor.shape))
     ]
     missing = [name for name, _ in wanted if name not in stored and not (name == HEAD and updated)]

@@ -21,6 +21,7 @@ from ..ir.kinds import (
     FlagKind,
     NameKind,
     QuantityKind,
+    SettingsKind,
     StringKind,
     TrackersKind,
     ValueKind,
@@ -28,6 +29,7 @@ from ..ir.kinds import (
 )
 from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
 from ..ir.plan import Deployment, EngineChoice, Plan
+from ..ir.worker_attributes import WorkerAttributes
 from ..sharding.layout import Layout
 from ..trackers import is_file
 
@@ -74,6 +76,8 @@ def _algorithm(graph: Graph) -> ast.AlgorithmDecl:
             stated["decay"] = Expr("number", worker.decay)
         if worker.freeze:
             stated["freeze"] = Expr("list", args=tuple(Expr("string", word) for word in worker.freeze))
+        if worker.adapter:
+            stated["adapter"] = _value(WorkerAttributes.kinds()["adapter"], worker.adapter)
         attrs = _attrs(stated)
         body.append(ast.WorkerDecl(_name(worker.name), _name(worker.kind), worker.frozen, attrs, NOWHERE))
     body += [_source(node) if node.verb == "source" else _node(node) for node in graph.nodes]
@@ -160,6 +164,9 @@ def _list_stated(declared: type[DeclaredAttributes], values: Any) -> Iterator[tu
 def _value(kind: ValueKind, value: Any) -> Expr:
     if isinstance(kind, DrawsKind):
         return kind.expr(value)
+    if isinstance(kind, SettingsKind):
+        stated = dict(_list_stated(kind.declared, kind.settings(value)))
+        return Expr("call", kind.name, tuple(stated.values()), tuple(stated))
     if isinstance(value, tuple):
         if isinstance(kind, TrackersKind):
             return Expr("list", args=tuple(Expr("string" if is_file(part) else "word", part) for part in value))

@@ -107,11 +107,13 @@ class _Algorithm(Declarations):
             if kind == "function":
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
                 named = {"frozen": worker.frozen, **vars(stated)}
-                if attribute := next((name for name in ("frozen", "model", "follows", "freeze") if named[name]), ""):
+                if attribute := next(
+                    (name for name in ("frozen", "model", "follows", "freeze", "adapter") if named[name]), ""
+                ):
                     message = f"a function has no weights, so `{attribute}` has no effect"
                     raise mistake("bad-value", message, worker.span)
                 return
-            more = (stated.follows, stated.every, stated.decay, stated.freeze)
+            more = (stated.follows, stated.every, stated.decay, stated.freeze, stated.adapter)
             self.workers[worker.name.text] = Worker(
                 worker.name.text, kind, worker.frozen, stated.model or kind, worker.span, *more
             )

@@ -26,6 +26,7 @@ from ..ir.kinds import (
     NameKind,
     NumericKind,
     QuantityKind,
+    SettingsKind,
     StringKind,
     TrackersKind,
     ValueKind,
@@ -69,6 +70,8 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             return Expr("list", args=tuple(read_as(COUNT, key, item, names) for item in expr.items), span=expr.span)
         case DrawsKind():
             return _read_draws(kind, key, expr, names)
+        case SettingsKind():
+            return _read_settings(kind, key, expr, names)
         case NameKind():
             return _read_name(kind, key, expr)
         case TrackersKind():
@@ -179,18 +182,38 @@ def _read_draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             "bad-value", "the first argument of `draw` is a generation", span, "as in `draw(actor.generate, …)`"
         )
     known: dict[str, ValueKind] = {"samples": COUNT, "temperature": NumericKind(0)}
-    values = {"": Expr("word", first.value.text, span=first.value.span)}
-    for argument in rest:
-        name = argument.key.text if argument.key else ""
-        if name not in known:
-            message = f"`draw` has no argument `{name}`" if name else "`draw` takes its settings as keyword arguments"
-            raise mistake("bad-value", message, argument.span, nearest(name, known))
-        if name in values:
-            raise mistake("duplicate-name", f"`{name}` is given twice", argument.span)
-        values[name] = read_as(known[name], name, argument.value, names)
+    values = {"": Expr("word", first.value.text, span=first.value.span), **_read_keywords("draw", rest, known, names)}
     if len(values) == 1:
         raise mistake("bad-value", "this `draw` has no settings", expr.span, "add `samples = 1` or `temperature = 0`")
     return Expr("call", "draw", tuple(values.values()), tuple(values), span=expr.span)
+
+
+def _read_settings(kind: SettingsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+    """Read a call with settings: `lora(rank = 16)`; the name alone stands for the defaults."""
+    bare = isinstance(expr, ast.NameExpr) and expr.text == kind.name
+    if not bare and (not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != kind.name):
+        raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
+    arguments = expr.args if isinstance(expr, ast.Call) else ()
+    values = _read_keywords(kind.name, arguments, kind.declared.kinds(), names)
+    return Expr("call", kind.name, tuple(values.values()), tuple(values), span=expr.span)
+
+
+def _read_keywords(
+    call: str, arguments: tuple[ast.Arg, ...], kinds: Mapping[str, ValueKind], names: Names
+) -> dict[str, Expr]:
+    """Read the keyword arguments of a call."""
+    values: dict[str, Expr] = {}
+    for argument in arguments:
+        name = argument.key.text if argument.key else ""
+        if name not in kinds:
+            message = (
+                f"`{call}` has no argument `{name}`" if name else f"`{call}` takes its settings as keyword arguments"
+            )
+            raise mistake("bad-value", message, argument.span, nearest(name, kinds))
+        if name in values:
+            raise mistake("duplicate-name", f"`{name}` is given twice", argument.span)
+        values[name] = read_as(kinds[name], name, argument.value, names)
+    return values
 
 
 def read_attributes(

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..diagnostics import NOWHERE, Span
+from ..model.architecture import Lora
 from .expr import Expr as Expr
 from .expr import Value as Value
 from .flow import Flow
@@ -83,6 +84,7 @@ class Worker:
     every: int = 1
     decay: float = 0.0
     freeze: tuple[str, ...] = ()  # parts and patterns of weights that an update does not change (model/freezing.py)
+    adapter: Lora | None = None
 
     def due(self, number: int) -> bool:
         """Return whether a follower's weights change after iteration `number`."""

@@ -181,6 +181,29 @@ class DrawsKind:
         return "a list of `draw(GENERATION, samples = …, temperature = …)`"
 
 
+@dataclass(frozen=True)
+class SettingsKind:
+    """A call with settings, all as keyword arguments.
+
+    `declared` is a subclass of `DeclaredAttributes`, whose attributes are the arguments. A subclass says which Python
+    value the call stands for.
+    """
+
+    name: str
+    declared: Any
+
+    def value(self, expr: Expr) -> Any:
+        raise NotImplementedError
+
+    def settings(self, value: Any) -> Any:
+        """Return the object of the class `declared` that has the settings of a value."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        first = next(iter(self.declared.kinds()))
+        return f"`{self.name}({first} = …)`"
+
+
 @dataclass(frozen=True, eq=False)
 class FormKind:
     """An expression whose meaning depends on its node (dsl/node_calls.py reads it).

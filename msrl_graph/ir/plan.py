@@ -18,6 +18,7 @@ from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
 from ..model.freezing import freeze
+from ..model.lora import adapt
 from ..sharding.device_range import DeviceRange, iterate_runs
 from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes
@@ -354,7 +355,9 @@ class Plan(PlanViews):
         """Return the model of a node's worker."""
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
-        return freeze(model.scoring if worker.kind in ("value", "reward_model") else model, worker.freeze)
+        model = model.scoring if worker.kind in ("value", "reward_model") else model
+        adapter = replace(worker.adapter, seed=self.deploy.run.seed) if worker.adapter else None
+        return adapt(freeze(model, worker.freeze), adapter)
 
 
 def from_json(text: str | bytes) -> Plan:

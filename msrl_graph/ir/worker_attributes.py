@@ -4,9 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..model.architecture import Lora
 from ..model.freezing import PARTS
+from ..model.lora import ALL_LINEAR
 from .attribute_schema import DeclaredAttributes, attr
-from .kinds import COUNT, NameKind, NumericKind, StringKind
+from .graph import Expr
+from .kinds import COUNT, NameKind, NumericKind, SettingsKind, StringKind
+
+
+@dataclass(frozen=True)
+class LoraSettings(DeclaredAttributes):
+    """The arguments of `lora(…)`."""
+
+    rank: int = attr(COUNT, 16, "The number of rows of A and of columns of B.")
+    alpha: float = attr(
+        NumericKind(0, above=True), 0.0, "The product B A is multiplied by alpha / rank.", "twice the rank"
+    )
+    targets: tuple[str, ...] = attr(
+        NameKind(several=True),
+        (ALL_LINEAR,),
+        "The projections with an adapter, by the last word of their names in the model's files, such as `q_proj`. "
+        "`all_linear` is all of them: those of attention, MLPs and experts.",
+        ALL_LINEAR,
+    )
+    dropout: float = attr(NumericKind(0, 1), 0.0, "The share of the inputs of A that an update sets to 0, at random.")
+
+
+class LoraKind(SettingsKind):
+    """A call `lora(…)`."""
+
+    def value(self, expr: Expr) -> Lora:
+        said = LoraSettings.of_stated(dict(zip(expr.keys, expr.args, strict=True)))
+        return Lora(said.rank, said.alpha or 2.0 * said.rank, said.targets, said.dropout)
+
+    def settings(self, value: Lora) -> LoraSettings:
+        return LoraSettings(value.rank, value.alpha, value.targets, value.dropout)
 
 
 @dataclass(frozen=True)
@@ -41,5 +73,11 @@ class WorkerAttributes(DeclaredAttributes):
         "Weights that the updates of this worker do not change: `embeddings`, `attention`, `mlp`, `experts`, `router`, "
         "`norms` or `head`, or patterns of their names, such as `model.layers.[0-3].*`. See "
         "[Frozen weights](workers.md#frozen-weights).",
+        "none",
+    )
+    adapter: Lora | None = attr(
+        LoraKind("lora", LoraSettings),
+        None,
+        "An adapter, which the updates train instead of the model's own weights. See [Adapters](workers.md#adapters).",
         "none",
     )

@@ -31,6 +31,26 @@ def is_copied(tensor: Tensor) -> bool:
     return tensor.tp_dim < 0 and tensor.name != HEAD
 
 
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA adapter (lora.py).
+
+    - `targets`: the names of the projections that have an adapter, or `all_linear`.
+    - `seed`: the seed of the first values.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        """The number by which the product of the two matrices is multiplied."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model's architecture.
@@ -43,6 +63,7 @@ class Model:
     - `tensors`: all tensors, in order. Most code uses one of the views: `weights`, `trained`, `moved`, `saved`,
       `buffers`.
     - `scores`: whether the head returns one number per token instead of logits.
+    - `lora`, `base`: the adapter, and the same model without it; None if there is no adapter.
     """
 
     name: str
@@ -56,6 +77,8 @@ class Model:
     features: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     scores: bool = False
+    lora: Lora | None = None
+    base: Model | None = None
     span: Span = NOWHERE
 
     @property
@@ -204,11 +227,10 @@ class Model:
     def saved(self) -> tuple[Tensor, ...]:
         """The tensors in a checkpoint and in an exported folder.
 
-        These are the adapters, or all weights if there are no adapters. So frozen weights are saved with the trained
-        ones, and a run can resume with other frozen weights.
+        These are the trained weights of a model with an adapter, or else all weights. So weights that `freeze` names
+        are saved with the trained ones, and a run can resume with other frozen weights.
         """
-        adapters = tuple(tensor for tensor in self.tensors if tensor.role == "adapter")
-        return adapters or self.weights
+        return self.trained if self.lora else self.weights
 
     @cached_property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -235,6 +257,11 @@ class Model:
     @cached_property
     def with_frozen(self) -> dict[tuple[str, ...], Model]:
         """This model with frozen weights, by what `freeze` states (freezing.py); a cache."""
+        return {}
+
+    @cached_property
+    def with_adapter(self) -> dict[Lora, Model]:
+        """This model with an adapter (lora.py); a cache."""
         return {}
 
     @cached_property

@@ -25,6 +25,7 @@ FEATURES = {
     "embedding_scale": "an embedding whose rows are scaled",
     "offset_norms": "norms whose weights are offsets from 1",
     "tied_head": "a head that shares the embedding's weights",
+    "lora": "LoRA adapters",
     "rope_linear": "rotary positions of the type `linear`",
     "rope_dynamic": "rotary positions of the type `dynamic`",
     "rope_yarn": "rotary positions of the type `yarn`",

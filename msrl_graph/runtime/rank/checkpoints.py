@@ -67,6 +67,10 @@ class RankCheckpoints:
                     failed = str(error)  # not raised: the other ranks already wait in the next collective
         return files, engines.steps, failed
 
+    def _node(self, worker: str) -> str:
+        """Return the first node of a worker."""
+        return self.context.plan.graph.sharing(worker)[0].name
+
     def _trainers(self) -> list[tuple[str, Trainer]]:
         """Return this rank's trainers whose weights change, with their workers."""
         trainers = self.engines.trainers
@@ -93,11 +97,13 @@ class RankCheckpoints:
             if name in self.engines.followers:
                 self._resume_follower(source, name)
                 continue
+            saved = {tensor.name for tensor in self.context.plan.model(self._node(name)).saved}
             if name in self.engines.swaps:
                 self.engines.swaps[name].offload.forget_constant()
             with torch.no_grad():
                 for shard in trainer.shards():
-                    shard.tensor.copy_(source.read(f"{name}/weights/{shard.name}", shard.box, shard.tensor.dtype))
+                    if shard.name in saved:
+                        shard.tensor.copy_(source.read(f"{name}/weights/{shard.name}", shard.box, shard.tensor.dtype))
                 moments = {
                     kind: {
                         shard.name: source.read(f"{name}/{kind}/{shard.name}", shard.box, torch.float32)
@@ -144,9 +150,10 @@ class RankCheckpoints:
         gathered = object_collectives.gather(own_pieces)
         if gathered is None:
             return
-        model = self.context.plan.model(self.context.plan.graph.sharing(worker)[0].name)
+        model = self.context.plan.model(self._node(worker))
         pieces = [piece for shards in gathered for piece in shards]
         weights = {tensor.name: torch.empty(tensor.shape, dtype=pieces[0][2].dtype) for tensor in model.saved}
         for name, box, values in pieces:
-            weights[name][slices(box)] = values
+            if name in weights:  # frozen weights of a model with an adapter are not saved
+                weights[name][slices(box)] = values
         hf_export.write_folder(model, weights, Path(folder))

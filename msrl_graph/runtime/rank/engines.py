@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from ... import algorithms
 from ...analysis.async_schedule import fetched_edges, skipping_edges
 from ...backends import ENGINES, hf_modules
@@ -21,6 +23,7 @@ from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.resharding_plan import Reshard
 from ...sharding.layout import Side
+from ..weights.adapter_merge import AdapterMerge
 from ..weights.frozen_copies import FrozenCopies
 from ..weights.reshard import HostSwap, Resharder
 from ..weights.transfer_routes import make_blocks
@@ -43,6 +46,7 @@ class Engines:
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.proofs: dict[tuple[str, str], WeightProof] = {}  # of the same edges
         self.frozen_copies: dict[tuple[str, str], FrozenCopies] = {}  # of the same edges
+        self.merges: dict[str, AdapterMerge] = {}  # by generation with an adapter
         self.sparse = skipping_edges(context.plan)
         self.offloads: dict[str, HostOffload] = {}  # by worker: its weights are in host memory unless it computes
         self.followers: dict[str, Follower] = {}  # by worker
@@ -104,11 +108,19 @@ class Engines:
         devices = Devices(context.device, context.local, context.mesh(placement), context.per_host)
         weights = Weights(model, node, work=holdings.work(plan, ENGINES, node.name))
         if node.verb == "generate":
+            weights = replace(weights, model=replace(model.base or model, dtype=model.dtype))
             generator = self.generators[node.name] = spec.build_engine(weights, placement, devices)
+            if model.lora:
+                dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
+                arguments = self.side(node.name), context.local, dtype, context.device.place
+                self.merges[node.name] = AdapterMerge(model, *arguments)
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # No edge reshards into this node: a frozen worker generates with the weights of its model folder.
-                hf_modules.fill(model, shards := generator.allocate())
+                merge = self.merges.get(node.name)
+                hf_modules.fill(model, shards := [*generator.allocate(), *(merge.shards if merge else ())])
                 check_complete(context, node, shards)
+                if merge:
+                    merge.merge(shards)
                 generator.filled()
         elif node.worker not in self.trainers:
             optimizer = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None

@@ -105,10 +105,11 @@ class InstructionRunner(Walker):
         generator = engines.generators.get(dst)  # None on a rank of the sending pool, which fills no generator
         if isinstance(edge, WeightPublication) and not self._due(edge, generator is not None):
             return
+        merge = engines.merges.get(dst)
         shards: list[Shard] = []
 
         def allocate() -> list[Shard]:
-            shards[:] = generator.allocate() if generator else []
+            shards[:] = [*generator.allocate(), *(merge.shards if merge else ())] if generator else []
             proof.check_bound(shards)
             frozen.fetch()
             return shards
@@ -136,7 +137,12 @@ class InstructionRunner(Walker):
                 with self.report.phase("reshard"):
                     frozen.store(shards)
                 with self.report.phase("proof"):
-                    proof.digest_experts(shards)
+                    proof.digest_changing(shards, merge.adapted if merge else ())
+                if merge:
+                    with self.report.phase("reshard"):
+                        merge.merge(shards)
+                    with self.report.phase("proof"):
+                        proof.check_merged(number, shards, merge.adapted)
                 with self.report.phase("reshard"):
                     generator.filled()
                 with self.report.phase("proof"):

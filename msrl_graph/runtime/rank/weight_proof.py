@@ -17,7 +17,7 @@ rank of the update decides for all ranks whether the next delivery has a probe.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
 from ...ir.resharding_plan import Reshard
 from ...ir.workload import micro_batches
+from ...model.lora import is_adapter
 from ...sharding.layout import Side
 from ..data.columns import ragged
 from ..data.numerics import TOLERANCE
@@ -97,6 +98,8 @@ class WeightProof:
         self.due = True  # whether the word is to have a probe
         self.before: tuple[int, torch.Tensor] | None = None  # the last version that this rank held, and its digests
         self.digests: dict[str, int] = {}
+        # The last version of an adapter, its digests, and those of the weights that it was merged into.
+        self.merged: tuple[int, dict[str, int], dict[str, int]] | None = None
         self.unprobed = False  # whether the word has a probe that the generator has not answered
         self.settled = True  # whether the word has the reports of all ranks
         self.summed: dist.Work | None = None  # the all-reduce of the ranks' reports
@@ -192,15 +195,33 @@ class WeightProof:
         if wrong := describe_mismatch(declared, shards):
             raise WeightsNotDelivered(f"{self._describe_place()}: its engine has {wrong}")
 
-    def digest_experts(self, shards: Sequence[Shard]) -> None:
-        """Compute digests of the expert tensors before the engine converts the tensors.
+    def digest_changing(self, shards: Sequence[Shard], adapted: Container[str]) -> None:
+        """Compute digests of the tensors that will change in place, now that all weights have arrived.
 
-        Only an engine that packs experts converts these tensors, in place, once all weights have arrived.
+        An adapter is merged into the weights `adapted`. An engine that packs experts converts them.
         """
-        if self._spec().sharding.packs_experts:
-            experts = {tensor.name for tensor in self.model.weights if tensor.experts}
+        packs = self._spec().sharding.packs_experts
+        experts = {tensor.name for tensor in self.model.weights if packs and tensor.experts}
+        changing = {tensor.name for tensor in self.model.weights if tensor.name in experts or tensor.name in adapted}
+        if changing:
             with self._timed():
-                self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in experts])
+                self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in changing])
+
+    def check_merged(self, version: int, shards: Sequence[Shard], adapted: Container[str]) -> None:
+        """End the run if a new version of an adapter has changed none of the weights that it belongs to.
+
+        `adapted` are the names of these weights. The engine has not converted them yet.
+        """
+        with self._timed():
+            adapter = self.delivery.current_digests([shard for shard in shards if is_adapter(shard.name)])
+            merged = self.delivery.current_digests([shard for shard in shards if shard.name in adapted])
+        before = self.merged
+        self.merged = version, adapter, merged
+        if before is not None and adapter != before[1] and merged == before[2]:
+            raise WeightsNotDelivered(
+                f"{self._describe_place()}: it holds version {version} of the adapter, but the weights that it "
+                f"generates with are those of version {before[0]}: the adapter is not bound to the model"
+            )
 
     def check(self, version: int, shards: Sequence[Shard]) -> None:
         """End the run if this rank does not hold the weights that the update sent.

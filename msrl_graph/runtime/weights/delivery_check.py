@@ -126,6 +126,12 @@ class Delivery:
         self._frozen_held |= {name: number for name, number in digests.items() if name in self.frozen}
         return digests | {name: number for name, number in self._frozen_held.items() if name in names}
 
+    def current_digests(self, shards: Sequence[Shard]) -> dict[str, int]:
+        """Return the digests of these tensors as they are now, also those of frozen tensors."""
+        names = {shard.name for shard in shards}
+        parts = [part for part in self.own_parts if part.name in names]
+        return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
+
     def _digests(self, shards: Iterable[Shard], parts: Sequence[TensorSlice]) -> torch.Tensor:
         tensors = {shard.name: shard.tensor for shard in shards}
         digests = []

@@ -1,0 +1,96 @@
+"""LoRA adapters in the linear layers of a transformers model (model/lora.py).
+
+Invariant: an adapted layer adds the product of its adapter to its output, in its forward method. So hooks of tensor
+parallelism before and after the method apply to both. Under tensor parallelism, the matrices of an adapter are sharded
+as in the model's tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..model.lora import UP, list_adapted
+from ..noise import RandomStream
+from ..sharding.layout import slices
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..model.architecture import Model
+    from ..sharding.tensors import Tensor
+    from .engine_protocols import Shard
+
+
+def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
+    """Add the adapters of a model to its linear layers.
+
+    The module is on the meta device. `mesh` has the ranks of tensor parallelism over which the layers were sharded.
+    Adapters of experts are in the modules of experts (experts.py).
+    """
+    import torch
+
+    if model.lora is None:
+        return
+    tensors = {tensor.name: tensor for tensor in model.weights}
+    for weight, *names in list_adapted(model):
+        if weight.experts:
+            continue
+        linear = module.get_submodule(weight.name.removesuffix(".weight"))
+        for name in names:
+            matrix = torch.nn.Module()
+            matrix.weight = _make_parameter(tensors[name], linear.weight, mesh)
+            linear.add_module(name.split(".")[-2], matrix)
+        linear.forward = partial(_forward, linear, linear.forward, model.lora.scale)
+
+
+def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> torch.nn.Parameter:
+    """Make a matrix of an adapter without memory; it is a DTensor if the layer's weight is one."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    size = list(tensor.shape)
+    if mesh is None or not isinstance(weight, DTensor):
+        return torch.nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))
+    placement = Replicate() if tensor.tp_dim < 0 else Shard(tensor.tp_dim)
+    if tensor.tp_dim >= 0:
+        size[tensor.tp_dim] //= mesh.size()
+    local = torch.empty(size, dtype=weight.dtype, device=weight.device)
+    return torch.nn.Parameter(DTensor.from_local(local, mesh, [placement]))
+
+
+def _forward(linear: Any, forward: Any, scale: float, x: Any) -> Any:
+    from torch.nn.functional import linear as multiply
+
+    return forward(x) + multiply(multiply(x, linear.lora_A.weight), linear.lora_B.weight) * scale
+
+
+def fill(model: Model, shards: Sequence[Shard]) -> list[Shard]:
+    """Give the adapters among shards their first values; return the other shards.
+
+    B is 0, so the model computes what it computes without its adapter. The elements of A are drawn uniformly from
+    -1 / sqrt(in) to 1 / sqrt(in), as in PEFT. They depend on the seed and on the name of the matrix, not on the layout.
+    """
+    import torch
+
+    if model.lora is None:
+        return [*shards]
+    tensors = {tensor.name: tensor for tensor in model.tensors if tensor.role == "adapter"}
+    others = []
+    for shard in shards:
+        if (tensor := tensors.get(shard.name)) is None:
+            others.append(shard)
+            continue
+        with torch.no_grad():
+            if tensor.name.endswith(UP):
+                shard.tensor.zero_()
+                continue
+            for name, index, box in tensor.in_files(shard.box):
+                size = tensor.shape[-2:]
+                draws = RandomStream(model.lora.seed, "adapter", name).generator().uniform(-1, 1, size)
+                part = shard.tensor[index] if index else shard.tensor
+                part.copy_(torch.from_numpy(draws / math.sqrt(size[1]))[slices(box)])
+    return others

@@ -1,0 +1,100 @@
+"""LoRA adapters: trained products of two small matrices beside frozen projections (arXiv:2106.09685).
+
+A projection with the weight W [out, in] computes W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]. Only
+A and B are trained. In files, they are `lora_A.weight` and `lora_B.weight` behind the name of the projection, as in the
+library PEFT.
+
+Invariant: a model with an adapter has the same tensors as before, all frozen but a score head. The tensors of the
+adapter follow the weight that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..sharding.tensors import Tensor
+from .architecture import HEAD, Lora, Model
+
+ALL_LINEAR = "all_linear"
+PROJECTION = "_proj.weight"
+DOWN = ".lora_A.weight"
+UP = ".lora_B.weight"
+
+
+class AdaptedWeight(NamedTuple):
+    """The weight of a projection, and the names of the two tensors of its adapter."""
+
+    weight: Tensor
+    down: str
+    up: str
+
+
+def adapt(model: Model, lora: Lora | None) -> Model:
+    """Return the model with an adapter."""
+    if lora is None:
+        return model
+    if lora not in model.with_adapter:
+        tensors = (part for tensor in model.tensors for part in _iterate_adapted(tensor, lora))
+        features = (*model.features, "lora")
+        model.with_adapter[lora] = replace(model, tensors=tuple(tensors), lora=lora, base=model, features=features)
+    return model.with_adapter[lora]
+
+
+def list_adapted(model: Model) -> list[AdaptedWeight]:
+    """Return the weights of a model that have an adapter."""
+    names = {tensor.name for tensor in model.tensors if tensor.role == "adapter"}
+    pairs = (_name_pair(tensor) for tensor in model.weights if tensor.role == "base")
+    return [pair for pair in pairs if pair.down in names]
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a tensor of this name belongs to an adapter."""
+    return name.endswith((DOWN, UP))
+
+
+def list_projections(model: Model) -> list[str]:
+    """Return the names that `targets` can have, such as `q_proj`, in the order of a layer."""
+    return list(dict.fromkeys(_projection(tensor) for tensor in model.weights if _is_projection(tensor)))
+
+
+def _is_projection(tensor: Tensor) -> bool:
+    return tensor.role == "base" and tensor.name.endswith(PROJECTION)
+
+
+def _projection(tensor: Tensor) -> str:
+    return tensor.name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def _name_pair(tensor: Tensor) -> AdaptedWeight:
+    stem = tensor.name.removesuffix(".weight")
+    return AdaptedWeight(tensor, stem + DOWN, stem + UP)
+
+
+def _iterate_adapted(tensor: Tensor, lora: Lora) -> Iterator[Tensor]:
+    """Yield a tensor of the model, frozen, and the tensors of its adapter.
+
+    Tensor parallelism shards the tensors of the adapter like the weight: B if the weight's output is sharded, A if its
+    input is. Each rank has a copy of the other one.
+    """
+    if tensor.role == "buffer" or tensor.name == HEAD:
+        yield tensor
+        return
+    yield replace(tensor, frozen=True)
+    if not _is_projection(tensor) or not {ALL_LINEAR, _projection(tensor)} & {*lora.targets}:
+        return
+    *experts, rows, columns = tensor.shape
+    output = len(experts)
+    pair = _name_pair(tensor)
+    for name, shape, dim in ((pair.down, (lora.rank, columns), output + 1), (pair.up, (rows, lora.rank), output)):
+        sharded = tensor.tp_dim == dim
+        yield replace(
+            tensor,
+            name=name,
+            shape=(*experts, *shape),
+            tp_dim=dim if sharded else -1,
+            unit=tensor.unit if sharded else 1,
+            shared=tensor.shared and sharded,
+            role="adapter",
+        )
