@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .kernels import Kernels
 
 
+ALIGNED = 8  # grouped products need rows of a multiple of 16 bytes
+
+
 def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels: Kernels) -> None:
     """Replace the experts in a transformers model by modules with this rank's experts.
 
@@ -138,7 +141,10 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 output = multiply(inputs, getattr(self, name))
                 if (down := getattr(self, f"{name}_lora_A", None)) is None:
                     return output
-                return output + multiply(multiply(inputs, down), getattr(self, f"{name}_lora_B")) * self.scale
+                padding = -down.shape[1] % ALIGNED
+                down = torch.nn.functional.pad(down, (0, 0, 0, padding))
+                up = torch.nn.functional.pad(getattr(self, f"{name}_lora_B"), (0, padding))
+                return output + multiply(multiply(inputs, down), up) * self.scale
 
             if swiglu is None:
                 inner = activation(project(rows, "gate_proj")) * project(rows, "up_proj")

@@ -10,6 +10,7 @@
 """
 
 import gc
+import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import ranks
 import torch
 from torch import distributed as dist
+from torch.nn.utils import parametrize
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, hf_modules
@@ -32,9 +34,10 @@ from msrl_graph.backends.engine_protocols import (
 )
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
-from msrl_graph.model import freezing, models
+from msrl_graph.model import freezing, lora, models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
+from msrl_graph.runtime.weights.adapter_merge import AdapterMerge
 from msrl_graph.sharding.layout import Layout, slices
 
 # By family, a function that writes a small model with random weights. vLLM supports no narrower experts on a CPU.
@@ -94,19 +97,64 @@ def shares(responses):
     return torch.linspace(-1, 1, len(responses.values))
 
 
+def load(folder, frozen=(), adapter=None):
+    return lora.adapt(freezing.freeze(models.load(folder, Path("/"), None, NOWHERE), frozen), adapter)
+
+
+def adapter_values(tensor):
+    """Return values of an adapter's matrix: at random, since the first values of B are 0."""
+    draw = np.random.default_rng(zlib.crc32(tensor.name.encode()))
+    return torch.from_numpy(draw.normal(0, 0.2, tensor.shape).astype(np.float32))
+
+
+class AddProducts(torch.nn.Module):
+    """A parametrization: a weight of transformers plus the products of its adapters.
+
+    A weight of experts has the gate and the up projection one after the other.
+    """
+
+    def __init__(self, adapters, scale):
+        super().__init__()
+        self.adapters = adapters  # by part of the weight: A and B, or None
+        self.scale = scale
+
+    def forward(self, weight):
+        parts = weight.chunk(len(self.adapters), 1) if len(self.adapters) > 1 else [weight]
+        return torch.cat(
+            [
+                part if pair is None else part + self.scale * pair[1] @ pair[0]
+                for part, pair in zip(parts, self.adapters, strict=True)
+            ],
+            dim=-2,
+        )
+
+
 class Reference:
     """A model that transformers and torch compute."""
 
-    def __init__(self, folder, frozen=()):
+    def __init__(self, folder, frozen=(), adapter=None):
         from transformers import AutoModelForCausalLM
 
         self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.net.eval()
-        model = freezing.freeze(models.load(folder, Path("/"), None, NOWHERE), frozen)
+        model = load(folder, frozen, adapter)
         trained = {tensor.name for tensor in model.trained}
         for name, value in self.net.named_parameters():
             value.requires_grad_(our_names(name)[0] in trained)
+        self.adapters = {
+            tensor.name: adapter_values(tensor).requires_grad_() for tensor in model.trained if adapter is not None
+        }
+        self._add_adapters(model)
         self.prompts, self.responses = batch()
+
+    def _add_adapters(self, model):
+        pairs = {weight.name: (self.adapters[down], self.adapters[up]) for weight, down, up in lora.list_adapted(model)}
+        for path, _ in [*self.net.named_parameters()] if pairs else ():
+            own = [pairs.get(name) for name in our_names(path)]
+            if any(own):
+                owner, _, leaf = path.rpartition(".")
+                added = AddProducts(own, model.lora.scale)
+                parametrize.register_parametrization(self.net.get_submodule(owner), leaf, added)
 
     def logits(self, prompts, responses):
         """Return the logits from which each token of the responses is drawn."""
@@ -125,10 +173,11 @@ class Reference:
         logps = self.logits(self.prompts, self.responses).log_softmax(-1)
         tokens = torch.from_numpy(self.responses.values.astype(np.int64))
         (logps.gather(1, tokens[:, None])[:, 0] * shares(self.responses)).sum().backward()
-        trained = [value for value in self.net.parameters() if value.requires_grad]
+        trained = [*self.adapters.values()] or [value for value in self.net.parameters() if value.requires_grad]
         norm = torch.nn.utils.get_total_norm([value.grad for value in trained])
         torch.optim.AdamW(trained, RATE, eps=EPSILON, weight_decay=0.1).step()
-        return logps.detach(), float(norm), by_our_names(self.net)
+        own = {name: value.detach() for name, value in self.adapters.items()}
+        return logps.detach(), float(norm), own or by_our_names(self.net)
 
 
 def by_our_names(net):
@@ -156,12 +205,15 @@ def our_names(name):
     return [f"{owner}.experts.*.{leaf}.weight" for leaf in leaves] if experts else [name]
 
 
-def measure_trainer(rank, folder, name, layout, reference, breaks, frozen):
-    model = freezing.freeze(models.load(folder, Path("/"), None, NOWHERE), frozen)
+def measure_trainer(rank, folder, name, layout, reference, breaks, frozen, adapter):
+    model = load(folder, frozen, adapter)
     layout = settle_layout(name, model, layout)
     engine = engines.built(
         name, model, layout, rank, engines.mesh(layout), adamw(lr=0.0, eps=EPSILON, weight_decay=0.1)
     )
+    for shard, tensor in zip(engine.shards(), model.weights, strict=True):
+        if tensor.role == "adapter":
+            shard.tensor.copy_(adapter_values(tensor)[slices(shard.box)])
     breaks(engine)
     begun = {shard.name: shard.tensor.clone() for shard in engine.shards()}
     prompts, responses = batch()
@@ -180,21 +232,28 @@ def measure_trainer(rank, folder, name, layout, reference, breaks, frozen):
     steps = [
         (shard.tensor - weights[shard.name][slices(shard.box)]).abs().max() / RATE
         for shard in engine.shards()
-        if shard.tensor.numel()
+        if shard.tensor.numel() and shard.name in weights
     ]
     kept = {tensor.name for tensor in model.weights if tensor.frozen}
     assert all(torch.equal(shard.tensor, begun[shard.name]) for shard in engine.shards() if shard.name in kept)
     return found | {"step": max(steps)}
 
 
-def measure_generator(rank, folder, name, layout, reference, breaks, frozen):
-    model = models.load(folder, Path("/"), None, NOWHERE)
+def measure_generator(rank, folder, name, layout, reference, breaks, frozen, adapter):
+    model = load(folder)
     layout = settle_layout(name, model, layout)
     sizes = {"rows": ROWS, "prompts": ROWS, "prompt": 26, "response": 6, "samples": 2}
     work = Workload(model, layout, model.dtype, **sizes, on_host=True)
     engine = engines.built(name, model, layout, rank, engines.mesh(layout), work=work)
     breaks(engine)
-    hf_modules.fill(model, engine.allocate())
+    hf_modules.fill(model, shards := engine.allocate())
+    if adapter:
+        adapted = load(folder, adapter=adapter)
+        merge = AdapterMerge(adapted, ENGINES[name].side(layout), rank, torch.float32, "cpu")
+        tensors = {tensor.name: tensor for tensor in adapted.weights}
+        for shard in merge.shards:
+            shard.tensor.copy_(adapter_values(tensors[shard.name])[slices(shard.box)])
+        merge.merge(shards)
     engine.filled()
     prompts, _ = batch()
     own = np.arange(ROWS).reshape(layout.dp, -1)[layout.coordinates(rank).dp]
@@ -203,7 +262,7 @@ def measure_generator(rank, folder, name, layout, reference, breaks, frozen):
     drawn, logps = collect_responses(engine.generate(GenerateRequest([prompts[r] for r in own], rows, sampling)))
     engine.release()
     with torch.no_grad():
-        logits = Reference(folder).logits([prompts[r // 2] for r in rows], drawn)
+        logits = Reference(folder, (), adapter).logits([prompts[r // 2] for r in rows], drawn)
     tokens = torch.from_numpy(np.concatenate(drawn).astype(np.int64))
     wanted = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     return {"logp": (torch.from_numpy(np.concatenate(logps)) - wanted).abs().max()}
@@ -213,16 +272,16 @@ def change_nothing(engine):
     pass
 
 
-def measure_cells(rank, _, folder, out, cases, breaks, frozen):
+def measure_cells(rank, _, folder, out, cases, breaks, frozen, adapter):
     """Write the largest differences of all ranks to `out`, for each case.
 
     A case is an engine and the name of a layout.
     """
-    reference = Reference(folder, frozen).step()
+    reference = Reference(folder, frozen, adapter).step()
     found = {}
     for name, layout in cases:
         compute = measure_generator if "generate" in ENGINES[name].verbs else measure_trainer
-        own = compute(rank, folder, name, EVERY[layout], reference, breaks, frozen)
+        own = compute(rank, folder, name, EVERY[layout], reference, breaks, frozen, adapter)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {what: float(value) for what, value in own.items()})
         names = {what for some in everyone for what in some}
@@ -232,18 +291,19 @@ def measure_cells(rank, _, folder, out, cases, breaks, frozen):
     gc.collect()  # engines are in reference cycles, and a later test of these ranks measures memory
 
 
-def measure(family, names, folder, breaks=change_nothing, frozen=(), layouts=LAYOUTS):
+def measure(family, names, folder, breaks=change_nothing, frozen=(), layouts=LAYOUTS, adapter=None):
     """Return the largest differences of a family's cells, by engine and layout.
 
-    `breaks` changes an engine before it computes. `frozen` are parts of the model that are not trained.
+    `breaks` changes an engine before it computes. `frozen` are parts of the model that are not trained. `adapter` is
+    trained instead of the model.
     """
     weights = WRITTEN[family](folder / family)
-    model = models.load(weights, Path("/"), None, NOWHERE)
+    model = load(weights)
     cases = [(name, layout) for name in names for layout, at in layouts.items() if supports(name, model, at)]
     found = {}
     for world in (1, 2):
         some = [(name, layout) for name, layout in cases if layouts[layout].devices == world]
-        ranks.run(world, measure_cells, weights, str(folder / "found"), some, breaks, frozen)
+        ranks.run(world, measure_cells, weights, str(folder / "found"), some, breaks, frozen, adapter)
         found |= torch.load(folder / "found")
     return found
 

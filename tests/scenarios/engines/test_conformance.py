@@ -3,6 +3,7 @@
 import conformance
 import pytest
 
+from msrl_graph.model.architecture import Lora
 from msrl_graph.model.families import FAMILIES
 
 LIGHT = ("fsdp", "hf")
@@ -56,5 +57,16 @@ FROZEN = [
 @pytest.mark.parametrize(("family", "frozen"), FROZEN)
 def test_frozen_weights_are_not_trained_and_the_others_are_as_by_transformers(family, frozen, tmp_path):
     found = conformance.measure(family, ["fsdp"], tmp_path, frozen=frozen, layouts=conformance.DIVIDED)
+    assert {"one rank", "tp 2", "dp 2", "zero 2", "zero 3"} <= {layout for _, layout in found}
+    conformance.assert_close(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama with biases", "qwen3", "gemma", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("targets", [("all_linear",), ("o_proj", "up_proj")])
+def test_an_adapter_is_computed_and_trained_as_its_product_added_to_the_weights(family, targets, tmp_path):
+    found = conformance.measure(
+        family, LIGHT, tmp_path, layouts=conformance.DIVIDED, adapter=Lora(rank=3, alpha=6, targets=targets)
+    )
     assert {"one rank", "tp 2", "dp 2", "zero 2", "zero 3"} <= {layout for _, layout in found}
     conformance.assert_close(found)
