@@ -20,6 +20,7 @@ from ..dsl.dropped import Dropped, add_drop_notes
 from ..ir.graph import Graph
 from ..ir.plan import Plan
 from . import (
+    adapters,
     columns,
     datafiles,
     edges,
@@ -59,6 +60,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         Check(edges.frozen_update, When.ALWAYS),
         Check(followers.check_followers),
         Check(frozen_weights.check_workers),
+        Check(adapters.check_workers),
         Check(edges.bad_reshard),
         Check(edges.no_reshard),
         Check(scope.term_column),
@@ -101,6 +103,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
     "files": (
         Check(features.check),
         Check(frozen_weights.check_models),
+        Check(adapters.check_models),
         Check(tokenizers.check),
         Check(folders.check),
         Check(datafiles.check),

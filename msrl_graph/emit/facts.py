@@ -61,6 +61,7 @@ def _declaration_facts(graph: Graph) -> Section:
             "every": Fact(worker.every if worker.every != 1 else None),
             "decay": Fact(worker.decay or None),
             "freeze": Fact(", ".join(worker.freeze) or None),
+            "adapter": Fact(str(worker.adapter) if worker.adapter else None),
         }
     for state in graph.states:
         section[f"state {state.name}"] = {

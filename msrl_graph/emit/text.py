@@ -169,7 +169,7 @@ def _write_head(page: Sheet, plan: Plan) -> None:
     for plug_in in plan.plugins:
         page.line(f"plug-in {plug_in.name}: {plug_in.package} {plug_in.version}")
     for worker in graph.workers:
-        if worker.freeze:
+        if worker.freeze or worker.adapter:
             page.line(describe_frozen(worker, plan.model(graph.sharing(worker.name)[0].name)))
     for name, data in plan.deploy.data.items():
         page.line(f"data {name}: {data.path}")
@@ -238,4 +238,5 @@ def describe_frozen(worker: Worker, model: Model) -> str:
     """Return a text about how much of a worker's model is trained."""
     trained, every = (sum(tensor.elements for tensor in tensors) for tensors in (model.trained, model.weights))
     counts = f"{format_parameters(trained)} of {format_parameters(every)} parameters are trained"
-    return f"worker {worker.name}: {counts}, frozen: {', '.join(worker.freeze)}"
+    how = str(worker.adapter) if worker.adapter else f"frozen: {', '.join(worker.freeze)}"
+    return f"worker {worker.name}: {counts}, {how}"

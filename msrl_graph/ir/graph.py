@@ -237,6 +237,10 @@ class Graph(GraphViews):
     def worker(self, name: str) -> Worker:
         return self._index[2][name]
 
+    def adapter(self, worker: Worker) -> Lora | None:
+        """Return the adapter of a worker, or of the worker that it follows; None if there is none."""
+        return worker.adapter or (self.worker(worker.follows).adapter if worker.follows else None)
+
     def writer(self, column: str) -> Node:
         """Return the node that writes a column."""
         return self._index[3][column]

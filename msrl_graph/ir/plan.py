@@ -356,8 +356,9 @@ class Plan(PlanViews):
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
         model = model.scoring if worker.kind in ("value", "reward_model") else model
-        adapter = replace(worker.adapter, seed=self.deploy.run.seed) if worker.adapter else None
-        return adapt(freeze(model, worker.freeze), adapter)
+        if (lora := self.graph.adapter(worker)) is None:
+            return freeze(model, worker.freeze)
+        return adapt(model, replace(lora, seed=self.deploy.run.seed), self.graph.node(node).verb == "generate")
 
 
 def from_json(text: str | bytes) -> Plan:

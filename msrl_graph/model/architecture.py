@@ -45,6 +45,10 @@ class Lora:
     dropout: float = 0.0
     seed: int = 0
 
+    def __str__(self) -> str:
+        targets = ", ".join(self.targets)
+        return f"lora of rank {self.rank}, alpha {self.alpha:g}, for {targets}"
+
     @property
     def scale(self) -> float:
         """The number by which the product of the two matrices is multiplied."""
@@ -260,8 +264,8 @@ class Model:
         return {}
 
     @cached_property
-    def with_adapter(self) -> dict[Lora, Model]:
-        """This model with an adapter (lora.py); a cache."""
+    def with_adapter(self) -> dict[tuple[Lora, bool], Model]:
+        """This model with an adapter, by the arguments of `adapt` (lora.py); a cache."""
         return {}
 
     @cached_property

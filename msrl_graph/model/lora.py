@@ -31,15 +31,19 @@ class AdaptedWeight(NamedTuple):
     up: str
 
 
-def adapt(model: Model, lora: Lora | None) -> Model:
-    """Return the model with an adapter."""
+def adapt(model: Model, lora: Lora | None, merged: bool = False) -> Model:
+    """Return the model with an adapter.
+
+    If the adapter is `merged` into the weights before an engine computes with them, the engine needs no feature for it.
+    """
     if lora is None:
         return model
-    if lora not in model.with_adapter:
-        tensors = (part for tensor in model.tensors for part in _iterate_adapted(tensor, lora))
-        features = (*model.features, "lora")
-        model.with_adapter[lora] = replace(model, tensors=tuple(tensors), lora=lora, base=model, features=features)
-    return model.with_adapter[lora]
+    if (lora, merged) not in model.with_adapter:
+        tensors = tuple(part for tensor in model.tensors for part in _iterate_adapted(tensor, lora))
+        features = model.features if merged else (*model.features, "lora")
+        adapted = replace(model, tensors=tensors, lora=lora, base=model, features=features)
+        model.with_adapter[lora, merged] = adapted
+    return model.with_adapter[lora, merged]
 
 
 def list_adapted(model: Model) -> list[AdaptedWeight]:
