@@ -142,14 +142,20 @@ def run(plan: Plan, arguments: RunArguments) -> Outcome:
 
 @public
 def export(
-    checkpoint: Path | str, to: Path | str | None = None, *, worker: str | None = None, plan: Plan | None = None
+    checkpoint: Path | str,
+    to: Path | str | None = None,
+    *,
+    worker: str | None = None,
+    plan: Plan | None = None,
+    merged: bool = False,
 ) -> dict[str, Path]:
     """Export a checkpoint as Hugging Face folders; return the folders by worker.
 
     `checkpoint` is the folder or URL of a checkpoint, or of a run. For a run, its newest checkpoint is exported. The
     weights of each worker are written to `to/WORKER`. With `worker`, only the weights of this worker are written, to
     `to` itself. The default of `to` is `exported/` in the run's folder. `plan` describes the models; the default is the
-    plan in the run's folder. The function starts no process.
+    plan in the run's folder. An adapter is written alone, as the library PEFT does; with `merged`, its model's weights
+    are written with the adapter merged into them. The function starts no process.
 
     Raises Fault if the checkpoint is damaged or belongs to another model, or if a folder to write is not empty.
     """
@@ -163,7 +169,7 @@ def export(
         _check_folder("to", to)
         if plan is not None and not isinstance(plan, Plan):
             _refuse(f"`plan` is a plan, not {kind_of(plan)}", "make one: export(checkpoint, plan=compile(program))")
-        exported = written(str(checkpoint), plan, worker or "", str(to or ""))
+        exported = written(str(checkpoint), plan, worker or "", str(to or ""), merged)
     except Fault as fault:
         fault.text = "\n".join(render_all(None, fault.diagnostics))
         raise

@@ -8,7 +8,7 @@ as in the model's tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,3 +94,20 @@ def fill(model: Model, shards: Sequence[Shard]) -> list[Shard]:
                 part = shard.tensor[index] if index else shard.tensor
                 part.copy_(torch.from_numpy(draws / math.sqrt(size[1]))[slices(box)])
     return others
+
+
+def merge_adapter(model: Model, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add the products of a model's adapter to its weights, in place.
+
+    `tensors` has weights and the matrices of the adapter, by name: whole tensors or a rank's shards of them. Weights
+    that are not in `tensors`, or are empty, are left out. A product is computed and added in float32: in bfloat16,
+    small changes would be lost twice.
+    """
+    import torch
+
+    assert model.lora is not None
+    with torch.no_grad():
+        for weight, down, up in list_adapted(model):
+            if (target := tensors.get(weight.name)) is not None and target.numel():
+                product = tensors[up].float() @ tensors[down].float()
+                target.copy_(target.float() + model.lora.scale * product)

@@ -140,7 +140,7 @@ def _export(program: _Program, options: ExportOptions) -> int:
         from ..runtime.driver.export import export
     except ModuleNotFoundError as error:
         return _report_missing_package(error)
-    exported = export(str(options.export), plan, options.worker or "", str(options.to or ""))
+    exported = export(str(options.export), plan, options.worker or "", str(options.to or ""), options.merged)
     print_diagnostics(exported.warnings, program.source, program.flags)
     for name, folder in exported.folders.items():
         print(make_printable(f"{name}: {folder}"))

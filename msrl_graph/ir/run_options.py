@@ -187,3 +187,4 @@ class ExportOptions(DeclaredOptions):
         "DIR",
     )
     worker: str | None = option(None, "the worker whose weights {export} writes (default: all)", "NAME")
+    merged: bool = option(False, "with {export}: write the weights with their adapter merged, not the adapter alone")

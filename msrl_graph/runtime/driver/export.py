@@ -34,13 +34,16 @@ class ExportedWeights:
     warnings: tuple[Diagnostic, ...] = ()
 
 
-def export(target: str, program: Plan | None = None, worker: str = "", to: str = "") -> ExportedWeights:
+def export(
+    target: str, program: Plan | None = None, worker: str = "", to: str = "", merged: bool = False
+) -> ExportedWeights:
     """Write the weights of a checkpoint as Hugging Face folders.
 
     `target` is the folder or URL of a checkpoint or of a run. For a run, the newest checkpoint is exported. By default,
     all trained workers are exported, each into its own folder below `to`. With `worker`, only this worker is exported,
     into `to` itself. If `to` is empty, the weights are written below the folder `exported` of the run. The plan
-    `program` names the models of the workers. If `program` is None, the plan in the run's folder is used. Raises Fault.
+    `program` names the models of the workers. If `program` is None, the plan in the run's folder is used. An adapter is
+    written alone, or `merged` into the weights of its model. Raises Fault.
     """
     copies: list[Path] = []
     try:
@@ -54,7 +57,7 @@ def export(target: str, program: Plan | None = None, worker: str = "", to: str =
         warnings = [warning for name in workers for warning in _compare_files(models[name], plan, name, path, manifest)]
         source = CheckpointSource(path, manifest)
         for name in workers:
-            _write_folder(source, name, models[name], folders[name])
+            _write_folder(source, name, models[name], folders[name], merged)
         return ExportedWeights(folders, tuple(warnings))
     finally:
         for copy in copies:
@@ -176,7 +179,7 @@ def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: 
     return [Diagnostic("changed-program", message, help=help, severity="warning")]
 
 
-def _write_folder(source: CheckpointSource, worker: str, model: Model, folder: Path) -> None:
+def _write_folder(source: CheckpointSource, worker: str, model: Model, folder: Path, merged: bool) -> None:
     path = source.path
     names = {f"{worker}/weights/{tensor.name}" for tensor in model.saved}
     files = {file for name in names for file, _ in source.pieces.get(name, ())}
@@ -189,7 +192,7 @@ def _write_folder(source: CheckpointSource, worker: str, model: Model, folder: P
     try:
         weights = hf_export.read_weights(source, worker, model)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        hf_export.write_folder(model, weights, folder)
+        hf_export.write_folder(model, weights, folder, merged)
     except CorruptCheckpoint as error:
         raise _refuse(f"the checkpoint {path} cannot be used: {error}") from None
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...backends.adapters import merge_adapter
 from ...backends.engine_protocols import Shard
 from ...model.architecture import Model
 from ...model.lora import list_adapted
@@ -30,18 +31,9 @@ class AdapterMerge:
             if tensor.role == "adapter" and elements(box := shard(tensor, side, rank)):
                 local = torch.empty([stop - start for start, stop in box], dtype=dtype, device=place)
                 self.shards.append(Shard(tensor.name, box, local))
-        self._pairs = list_adapted(model)
-        self._scale = model.lora.scale if model.lora else 0.0
-        self.adapted = frozenset(pair.weight.name for pair in self._pairs)
+        self._model = model
+        self.adapted = frozenset(pair.weight.name for pair in list_adapted(model))
 
     def merge(self, weights: Sequence[Shard]) -> None:
-        """Add the adapter's products to weights of the model.
-
-        The product of a weight is computed and added in float32: in bfloat16, small changes would be lost twice.
-        """
-        by_name = {part.name: part.tensor for part in (*weights, *self.shards)}
-        with torch.no_grad():
-            for weight, down, up in self._pairs:
-                if (target := by_name.get(weight.name)) is not None and target.numel():
-                    product = by_name[up].float() @ by_name[down].float()
-                    target.copy_(target.float() + self._scale * product)
+        """Add the adapter's products to weights of the model."""
+        merge_adapter(self._model, {part.name: part.tensor for part in (*weights, *self.shards)})

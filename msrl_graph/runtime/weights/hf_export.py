@@ -10,10 +10,13 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...backends import hf_modules
+from ...backends.adapters import merge_adapter
+from ...backends.engine_protocols import Shard
 from ...model.architecture import Model
+from ...model.lora import list_adapted
 from ...sharding.layout import full_box
 from . import tensor_files
 from .checkpoint import CheckpointSource
@@ -22,31 +25,82 @@ if TYPE_CHECKING:
     import torch
 
 
-def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path, merged: bool = False) -> None:
     """Write the weights of a model as a Hugging Face folder.
 
-    `weights` has whole tensors, by the names in `model.saved`. An existing `folder` is replaced. Raises OSError.
+    `weights` has whole tensors, by the names in `model.saved`. A model with an adapter is written as a folder of PEFT,
+    which has the adapter alone. If it is `merged`, the folder has the merged weights instead. An existing `folder` is
+    replaced. Raises OSError.
     """
+    if model.lora and merged:
+        weights = _merge(model, weights)
+        model = model.base or model
     named = {
         name: weights[tensor.name][index] if index else weights[tensor.name]
         for tensor in model.saved
         for name, index, _ in tensor.in_files(full_box(tensor.shape))
-    } | hf_modules.load_buffers(model)
+    }
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        tensor_files.write_tensors(partial / "model.safetensors", named, {"format": "pt"})
         tensor_files.copy_companions(Path(model.path), partial)
-        if model.scores:
-            config = partial / "config.json"
-            config.write_text(
-                json.dumps(hf_modules.make_scoring_config(json.loads(config.read_text())), indent=2) + "\n"
-            )
+        config = partial / "config.json"
+        if model.lora:
+            named = {f"base_model.model.{name}": value for name, value in named.items()}
+            tensor_files.write_tensors(partial / "adapter_model.safetensors", named, {"format": "pt"})
+            _write_json(partial / "adapter_config.json", make_adapter_config(model))
+            for file in (config, partial / "generation_config.json"):  # those of the model that it belongs to
+                file.unlink(missing_ok=True)
+        else:
+            named |= hf_modules.load_buffers(model)
+            tensor_files.write_tensors(partial / "model.safetensors", named, {"format": "pt"})
+            if model.scores:
+                _write_json(config, hf_modules.make_scoring_config(json.loads(config.read_text())))
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was resumed
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def make_adapter_config(model: Model) -> dict[str, Any]:
+    """Return the adapter_config.json of a model's adapter, as the library PEFT reads it."""
+    lora = model.lora
+    assert lora is not None
+    projections = dict.fromkeys(pair.weight.name.split(".")[-2] for pair in list_adapted(model))
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if model.scores else "CAUSAL_LM",
+        "base_model_name_or_path": model.path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": [*projections],
+        "modules_to_save": ["score"] if model.scores else None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _merge(model: Model, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a model, with its adapter merged into them."""
+    import torch
+
+    base = model.base or model
+    dtype = next(iter(weights.values())).dtype
+    shards = [
+        Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape, dtype=dtype)) for tensor in base.weights
+    ]
+    hf_modules.fill(base, [shard for shard in shards if shard.name not in weights])
+    for shard in shards:
+        if shard.name in weights:  # a score head
+            shard.tensor.copy_(weights[shard.name])
+    merge_adapter(model, {shard.name: shard.tensor for shard in shards} | dict(weights))
+    return {shard.name: shard.tensor for shard in shards}
 
 
 def read_weights(source: CheckpointSource, worker: str, model: Model) -> dict[str, torch.Tensor]:
