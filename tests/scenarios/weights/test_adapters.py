@@ -83,8 +83,9 @@ def test_a_resumed_run_goes_on_as_the_whole_one_and_its_folders_are_those_of_pef
     assert changed == {name for name in begun if "q_proj.weight" in name or "down_proj.weight" in name}
     theirs = logits(AutoPeftModelForCausalLM.from_pretrained(alone))
     ours = logits(AutoModelForCausalLM.from_pretrained(merged))
-    assert (theirs - ours).abs().max() < 1e-5
-    assert (ours - logits(AutoModelForCausalLM.from_pretrained(EXAMPLE / "model"))).abs().max() > 1e-3
+    untrained = logits(AutoModelForCausalLM.from_pretrained(EXAMPLE / "model"))
+    rounding, trained = (float((ours - others).abs().max()) for others in (theirs, untrained))
+    assert rounding < 1e-5 and trained > 1e-4
 
 
 def test_one_rank_trains_the_same_adapter(place):
@@ -102,7 +103,8 @@ def test_between_two_pools(place, lead):
     place.write(*APART, *lead, ADAPTER, evaluated=False)
     ran(place, *SMALL, "--iterations", "4", "--out", "out")
     assert_adapter_sent_alone(place, place.folder / "out")
-    assert max(line["logp_drift"] for line in metrics(place.folder / "out")) < 1e-4
+    drifts = [line["logp_drift"] for line in metrics(place.folder / "out") if "logp_drift" in line]
+    assert not drifts if lead else max(drifts) < 1e-4
 
 
 def test_a_worker_that_follows_has_the_same_adapter(place):
