@@ -146,8 +146,8 @@ def export(
     to: Path | str | None = None,
     *,
     worker: str | None = None,
-    plan: Plan | None = None,
     merged: bool = False,
+    plan: Plan | None = None,
 ) -> dict[str, Path]:
     """Export a checkpoint as Hugging Face folders; return the folders by worker.
 

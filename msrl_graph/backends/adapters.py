@@ -48,7 +48,10 @@ def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
 
 
 def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> torch.nn.Parameter:
-    """Make a matrix of an adapter without memory; it is a DTensor if the layer's weight is one."""
+    """Make a matrix of an adapter, without memory.
+
+    It is a DTensor if the weight of its layer is one.
+    """
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

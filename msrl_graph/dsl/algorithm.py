@@ -113,10 +113,8 @@ class _Algorithm(Declarations):
                     message = f"a function has no weights, so `{attribute}` has no effect"
                     raise mistake("bad-value", message, worker.span)
                 return
-            more = (stated.follows, stated.every, stated.decay, stated.freeze, stated.adapter)
-            self.workers[worker.name.text] = Worker(
-                worker.name.text, kind, worker.frozen, stated.model or kind, worker.span, *more
-            )
+            more = vars(stated) | {"model": stated.model or kind, "span": worker.span}
+            self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, **more)
 
     def _lower_source(self) -> None:
         sources = list(self._statements(ast.SourceDecl))

@@ -189,7 +189,10 @@ def _read_draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
 
 
 def _read_settings(kind: SettingsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """Read a call with settings: `lora(rank = 16)`; the name alone stands for the defaults."""
+    """Read a call with settings, such as `lora(rank = 16)`.
+
+    The name alone stands for the call without arguments.
+    """
     bare = isinstance(expr, ast.NameExpr) and expr.text == kind.name
     if not bare and (not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != kind.name):
         raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)

@@ -93,10 +93,12 @@ class Worker:
     @property
     def following_description(self) -> str:
         """A text about which worker this worker follows, and how; "" if it follows none."""
-        if not self.follows:
-            return ""
         how = f" every {self.every} iterations" if self.every > 1 else ""
-        return f"follows {self.follows}{how}" + (f", decay {self.decay:g}" if self.decay else "")
+        return (
+            ""
+            if not self.follows
+            else f"follows {self.follows}{how}" + (f", decay {self.decay:g}" if self.decay else "")
+        )
 
 
 class WithAttributes:
@@ -236,10 +238,6 @@ class Graph(GraphViews):
 
     def worker(self, name: str) -> Worker:
         return self._index[2][name]
-
-    def adapter(self, worker: Worker) -> Lora | None:
-        """Return the adapter of a worker, or of the worker that it follows; None if there is none."""
-        return worker.adapter or (self.worker(worker.follows).adapter if worker.follows else None)
 
     def writer(self, column: str) -> Node:
         """Return the node that writes a column."""

@@ -352,11 +352,15 @@ class Plan(PlanViews):
         return self._by_node[1][node]
 
     def model(self, node: str) -> Model:
-        """Return the model of a node's worker."""
+        """Return the model of a node's worker.
+
+        A worker that follows another one has the adapter of that worker.
+        """
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
         model = model.scoring if worker.kind in ("value", "reward_model") else model
-        if (lora := self.graph.adapter(worker)) is None:
+        lora = self.graph.worker(worker.follows or worker.name).adapter
+        if lora is None:
             return freeze(model, worker.freeze)
         return adapt(model, replace(lora, seed=self.deploy.run.seed), self.graph.node(node).verb == "generate")
 

@@ -1,8 +1,8 @@
-"""LoRA adapters: trained products of two small matrices beside frozen projections (arXiv:2106.09685).
+"""LoRA adapters of models (arXiv:2106.09685).
 
-A projection with the weight W [out, in] computes W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]. Only
-A and B are trained. In files, they are `lora_A.weight` and `lora_B.weight` behind the name of the projection, as in the
-library PEFT.
+An adapter has two small matrices for each of some projections. A projection with the weight W [out, in] computes
+W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]. Only A and B are trained. In files, they are
+`lora_A.weight` and `lora_B.weight` behind the name of the projection, as in the library PEFT.
 
 Invariant: a model with an adapter has the same tensors as before, all frozen but a score head. The tensors of the
 adapter follow the weight that they belong to.
@@ -18,7 +18,7 @@ from ..sharding.tensors import Tensor
 from .architecture import HEAD, Lora, Model
 
 ALL_LINEAR = "all_linear"
-PROJECTION = "_proj.weight"
+PROJECTION = "_proj"
 DOWN = ".lora_A.weight"
 UP = ".lora_B.weight"
 
@@ -59,12 +59,15 @@ def is_adapter(name: str) -> bool:
 
 
 def list_projections(model: Model) -> list[str]:
-    """Return the names that `targets` can have, such as `q_proj`, in the order of a layer."""
+    """Return the names that `targets` can have, such as `q_proj`.
+
+    The order is that of a layer.
+    """
     return list(dict.fromkeys(_projection(tensor) for tensor in model.weights if _is_projection(tensor)))
 
 
 def _is_projection(tensor: Tensor) -> bool:
-    return tensor.role == "base" and tensor.name.endswith(PROJECTION)
+    return tensor.role == "base" and tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)
 
 
 def _projection(tensor: Tensor) -> str:

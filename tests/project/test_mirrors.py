@@ -99,6 +99,7 @@ COVERED = {
     ),
     "reference/test_reference.py": ("reference/facts",),
     "runtime/agents/test_agent_runner.py": ("runtime/agents/rank_protocol",),
+    "runtime/driver/test_export.py": ("runtime/weights/hf_export",),
     "scenarios/python/test_plug_ins.py": ("files/plugins",),
     "scenarios/agents/test_calculator_run.py": ("runtime/agents/agent_process",),
     "scenarios/agents/test_sampled_rows.py": ("runtime/rank/agent_generation",),

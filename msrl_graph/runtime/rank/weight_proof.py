@@ -196,9 +196,9 @@ class WeightProof:
             raise WeightsNotDelivered(f"{self._describe_place()}: its engine has {wrong}")
 
     def digest_changing(self, shards: Sequence[Shard], adapted: Container[str]) -> None:
-        """Compute digests of the tensors that will change in place, now that all weights have arrived.
+        """Compute digests of the tensors that will change in place.
 
-        An adapter is merged into the weights `adapted`. An engine that packs experts converts them.
+        All weights have arrived. An adapter is merged into the weights `adapted`. An engine that packs experts converts them.
         """
         packs = self._spec().sharding.packs_experts
         experts = {tensor.name for tensor in self.model.weights if packs and tensor.experts}
@@ -208,7 +208,7 @@ class WeightProof:
                 self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in changing])
 
     def check_merged(self, version: int, shards: Sequence[Shard], adapted: Container[str]) -> None:
-        """End the run if a new version of an adapter has changed none of the weights that it belongs to.
+        """End the run if a new version of an adapter has changed none of its weights.
 
         `adapted` are the names of these weights. The engine has not converted them yet.
         """

@@ -1,4 +1,4 @@
-"""Merging of a delivered LoRA adapter into the weights that an engine generates with.
+"""Merging of a delivered adapter into the weights that an engine generates with.
 
 Invariant: an adapted weight is the model's own weight plus the adapter's product, rounded once. So each delivery begins
 with the model's own weights, which `FrozenCopies` brings back. Engines that generate need to know nothing of adapters.

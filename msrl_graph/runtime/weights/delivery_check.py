@@ -127,7 +127,10 @@ class Delivery:
         return digests | {name: number for name, number in self._frozen_held.items() if name in names}
 
     def current_digests(self, shards: Sequence[Shard]) -> dict[str, int]:
-        """Return the digests of these tensors as they are now, also those of frozen tensors."""
+        """Return the digests of tensors as they are now.
+
+        Those of frozen tensors are computed again too.
+        """
         names = {shard.name for shard in shards}
         parts = [part for part in self.own_parts if part.name in names]
         return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))

@@ -68,7 +68,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def make_adapter_config(model: Model) -> dict[str, Any]:
-    """Return the adapter_config.json of a model's adapter, as the library PEFT reads it."""
+    """Return the adapter_config.json of a model's adapter, for the library PEFT."""
     lora = model.lora
     assert lora is not None
     projections = dict.fromkeys(pair.weight.name.split(".")[-2] for pair in list_adapted(model))
