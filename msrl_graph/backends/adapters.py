@@ -8,7 +8,8 @@ as in the model's tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from ..model.architecture import Model
     from ..sharding.tensors import Tensor
     from .engine_protocols import Shard
+
+
+# The attribute of a layer with an adapter that says whether the adapter is left out.
+DISABLED = "adapter_disabled"
 
 
 def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
@@ -44,6 +49,7 @@ def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
             matrix = torch.nn.Module()
             matrix.weight = _make_parameter(tensors[name], linear.weight, mesh)
             linear.add_module(name.split(".")[-2], matrix)
+        setattr(linear, DISABLED, False)
         linear.forward = partial(_forward, linear, linear.forward, model.lora.scale)
 
 
@@ -68,7 +74,22 @@ def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> tor
 def _forward(linear: Any, forward: Any, scale: float, x: Any) -> Any:
     from torch.nn.functional import linear as multiply
 
+    if getattr(linear, DISABLED, False):
+        return forward(x)
     return forward(x) + multiply(multiply(x, linear.lora_A.weight), linear.lora_B.weight) * scale
+
+
+@contextmanager
+def disable(module: Any, disabled: bool = True) -> Iterator[None]:
+    """Context in which a model computes without its adapters, if they are to be `disabled`."""
+    parts = [part for part in module.modules() if hasattr(part, DISABLED)] if disabled else []
+    for part in parts:
+        setattr(part, DISABLED, True)
+    try:
+        yield
+    finally:
+        for part in parts:
+            setattr(part, DISABLED, False)
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> list[Shard]:

@@ -83,12 +83,13 @@ class ForwardRequest:
     the log-probabilities of the token ids in this column as well. With `entropy`, the pass also returns the entropy of
     the token's distribution. `best` is the number of likeliest tokens to return. `temperature` applies to all tokens,
     unless the micro-batch has temperatures. `node` is the update that requests the pass. The update's attributes are
-    `UpdateAttributes.of(request.node)`."""
+    `UpdateAttributes.of(request.node)`. Without `adapter`, an engine with the feature `lora` leaves the adapter out."""
 
     temperature: float = 1.0
     entropy: bool = False
     best: int = 0
     node: Node | None = None
+    adapter: bool = True
 
 
 class Outputs(NamedTuple):

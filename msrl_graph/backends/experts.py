@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .adapters import DISABLED
 from .kernels.modules import is_silu
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def _add_adapters(experts: Any, prefix: str, model: Model) -> None:
             path = tensor.name.removeprefix(prefix + "*.").removesuffix(".weight").replace(".", "_")
             experts.register_parameter(path, torch.nn.Parameter(values))
             experts.scale = model.lora.scale
+            setattr(experts, DISABLED, False)
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
@@ -139,7 +141,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
 
             def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
                 output = multiply(inputs, getattr(self, name))
-                if (down := getattr(self, f"{name}_lora_A", None)) is None:
+                if (down := getattr(self, f"{name}_lora_A", None)) is None or getattr(self, DISABLED):
                     return output
                 padding = -down.shape[1] % ALIGNED
                 down = torch.nn.functional.pad(down, (0, 0, 0, padding))

@@ -132,7 +132,7 @@ class FsdpEngine:
     def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), adapters.disable(self.module, disabled=not request.adapter):
             return [self._forward(micro_batch, request) for micro_batch in micro_batches]
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import algorithms
+from ..analysis.shared_bases import share_bases
 from ..backends import ENGINES
 from ..checks import layout
 from ..checks.stage import PlanContext
@@ -226,7 +227,7 @@ def translate(
         raise Fault(*errors)
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings, base=lowered.base)
-    plan = Plan(graph, lowered.cluster, lowered.deploy)
+    plan = Plan(share_bases(graph, lowered.deploy), lowered.cluster, lowered.deploy)
     diagnostics = check_plan("files", copy_model_heads(plan), CONTEXT)
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise Fault(*diagnostics)

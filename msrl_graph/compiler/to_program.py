@@ -102,11 +102,12 @@ def _source(node: Node) -> ast.SourceDecl:
 
 
 def _node(node: Node) -> ast.NodeDecl:
-    label = None if node.name == f"{node.worker}.{node.verb}" else _name(node.name)
+    worker = node.named_worker
+    label = None if node.name == f"{worker}.{node.verb}" else _name(node.name)
     stated = dict(node.attributes) | ({"per": Expr("word", node.per)} if node.per != Node.per else {})
     reads = _names((*node.reads, *node.states))
     writes = _names(node.gives or node.writes)
-    return ast.NodeDecl(label, _name(node.worker), _name(node.verb), reads, writes, _attrs(stated), NOWHERE, NOWHERE)
+    return ast.NodeDecl(label, _name(worker), _name(node.verb), reads, writes, _attrs(stated), NOWHERE, NOWHERE)
 
 
 def _edge(edge: Edge) -> ast.EdgeDecl:

@@ -82,6 +82,7 @@ def _node_facts(node: Node) -> dict[str, Fact]:
     lists = {name: Fact(", ".join(values)) for name, values in names.items() if values}
     return {
         "worker": Fact(node.worker),
+        "without its adapter, for": Fact(node.base_of or None),
         "verb": Fact(node.verb),
         **lists,
         "per": Fact(node.per),

@@ -63,7 +63,7 @@ def graph_picture(graph: Graph) -> Picture:
     for node in graph.nodes:
         scope = (*((f"per {node.per}",) if node.per != "row" else ()), *_set_lines(node))
         # The source belongs to no worker.
-        boxes.append(Box(node.name, _box_kind(graph, node), "" if node.verb == "source" else node.worker, scope))
+        boxes.append(Box(node.name, _box_kind(graph, node), "" if node.verb == "source" else node.named_worker, scope))
     groups = []
     for worker in graph.workers:
         words = [

@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..diagnostics import NOWHERE, Span
-from ..model.architecture import Lora
 from .expr import Expr as Expr
 from .expr import Value as Value
 from .flow import Flow
 from .views import GraphViews
+from .worker import Worker as Worker
 
 ELEMENTS = {"i32": 4, "i64": 8, "f32": 4, "bf16": 2, "bool": 1, "text": 1, "json": 1}
 KINDS = {
@@ -71,36 +71,6 @@ class State:
     span: Span = NOWHERE
 
 
-@dataclass(frozen=True)
-class Worker:
-    """One set of weights, or (kind `function`) the place where Python functions run."""
-
-    name: str
-    kind: str
-    frozen: bool = False
-    model: str = ""
-    span: Span = NOWHERE
-    follows: str = ""  # the worker whose weights a frozen one takes over, every `every` iterations
-    every: int = 1
-    decay: float = 0.0
-    freeze: tuple[str, ...] = ()  # parts and patterns of weights that an update does not change (model/freezing.py)
-    adapter: Lora | None = None
-
-    def due(self, number: int) -> bool:
-        """Return whether a follower's weights change after iteration `number`."""
-        return bool(self.follows) and (number + 1) % self.every == 0
-
-    @property
-    def following_description(self) -> str:
-        """A text about which worker this worker follows, and how; "" if it follows none."""
-        how = f" every {self.every} iterations" if self.every > 1 else ""
-        return (
-            ""
-            if not self.follows
-            else f"follows {self.follows}{how}" + (f", decay {self.decay:g}" if self.decay else "")
-        )
-
-
 class WithAttributes:
     """A node or an edge with its attributes, as the program states them.
 
@@ -134,6 +104,8 @@ class Node(WithAttributes):
     - `gives`: if the node sets states, all columns and states that it writes, in the order of the program.
     - `whole` (of an update): whether a term of its loss needs all rows of the mini-batch at once.
     - `scores` (of an update): the token columns for which a term of its loss uses one score per row.
+    - `base_of`: the frozen worker that the program names, if the node computes with the weights of `worker` without
+      their adapter (analysis/shared_bases.py).
     """
 
     name: str
@@ -148,6 +120,12 @@ class Node(WithAttributes):
     gives: tuple[str, ...] = ()
     whole: bool = False
     scores: tuple[str, ...] = ()
+    base_of: str = ""
+
+    @property
+    def named_worker(self) -> str:
+        """The worker that the program names."""
+        return self.base_of or self.worker
 
     @property
     def sets(self) -> tuple[str, ...]:

@@ -105,6 +105,7 @@ def find_comparison(plan: Plan) -> Comparison | None:
             )
             if (
                 other.worker == worker
+                and not other.base_of
                 and other.verb != "generate"
                 and computes_logp
                 and (*sequence.context, *sequence.scored) == generated_sequence

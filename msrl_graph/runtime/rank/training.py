@@ -59,7 +59,7 @@ class TrainerRole:
         batch = self._prepare(work)
         written = [self.context.plan.graph.column(name) for name in node.writes]
         best = max((column.dims[1].size for column in written if len(column.dims) > 1), default=0)
-        request = ForwardRequest(batch.pass_temperature, best=best, node=node)
+        request = ForwardRequest(batch.pass_temperature, best=best, node=node, adapter=not node.base_of)
         outputs = self.engines.trainers[node.worker].score(batch, request)
         if not len(batch.rows) or not outputs:
             return {}

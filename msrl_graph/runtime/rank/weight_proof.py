@@ -198,7 +198,8 @@ class WeightProof:
     def digest_changing(self, shards: Sequence[Shard], adapted: Container[str]) -> None:
         """Compute digests of the tensors that will change in place.
 
-        All weights have arrived. An adapter is merged into the weights `adapted`. An engine that packs experts converts them.
+        All weights have arrived. An adapter is merged into the weights `adapted`, and an engine that packs experts
+        converts them.
         """
         packs = self._spec().sharding.packs_experts
         experts = {tensor.name for tensor in self.model.weights if packs and tensor.experts}
