@@ -72,11 +72,19 @@ def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> tor
 
 
 def _forward(linear: Any, forward: Any, scale: float, x: Any) -> Any:
+    from torch.distributed.tensor import DTensor
     from torch.nn.functional import linear as multiply
 
-    if getattr(linear, DISABLED, False):
-        return forward(x)
-    return forward(x) + multiply(multiply(x, linear.lora_A.weight), linear.lora_B.weight) * scale
+    output = forward(x)
+    if getattr(linear, DISABLED):
+        return output
+    small = multiply(x, linear.lora_A.weight) * scale
+    up = linear.lora_B.weight
+    if isinstance(up, DTensor):
+        return output + multiply(small, up)
+    # In place: the sum needs no memory beside the output, and is rounded once.
+    output.flatten(0, -2).addmm_(small.flatten(0, -2), up.t())
+    return output
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 padding = -down.shape[1] % ALIGNED
                 down = torch.nn.functional.pad(down, (0, 0, 0, padding))
                 up = torch.nn.functional.pad(getattr(self, f"{name}_lora_B"), (0, padding))
-                return output + multiply(multiply(inputs, down), up) * self.scale
+                return output.add_(multiply(multiply(inputs, down) * self.scale, up))
 
             if swiglu is None:
                 inner = activation(project(rows, "gate_proj")) * project(rows, "up_proj")

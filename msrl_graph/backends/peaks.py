@@ -19,9 +19,14 @@ from operator import mul
 from ..ir.workload import Workload, kv_elements
 from ..model.architecture import Model
 from ..model.layers import MultiHeadLatentAttention
+from ..model.lora import list_targets
 from .layer_sizes import LayerSizes
 from .sizes import GRADIENT, Sizes, optimizer_step
 from .spec import Moments
+
+# The projections that read a layer's normed hidden states.
+INTO_ATTENTION = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
+INTO_MLP = {"gate_proj", "up_proj"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,24 @@ class _Layer(LayerSizes):
         s = self.whole
         norms = 6 * s.hidden if s.item == 4 else 8 * s.hidden
         heads = s.tokens * (self.query + self.keys) * (2 if s.item == 4 else 3) * self.mixer.head_norms
-        return norms + heads + self.attention + self.feed
+        return norms + heads + self.attention + self.feed - self.unsaved
+
+    @cached_property
+    def unsaved(self) -> int:
+        """The bytes that a layer does not save because an adapter is trained instead of its weights.
+
+        A norm does not keep its normed input, and a projection without an adapter does not keep its input. The inputs
+        of B are saved in addition.
+        """
+        s = self.whole
+        model = s.work.model
+        if model.lora is None:
+            return 0
+        adapted = list_targets(model)
+        halves = 2 + (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP)
+        size = halves * s.hidden + s.tokens * (self.query + self.keys) * self.mixer.head_norms
+        size += s.tokens * self.query * ("o_proj" not in adapted) + self.wide * ("down_proj" not in adapted)
+        return size - s.tokens * model.lora.rank * s.item * len(adapted)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
+def list_targets(model: Model) -> set[str]:
+    """Return the names of the projections that have an adapter."""
+    return {_projection(pair.weight) for pair in list_adapted(model)}
+
+
 def list_projections(model: Model) -> list[str]:
     """Return the names that `targets` can have, such as `q_proj`.
 

@@ -1,5 +1,6 @@
 """LoRA adapters in the layers of transformers' models, compared with the library PEFT in float64."""
 
+from functools import partial
 from pathlib import Path
 
 import mixture
@@ -20,7 +21,17 @@ BEHIND = "base_model.model."  # before the names of weights, in PEFT
 
 
 def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    """Load a model that computes in float64, also its norms."""
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    for part in net.modules():
+        if "RMSNorm" in type(part).__name__:
+            part.forward = partial(normalize, part, 1.0 if "Gemma" in type(part).__name__ else 0.0)
+    return net
+
+
+def normalize(norm, offset, x):
+    epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight + offset, epsilon)
 
 
 def compute_loss(net, ids):

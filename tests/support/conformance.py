@@ -251,7 +251,7 @@ def measure_generator(rank, folder, name, layout, reference, breaks, frozen, ada
         adapted = load(folder, adapter=adapter)
         merge = AdapterMerge(adapted, ENGINES[name].side(layout), rank, torch.float32, "cpu")
         tensors = {tensor.name: tensor for tensor in adapted.weights}
-        for shard in merge.shards:
+        for shard in merge.allocate():
             shard.tensor.copy_(adapter_values(tensors[shard.name])[slices(shard.box)])
         merge.merge(shards)
     engine.filled()

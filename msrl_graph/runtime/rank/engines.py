@@ -117,7 +117,7 @@ class Engines:
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # No edge reshards into this node: a frozen worker generates with the weights of its model folder.
                 merge = self.merges.get(node.name)
-                hf_modules.fill(model, shards := [*generator.allocate(), *(merge.shards if merge else ())])
+                hf_modules.fill(model, shards := [*generator.allocate(), *(merge.allocate() if merge else ())])
                 check_complete(context, node, shards)
                 if merge:
                     merge.merge(shards)
@@ -146,6 +146,12 @@ class Engines:
         """
         if offload := self.offloads.get(node.worker):
             offload.leave()
+
+    def release_generation(self, node: str) -> None:
+        """Release the memory of the weights that a node generates with."""
+        self.generators[node].release()
+        if merge := self.merges.get(node):
+            merge.release()
 
     def side(self, node: str) -> Side:
         """Return which rank holds which part of a node's weights, with the ranks' devices."""

@@ -109,7 +109,7 @@ class InstructionRunner(Walker):
         shards: list[Shard] = []
 
         def allocate() -> list[Shard]:
-            shards[:] = [*generator.allocate(), *(merge.shards if merge else ())] if generator else []
+            shards[:] = [*generator.allocate(), *(merge.allocate() if merge else ())] if generator else []
             proof.check_bound(shards)
             frozen.fetch()
             return shards
@@ -128,7 +128,7 @@ class InstructionRunner(Walker):
                 elif generator:
                     number = self.task.fetches[edge.name].version
                     if (src, dst) in engines.sparse and edge.fetched:  # the previous version is still in memory
-                        generator.release()
+                        engines.release_generation(dst)
                     edge.fetch(number, allocate)
                 else:
                     last = self.task.fetches.get(edge.name)
@@ -164,7 +164,7 @@ class InstructionRunner(Walker):
         return self.task.fetches[edge.name].fetch_count > edge.fetched if fetches else edge.name in self.task.sends
 
     def release(self, pool: str, node: str) -> None:
-        self.rank.engines.generators[node].release()
+        self.rank.engines.release_generation(node)
 
     def swap_in(self, pool: str, node: str) -> None:
         self._swap(node).start_in()

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import walk
+import walk_adapters
 import walk_frozen
 import walk_windows
 from held import EXPERTS, assert_close, small
@@ -360,6 +361,12 @@ def test_the_plan_says_what_a_run_holds(case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", walk_frozen.LIGHT, ids=lambda case: case.name)
 def test_so_it_does_if_some_weights_are_frozen(case, tmp_path):
+    test_the_plan_says_what_a_run_holds(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", walk_adapters.LIGHT, ids=lambda case: case.name)
+def test_so_it_does_if_an_adapter_is_trained(case, tmp_path):
     test_the_plan_says_what_a_run_holds(case, tmp_path)
 
 

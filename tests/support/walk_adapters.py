@@ -1,0 +1,21 @@
+"""Cases of walk.py in which an adapter is trained."""
+
+from walk import DEEP, EVEN, ROUTED, WIDE, case
+
+
+def adapted(rank=8, targets="all_linear"):
+    lora = f"{{ adapter = lora(rank = {rank}, targets = {targets}) }}"
+    return (("worker actor     : policy", f"worker actor     : policy {lora}"),)
+
+
+SHARDED = ("dp = 2, zero = 3", "tp = 2", 4, 2)
+LIGHT = (
+    case("llama, adapter", "llama", EVEN, "dp = 1", changes=adapted()),
+    case("llama, wide, adapter", "llama", WIDE, "dp = 1", changes=adapted()),
+    case("llama, attention's adapter", "llama", WIDE, "dp = 1", changes=adapted(4, "[q_proj, v_proj]")),
+    case("qwen2, bf16, adapter", "qwen2", WIDE, "dp = 1", dtype="bf16", changes=adapted()),
+    case("llama, dp 2, zero 3, adapter", "llama", WIDE, *SHARDED, ranks=2, changes=adapted()),
+    case("llama, tp 2, adapter", "llama", EVEN, "tp = 2", "tp = 2", ranks=2, changes=adapted()),
+    case("llama, recompute, adapter", "llama", DEEP, "dp = 1", engine=", recompute = full", changes=adapted()),
+    case("experts, adapter", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED, changes=adapted()),
+)
