@@ -85,21 +85,20 @@ class CountMemory(Pass):
         items = {
             name: size for name, size in holdings.resident(plan, self.engines, pool).items() if not name.endswith(LATER)
         }
-        items |= holdings.masters(plan, self.engines, pool)
+        masters = holdings.masters(plan, self.engines, pool)
         nodes = [placement.node for placement in plan.placements if placement.pool == pool]
         largest = max((plan.model(node).largest_read * BYTES[holdings.dtype(plan, node)] for node in nodes), default=0)
         # Weights that will be offloaded are read first, one state after the other.
         leaving = holdings.offloaded_items(plan, self.engines, pool)
         first = max(((size, item) for item, size in leaving.items() if item.endswith(" weights")), default=(0, ""))
-        if first[0] > sum(items.values()):
-            items = {first[1].removeprefix("offloaded "): first[0]}
-        return self._make_entry(
-            plan,
-            pool,
-            "load",
-            {**items, "largest tensor": largest},
-            "tensors are read one by one, each cut to its slice",
-        )
+        if first[0] > sum(items.values()) + sum(masters.values()):
+            items, masters = {first[1].removeprefix("offloaded "): first[0]}, {}
+        # Masters are made when the weights of their worker have been read, perhaps before those of another worker.
+        beside = {**masters, "largest tensor": largest}
+        if sum(item.endswith(" weights") for item in items) == 1:
+            beside = {"largest tensor": largest} if largest > sum(masters.values()) else masters
+        remark = "tensors are read one by one, each cut to its slice"
+        return self._make_entry(plan, pool, "load", items | beside, remark)
 
     def _building_phases(self, plan: Plan, pool: str) -> Iterator[PhaseMemory]:
         """Yield the memory of a pool's devices while each generation engine is built.
