@@ -16,7 +16,10 @@ from ..ir.plan import Deployment
 
 
 def share_bases(graph: Graph, deploy: Deployment) -> Graph:
-    """Return the graph in which frozen workers use the weights of workers with adapters."""
+    """Return the graph in which frozen workers share the weights of others.
+
+    A frozen worker shares those of a worker with an adapter, if the model is the same.
+    """
     shared = {worker.name: holder for worker in graph.workers if (holder := _find_holder(graph, deploy, worker))}
     if not shared:
         return graph

@@ -82,14 +82,14 @@ def _forward(linear: Any, forward: Any, scale: float, x: Any) -> Any:
     up = linear.lora_B.weight
     if isinstance(up, DTensor):
         return output + multiply(small, up)
-    # In place: the sum needs no memory beside the output, and is rounded once.
+    # In place: the sum needs no more memory than the output, and is rounded once.
     output.flatten(0, -2).addmm_(small.flatten(0, -2), up.t())
     return output
 
 
 @contextmanager
 def disable(module: Any, disabled: bool = True) -> Iterator[None]:
-    """Context in which a model computes without its adapters, if they are to be `disabled`."""
+    """Context in which a model computes without its adapters, if `disabled`."""
     parts = [part for part in module.modules() if hasattr(part, DISABLED)] if disabled else []
     for part in parts:
         setattr(part, DISABLED, True)

@@ -79,7 +79,7 @@ class _Layer(LayerSizes):
 
     @cached_property
     def unsaved(self) -> int:
-        """The bytes that a layer does not save because an adapter is trained instead of its weights.
+        """The bytes that a layer does not save if an adapter is trained.
 
         A norm does not keep its normed input, and a projection without an adapter does not keep its input. The inputs
         of B are saved in addition.
