@@ -73,19 +73,24 @@ def test_every_weight_of_every_family_is_in_a_part(family, tmp_path):
     assert not freezing.freeze(model, words).trained
 
 
-def test_the_plans_of_the_guide_have_its_figures():
+@pytest.mark.parametrize(
+    ("title", "stated", "digits"),
+    [("Training a part of a model", r" \{ freeze = .*? \}", 1), ("Training an adapter", r" \{ adapter = .*? \}", 2)],
+)
+def test_the_plans_of_the_guide_have_its_figures(title, stated, digits):
     guide = (ROOT / "docs" / "guides" / "models.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```rlg\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    (frozen,) = re.findall(r" \{ freeze = .*? \}", program)
-    figures = []
+    section = guide.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    (program,) = re.findall(r"^```rlg\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     with warnings.catch_warnings(action="ignore", category=ProgramWarning):
-        plans = [compile("p.rlg", text=text) for text in (program.replace(frozen, ""), program)]
+        plans = [compile("p.rlg", text=text) for text in (re.sub(stated, "", program), program)]
+    assert plans[0].to_json() != plans[1].to_json()
+    figures = []
     for plan in plans:
         phases = {phase.place: phase.items for phase in plan.memory if phase.phase == "update"}
         (edge,) = plan.reshards
         held = (phases["device"]["actor optimizer"], phases["device"]["gradients"], edge.received_bytes_per_device)
-        figures.append([*held, phases["host"].get("frozen actor.generate weights", 0)])
-    rows = re.findall(r"^\|[^|]+\| ([\d.]+)(?: GB)? \| ([\d.]+) GB \|$", guide, re.MULTILINE)
-    assert [tuple(map(float, row)) for row in rows] == [
-        tuple(round(size / 1e9, 1) for size in sizes) for sizes in zip(*figures, strict=True)
-    ]
+        copies = phases["host"].get("frozen actor.generate weights", 0)
+        figures.append([*held, copies, phases["device"].get("reference.infer weights", 0)])
+    rows = re.findall(r"^\|[^|]+\| ([\d.]+)(?: GB)? \| ([\d.]+) GB \|$", section, re.MULTILINE)
+    planned = [tuple(round(size / 1e9, digits) for size in sizes) for sizes in zip(*figures, strict=True)]
+    assert [tuple(map(float, row)) for row in rows] == planned[: len(rows)] and len(rows) >= 4
