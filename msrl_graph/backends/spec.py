@@ -206,6 +206,8 @@ class TimeModel:
       rest of the prefix (0: they share the whole prefix). A KV cache of blocks is allocated as a whole.
     - `cache_passes`: how often a decoding step reads or writes the KV cache.
     - `sums`: the number of tensor-parallel all-reduces per layer: (in a forward pass, in a backward pass).
+    - `adapter_calls`: for an engine with the feature `lora`, returns how many operators a layer calls in addition if so
+      many of its projections have an adapter.
     """
 
     calls: Callable[[Act, Layout], OperatorCalls] | None = None
@@ -215,6 +217,7 @@ class TimeModel:
     block: int = 0
     cache_passes: int = 1
     sums: tuple[int, int] = (2, 2)
+    adapter_calls: Callable[[Act, int], float] = lambda act, projections: 0.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..backends.optimizer.step_calls import TENSORS
+from ..backends.spec import Act, EngineSpec, OperatorCalls
 from ..hardware.cluster import Figure
+from ..model.architecture import Model
+from ..model.lora import list_targets
 
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
@@ -34,3 +38,15 @@ class ForwardWork:
     length: float
     pairs: float
     moved: float
+
+
+def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) -> float:
+    """Return how many operators a layer of a model calls on average.
+
+    `calls` are those of a model that is trained as a whole. A step calls operators for each trained weight. An adapter
+    adds operators to the passes.
+    """
+    if act == "step" and model.frozen_kinds:
+        trained = sum(0 <= tensor.layer < model.layers for tensor in model.trained)
+        return calls.layer * trained / (model.layers * TENSORS)
+    return calls.layer + (spec.time.adapter_calls(act, len(list_targets(model))) if model.lora else 0.0)

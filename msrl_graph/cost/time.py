@@ -29,7 +29,7 @@ from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
-from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
+from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork, layer_calls
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,8 @@ class Costs:
             seconds = factor * layers * KERNELS.value * launch.value
             return Figure(seconds, weakest(launch, KERNELS), "layers x 12 x launch")
         calls = self._eager(act, self.layout)
-        number = calls.layer * layers + calls.rest + calls.sequence * sequences
+        per_layer = layer_calls(act, calls, self.model, self.spec)
+        number = per_layer * layers + calls.rest + calls.sequence * sequences
         return Figure(number * launch.value, launch.source, "operators x launch")
 
     def _pass(self, act: Act, work: ForwardWork, factor: float = 1) -> Figure:

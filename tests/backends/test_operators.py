@@ -21,6 +21,8 @@ from msrl_graph.backends.engine_protocols import (
     collect_responses,
 )
 from msrl_graph.backends.spec import Act
+from msrl_graph.model import lora
+from msrl_graph.model.architecture import Lora
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -58,6 +60,26 @@ def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
     assert operators(lambda: engine.step(StepRequest(1e-6, 1.0))) == pytest.approx(
         counted("fsdp", "step", model.layers), rel=SAME
     )
+
+
+@pytest.mark.parametrize("targets", [("all_linear",), ("q_proj", "v_proj")], ids=len)
+def test_adapters_add_as_many_operators_as_the_spec_says(targets: tuple[str, ...]) -> None:
+    adapted = lora.adapt(compile(EXAMPLE / "one_rank.rlg").model("actor.update"), Lora(16, 32.0, targets))
+    engine = engines.trainer(adapted, optimizer=adamw(lr=0.0))
+    rng = np.random.default_rng(0)
+    prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
+    packed = pack([prompt], [response], np.arange(4))
+
+    def update() -> None:
+        engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
+
+    more = {
+        act: ENGINES["fsdp"].time.adapter_calls(act, len(lora.list_targets(adapted))) * adapted.layers
+        for act in get_args(Act)
+    }
+    found = operators(lambda: engine.score([packed], ForwardRequest()))
+    assert found == pytest.approx(counted("fsdp", "infer", adapted.layers) + more["infer"], rel=SAME)
+    assert operators(update) == pytest.approx(counted("fsdp", "update", adapted.layers) + more["update"], rel=SAME)
 
 
 def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:

@@ -19,6 +19,7 @@ SPEC.loader.exec_module(smoke := module_from_spec(SPEC))
 
 # Of each bench what its last line has at least.
 FIGURES = {
+    "adapters": {"transformers apart drift", "transformers merged drift"},
     "asynchrony": {"responses_per_second", "proof_share"},
     "chaos": {"faults", "runs", "finished", "rows_lost", "rows_twice", "differing", "hangs", "leftovers"},
     "compile": {"start", "growth", "networkx", "devices", "bars", "pass"},
