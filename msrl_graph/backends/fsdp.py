@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import adapters, experts, hf_modules, kernels, prefix_tree
+from . import adapters, experts, hf_modules, joint_norms, kernels, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
@@ -76,6 +76,7 @@ class FsdpEngine:
             # A fused sum uses the links within one host.
             summed = self.kernels.summed if devices.on_one_host("tp") and not model.lora else None
             _divide_tensors(module, devices.axis("tp"), model.scores, summed)
+            joint_norms.install(module, model, self._tp)
             self._tie(module)
         adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         _mark_trained(module, {tensor.name for tensor in model.trained} if optimizer is not None else ())
@@ -301,7 +302,8 @@ def _outputs(module: Any, tree: prefix_tree.Tree, micro_batch: MicroBatch, reque
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # a view would lose FSDP2's hooks
     token = micro_batch["token"]
     given = micro_batch.get("given", None)
-    logits = module.lm_head(hidden).float() / micro_batch.get("temperature", request.temperature)
+    logits = hf_modules.scale_logits(module.lm_head(hidden).float(), module.config)
+    logits = logits / micro_batch.get("temperature", request.temperature)
     if not request.entropy and not request.best and given is None:
         entropy = _entropy(logits) if torch.is_grad_enabled() else None
         return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"), entropy=entropy)

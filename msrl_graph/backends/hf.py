@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import experts, hf_modules, kernels
+from . import experts, hf_modules, joint_norms, kernels
 from .devices import allocate, release
 from .engine_protocols import GenerateRequest, Response, Sampling, Shard, Weights
 from .generation.continuous import SequenceBatch
@@ -67,6 +67,7 @@ class HfEngine:
         self.group = devices.axis("tp").get_group() if layout.tp > 1 else None
         if self.group is not None:
             _install_tensor_parallel_sums(self.module, self.group, layout.coordinates(rank).tp)
+            joint_norms.install(self.module, model, self.group)
 
     def allocate(self) -> list[Shard]:
         for piece in self._shards:
@@ -122,6 +123,7 @@ class HfEngine:
             input_ids=ids, attention_mask=attention_mask, position_ids=position, past_key_values=cache, use_cache=True
         )
         logits: torch.Tensor = self.module.lm_head(hidden.last_hidden_state[:, -1]).float()
+        logits = hf_modules.scale_logits(logits, self.module.config)
         if self.group is not None:
             parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
             dist.all_gather(parts, logits.contiguous(), group=self.group)

@@ -52,6 +52,15 @@ def build_empty_model(model: Model) -> Any:
     return module
 
 
+def scale_logits(logits: Any, config: Any) -> Any:
+    """Scale and cap logits, as a causal model of transformers does after its head."""
+    if (scale := getattr(config, "logits_scaling", 1.0)) != 1.0:
+        logits = logits / scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = (logits / cap).tanh() * cap
+    return logits
+
+
 def load_buffers(model: Model) -> dict[str, Any]:
     """Load a model's buffers (Model.buffers), by name."""
     import torch

@@ -66,6 +66,7 @@ class _Layer(LayerSizes):
         The layer saves:
 
         - the input, the normed input and the scaled input of both halves (attention and feed-forward),
+        - with norms after the halves too, the output and the normed output of both halves,
         - the tensors that attention keeps,
         - the input and the result of the norms of query and key heads,
         - the tensors that the feed-forward half keeps.
@@ -74,6 +75,8 @@ class _Layer(LayerSizes):
         """
         s = self.whole
         norms = 6 * s.hidden if s.item == 4 else 8 * s.hidden
+        if self.kind.norms.before and self.kind.norms.after:
+            norms += 4 * s.hidden if s.item == 4 else 6 * s.hidden
         heads = s.tokens * (self.query + self.keys) * (2 if s.item == 4 else 3) * self.mixer.head_norms
         return norms + heads + self.attention + self.feed - self.unsaved
 

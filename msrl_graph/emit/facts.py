@@ -15,7 +15,7 @@ import msgspec
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
 from ..ir.plan import Plan
-from ..model.layers import Layer
+from ..model.layers import BEFORE, Layer
 from ..passes.facts import Fact, Section, field_facts
 from ..passes.order import ORDER
 
@@ -181,4 +181,7 @@ def _describe_layer(layer: Layer) -> str:
         sizes = {name: value for name, value in msgspec.structs.asdict(part).items() if value}
         words = ", ".join(name if value is True else f"{name} {value}" for name, value in sizes.items())
         parts.append(f"{type(part).__struct_config__.tag} ({words})")
+    if layer.norms != BEFORE:
+        before, after = (", ".join(names) or "none" for names in (layer.norms.before, layer.norms.after))
+        parts.append(f"norms of inputs ({before}), of outputs ({after})")
     return f"{layer.count} x {', '.join(parts)}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+from msgspec import structs
+
 from ..diagnostics import NOWHERE, Span
 from ..sharding.layout import TensorKind, TensorKinds, group_by_kind
 from ..sharding.tensors import Tensor
@@ -97,14 +99,14 @@ class Model:
     @cached_property
     def layer_kinds(self) -> tuple[Layer, ...]:
         """The kinds of layers, by their first layer, each with its number of layers."""
-        counts = _sum_counts(((layer.mixer, layer.mlp), layer.count) for layer in self.stack)
-        return tuple(Layer(mixer, mlp, count) for (mixer, mlp), count in counts.items())
+        counts = _sum_counts((layer.kind, layer.count) for layer in self.stack)
+        return tuple(structs.replace(kind, count=count) for kind, count in counts.items())
 
     @cached_property
     def kind_of_layer(self) -> tuple[int, ...]:
         """For each layer, the index of its kind in `layer_kinds`."""
-        index = {(kind.mixer, kind.mlp): i for i, kind in enumerate(self.layer_kinds)}
-        return tuple(index[layer.mixer, layer.mlp] for layer in self.stack for _ in range(layer.count))
+        index = {layer.kind: i for i, layer in enumerate(self.layer_kinds)}
+        return tuple(index[layer.kind] for layer in self.stack for _ in range(layer.count))
 
     @cached_property
     def last_layers(self) -> tuple[int, ...]:

@@ -124,6 +124,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "rope_type": table.get("rope_type", table.get("type", "default")),
         }
 
+    def list_features(self) -> Iterator[str]:
+        """Yield the features (features.py) that fields of the family state.
+
+        Features of layers are not among them.
+        """
+        yield from ()
+
     def find_errors(self) -> Iterator[ConfigError]:
         """Yield what is wrong in a config whose fields are right by themselves."""
         yield from check_heads(self)

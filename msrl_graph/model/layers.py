@@ -24,8 +24,10 @@ MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp sha
 class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     """Attention with grouped key-value heads.
 
-    - `head_norms`: whether each head of the queries and keys is normalized (q_norm and k_norm).
+    - `head_norms`: whether queries and keys are normalized (q_norm and k_norm): each head by itself, or all heads
+      together with `joint_norms`.
     - `window`: how many tokens a token attends to; 0 for all tokens before it.
+    - `no_rope`: whether queries and keys have no rotary positions.
     """
 
     heads: int
@@ -35,6 +37,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     output_bias: bool = False
     head_norms: bool = False
     window: int = 0
+    joint_norms: bool = False
+    no_rope: bool = False
 
     @property
     def query_key_size(self) -> int:
@@ -81,9 +85,11 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         if self.output_bias:
             yield "output_bias"
         if self.head_norms:
-            yield "head_norms"
+            yield "joint_norms" if self.joint_norms else "head_norms"
         if self.window:
             yield "sliding_window"
+        if self.no_rope:
+            yield "no_rope"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the attention.
@@ -101,8 +107,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
             )
         yield from iterate_linear(make, "self_attn.o_proj", (hidden, q), 1, self.output_bias, unit=unit)
         if self.head_norms:
-            yield make("self_attn.q_norm.weight", (unit,))
-            yield make("self_attn.k_norm.weight", (unit,))
+            yield make("self_attn.q_norm.weight", (q if self.joint_norms else unit,))
+            yield make("self_attn.k_norm.weight", (kv if self.joint_norms else unit,))
 
 
 class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attention"):
@@ -294,12 +300,48 @@ Mixer = GroupedQueryAttention | MultiHeadLatentAttention
 Mlp = DenseMlp | ExpertMlp
 
 
+class LayerNorms(msgspec.Struct, frozen=True):
+    """The names of a layer's norms: those of the mixer and of the MLP.
+
+    - `before`: the norms of the inputs. Without them, mixer and MLP read the residual itself.
+    - `after`: the norms of the outputs, before they are added to the residual.
+    """
+
+    before: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str, ...] = ()
+
+    def list_features(self) -> Iterator[str]:
+        if self.after:
+            yield "sandwich_norms" if self.before else "post_norms"
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        for name in (*self.before, *self.after):
+            yield make(f"{name}.weight", (hidden,))
+
+
+BEFORE = LayerNorms()
+
+
 class Layer(msgspec.Struct, frozen=True):
     """A kind of layer, and how many such layers follow each other."""
 
     mixer: GroupedQueryAttention | MultiHeadLatentAttention
     mlp: DenseMlp | ExpertMlp
     count: int = 1
+    norms: LayerNorms = BEFORE
+
+    @property
+    def kind(self) -> Layer:
+        """The layer without its count."""
+        return msgspec.structs.replace(self, count=1)
+
+    def list_features(self) -> Iterator[str]:
+        for part in (self.mixer, self.mlp, self.norms):
+            yield from part.list_features()
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        for part in (self.mixer, self.mlp, self.norms):
+            yield from part.list_tensors(make, hidden)
 
     def count_flop(self, hidden: int, tokens: int) -> float:
         """Return the FLOP of one of these layers for a token.
@@ -310,10 +352,10 @@ class Layer(msgspec.Struct, frozen=True):
         return 2 * hidden * (2 * self.mixer.query_key_size + 3 * self.mlp.width) + attention * tokens / 2
 
 
-def group_layers(layers: Iterable[tuple[Mixer, Mlp]]) -> Iterator[Layer]:
+def group_layers(layers: Iterable[tuple[Mixer, Mlp]], norms: LayerNorms = BEFORE) -> Iterator[Layer]:
     """Yield layers, of which equal ones that follow each other are one item."""
     for (mixer, mlp), same in groupby(layers):
-        yield Layer(mixer, mlp, len([*same]))
+        yield Layer(mixer, mlp, len([*same]), norms)
 
 
 def iterate_linear(

@@ -12,8 +12,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ..files import fix_commands, urls
@@ -24,7 +27,7 @@ from .architecture import Model
 from .families import FAMILIES, Family, find_family
 from .features import FEATURES
 from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
-from .layers import DenseMlp, ExpertMlp, Layer
+from .layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL before a run fetches all of it
@@ -232,10 +235,13 @@ def _config_fault(name: str, problem: str, span: Span) -> Fault:
 
 def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) -> Iterator[str]:
     """Yield the features of a model, each once, in the order of FEATURES."""
-    features = {*family.features}
-    features |= {feature for layer in stack for part in (layer.mixer, layer.mlp) for feature in part.list_features()}
-    mlps = [type(layer.mlp) for layer in stack]
-    if len({layer.mixer for layer in stack}) > 1 or mlps not in ([DenseMlp], [ExpertMlp], [DenseMlp, ExpertMlp]):
+    features = {*family.features, *config.list_features()}
+    features |= {feature for layer in stack for feature in layer.list_features()}
+    mlps = [type(mlp) for mlp, _ in groupby(layer.mlp for layer in stack)]
+    # Layers that differ only in rotary positions have the same sizes: a feature by itself ("no_rope").
+    mixers = [layer.mixer for layer in stack]
+    sizes = {replace(mixer, no_rope=False) if isinstance(mixer, GroupedQueryAttention) else mixer for mixer in mixers}
+    if len(sizes) > 1 or mlps not in ([DenseMlp], [ExpertMlp], [DenseMlp, ExpertMlp]):
         features.add("mixed_layers")
     if config.tie_word_embeddings:
         features.add("tied_head")
@@ -252,10 +258,7 @@ def _iterate_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[L
     yield Tensor("model.embed_tokens.weight", embedding, 0, padded=True, tied=tied, layer=-1, layers=layers)
     for number, layer in enumerate(each for each in stack for _ in range(each.count)):
         make = partial(_layer_tensor, number, layers)
-        yield from layer.mixer.list_tensors(make, hidden)
-        yield from layer.mlp.list_tensors(make, hidden)
-        yield make("input_layernorm.weight", (hidden,))
-        yield make("post_attention_layernorm.weight", (hidden,))
+        yield from layer.list_tensors(make, hidden)
     yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)
     if not tied:
         yield Tensor("lm_head.weight", embedding, 0, padded=True, layer=layers, layers=layers)

@@ -50,6 +50,10 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
+_SMALL_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
+_GRANITE = _SMALL_GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
+_SMALL_GRANITE |= {"logits_scaling": 8.0}
+_MISTRAL = {"head_dim": 128, "sliding_window": None}
 PRESETS: dict[str, dict[str, object]] = {
     "qwen2.5-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),
     "qwen2.5-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936, **_TIED),
@@ -84,15 +88,42 @@ PRESETS: dict[str, dict[str, object]] = {
     "llama3.2-1b": _preset("Llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, **_TIED),
     "llama3.2-3b": _preset("Llama", 3072, 28, 24, 8, 8192, 128256, head_dim=128, **_TIED),
     "llama3.3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "mistral-7b-v0.1": _preset("Mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=4096),
+    "mistral-7b-v0.2": _preset("Mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=None),
+    "mistral-7b-v0.3": _preset("Mistral", 4096, 32, 32, 8, 14336, 32768, sliding_window=None),
+    "mistral-nemo-12b": _preset("Mistral", 5120, 40, 32, 8, 14336, 131072, **_MISTRAL),
+    "mistral-small-22b": _preset("Mistral", 6144, 56, 48, 8, 16384, 32768, **_MISTRAL),
+    "mistral-small-24b": _preset("Mistral", 5120, 40, 32, 8, 32768, 131072, **_MISTRAL),
+    "mistral-large-123b": _preset("Mistral", 12288, 88, 96, 8, 28672, 32768, **_MISTRAL),
+    "olmo2-1b": _preset("Olmo2", 2048, 16, 16, 16, 8192, 100352),
+    "olmo2-7b": _preset("Olmo2", 4096, 32, 32, 32, 11008, 100352),
+    "olmo2-13b": _preset("Olmo2", 5120, 40, 40, 40, 13824, 100352),
+    "olmo2-32b": _preset("Olmo2", 5120, 64, 40, 8, 27648, 100352),
+    "smollm3-3b": _preset("SmolLM3", 2048, 36, 16, 4, 11008, 128256),
+    "granite3.0-2b": _preset("Granite", 2048, 40, 32, 8, 8192, 49155, **_SMALL_GRANITE, **_TIED),
+    "granite3.0-8b": _preset("Granite", 4096, 40, 32, 8, 12800, 49155, **_GRANITE, **_TIED),
+    "granite3.3-2b": _preset("Granite", 2048, 40, 32, 8, 8192, 49159, **_SMALL_GRANITE, **_TIED),
+    "granite3.3-8b": _preset("Granite", 4096, 40, 32, 8, 12800, 49159, **_GRANITE, **_TIED),
+    "seed-oss-36b": _preset("SeedOss", 5120, 64, 80, 8, 27648, 155136, head_dim=128),
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
 # Names without a size, for series that have only one size.
-_SIZES = {"deepseek-v3": "deepseek-v3-671b", "deepseek-v3.1": "deepseek-v3-671b", "deepseek-r1": "deepseek-r1-671b"}
+_SIZES = {
+    "deepseek-v3": "deepseek-v3-671b",
+    "deepseek-v3.1": "deepseek-v3-671b",
+    "deepseek-r1": "deepseek-r1-671b",
+    "mistral-nemo": "mistral-nemo-12b",
+    "mistral-large": "mistral-large-123b",
+    "granite3.1-2b": "granite3.0-2b",
+    "granite3.1-8b": "granite3.0-8b",
+    "granite3.2-2b": "granite3.0-2b",
+    "granite3.2-8b": "granite3.0-8b",
+}
 # Words of a name that do not change the size: what the weights were trained for, and when.
-_WORDS = re.compile(r"-(?:instruct|base|chat|thinking|zero|\d{4})(?=-|$)")
+_WORDS = re.compile(r"-(?:instruct|base|chat|thinking|think|zero|it|pt|sft|dpo|\d{4})(?=-|$)")
 _SUBJECTS = re.compile(r"^(qwen2\.5|qwen3)-(?:math|coder)-")
-# The presets of `Llama-3.1` and `Meta-Llama-3` begin with `llama3.1` and `llama3`.
-_SERIES = re.compile(r"^(?:meta-)?(llama|qwen)-(?=\d)")
+# The presets of `Llama-3.1` and `Meta-Llama-3` begin with `llama3.1` and `llama3`. `gemma-2b` is no second series.
+_SERIES = re.compile(r"^(?:meta-)?(?:(llama|qwen)-(?=\d)|(gemma|glm|granite|olmo|phi)-(?=\d+(?:\.\d+)?(?:-|$)))")
 # The tokenizer of presets, by a prefix of the preset's name. All sizes of a series share one; `tiny` has none.
 TOKENIZERS = {
     "qwen2.5": "Qwen2.5",
@@ -101,6 +132,17 @@ TOKENIZERS = {
     "deepseek-r1-distill-qwen": "DeepSeek-R1-Distill-Qwen",
     "deepseek-r1-distill-llama": "DeepSeek-R1-Distill-Llama",
     "llama3": "Llama 3",
+    "mistral-7b-v0.1": "Mistral v1",
+    "mistral-7b-v0.2": "Mistral v1",
+    "mistral-7b-v0.3": "Mistral v3",
+    "mistral-small-22b": "Mistral v3",
+    "mistral-large": "Mistral v3",
+    "mistral-nemo": "Mistral Tekken v3",
+    "mistral-small-24b": "Mistral Tekken v7",
+    "olmo2": "OLMo 2",
+    "smollm3": "SmolLM3",
+    "granite3": "Granite 3",
+    "seed-oss": "Seed-OSS",
 }
 
 
@@ -124,7 +166,7 @@ def download(hub: str) -> str:
 
 def _normalize_name(target: str) -> str:
     name = (hub_name(target) or target).rsplit("/", 1)[-1].lower().replace("_", "-")
-    return _SERIES.sub(r"\1", name)
+    return _SERIES.sub(lambda match: match[1] or match[2], name)
 
 
 def find_tokenizer_name(name: str) -> str | None:
@@ -153,7 +195,8 @@ def find_similar_preset(hub: str) -> str:
 def suggest_presets(target: str) -> str:
     """Return a help text for an unknown preset name.
 
-    The text has the most similar preset, or all presets if no preset is similar.
+    The text has the most similar preset. If no preset is similar, it has the presets that begin with the same word, or
+    the words that presets begin with.
     """
     name = _normalize_name(target)
     numbers = _find_numbers(name)
@@ -163,7 +206,17 @@ def suggest_presets(target: str) -> str:
         )
         if help.startswith("did"):
             return help
-    return f"the presets, for plans, are {', '.join(_format_series())}"
+    words: dict[str, list[str]] = {}
+    for preset in PRESETS:
+        words.setdefault(_find_word(preset), []).append(preset)
+    if same := words.get(_find_word(name)):
+        return f"the presets, for plans, are {', '.join(_format_series(same))}"
+    return f"the names of the presets, for plans, begin with {', '.join(f'`{word}`' for word in words)}"
+
+
+def _find_word(name: str) -> str:
+    """Return the letters that a name begins with."""
+    return re.match("[a-z]*", name)[0]  # type: ignore[index]
 
 
 def _match_numbers(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
@@ -182,10 +235,10 @@ def _find_numbers(name: str) -> list[str]:
     return re.findall(r"\d+(?:\.\d+)?", name)
 
 
-def _format_series() -> Iterator[str]:
+def _format_series(names: Sequence[str]) -> Iterator[str]:
     """Yield one text per series of presets, such as "`qwen2.5-` 0.5b 1.5b 3b"."""
     sizes_by_series: dict[str, list[str]] = {}
-    for name in PRESETS:
+    for name in names:
         series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*b))?", name).groups()  # type: ignore[union-attr]
         sizes_by_series.setdefault(series, []).extend([size] if size else [])
     for series, sizes in sizes_by_series.items():

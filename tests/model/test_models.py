@@ -48,6 +48,22 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("deepseek-r1-671b", 671_026_419_200),
+        ("mistral-7b-v0.1", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("mistral-nemo-12b", 12_247_782_400),
+        ("mistral-small-22b", 22_247_282_688),
+        ("mistral-small-24b", 23_572_403_200),
+        ("mistral-large-123b", 122_610_069_504),
+        ("olmo2-1b", 1_484_916_736),
+        ("olmo2-7b", 7_298_617_344),
+        ("olmo2-13b", 13_716_198_400),
+        ("olmo2-32b", 32_234_279_936),
+        ("smollm3-3b", 3_075_098_624),
+        ("granite3.0-2b", 2_533_531_648),
+        ("granite3.0-8b", 8_170_848_256),
+        ("granite3.3-2b", 2_533_539_840),
+        ("granite3.3-8b", 8_170_864_640),
+        ("seed-oss-36b", 36_151_104_512),
     ],
 )
 def test_counts_are_the_published_ones(name: str, parameters: int) -> None:
@@ -117,6 +133,15 @@ NAMES = {
     "DeepSeek-V3": "deepseek-v3-671b",
     "deepseek-ai/DeepSeek-R1-0528": "deepseek-r1-671b",
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": "deepseek-r1-distill-qwen-7b",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
+    "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
+    "mistralai/Mistral-Nemo-Instruct-2407": "mistral-nemo-12b",
+    "allenai/OLMo-2-1124-7B-Instruct": "olmo2-7b",
+    "allenai/OLMo-2-0325-32B-DPO": "olmo2-32b",
+    "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
+    "ibm-granite/granite-3.3-8b-instruct": "granite3.3-8b",
+    "ibm-granite/granite-3.1-2b-base": "granite3.0-2b",
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": "seed-oss-36b",
     "Qwen/Qwen2.5-7B-Instruct-AWQ": "",  # its weights are others
     "Qwen/Qwen3-8B-FP8": "",
     "Qwen/Qwen2.5-8B": "",
@@ -192,6 +217,13 @@ MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+    "GraniteForCausalLM": ("granite", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "SeedOssForCausalLM": (
+        "seed_oss",
+        {"num_key_value_heads": 2, "head_dim": 8, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "SmolLM3ForCausalLM": ("smollm3", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "Olmo2ForCausalLM": ("olmo2", {"num_key_value_heads": 2}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
     "DeepseekV3ForCausalLM": (
         "deepseek_v3",

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import dense_families
 import engines
 import mixture
 import numpy as np
@@ -53,6 +54,7 @@ WRITTEN = {
     "mistral with windows": partial(mixture.mistral, sliding_window=mixture.WINDOW),
     "qwen2 with windows": partial(mixture.qwen2, **mixture.WINDOWED),
     "qwen3_moe with mixed layers": partial(mixture.mixture, width=64, **mixture.MIXED),
+    **dense_families.WRITTEN,
 }
 LAYOUTS = {
     "one rank": Layout(),
@@ -268,6 +270,25 @@ def measure_generator(rank, folder, name, layout, reference, breaks, frozen, ada
     return {"logp": (torch.from_numpy(np.concatenate(logps)) - wanted).abs().max()}
 
 
+def generate_likeliest(folder):
+    """Return the likeliest tokens after each prompt: by the engine `hf`, and as transformers generates them."""
+    from transformers import AutoModelForCausalLM
+
+    model = models.load(folder, Path("/"), None, NOWHERE)
+    engine = engines.generator(model)
+    hf_modules.fill(model, engine.allocate())
+    prompts, _ = batch()
+    sampling = Sampling(1, 12, 0.0, 1.0, 0, ends=(1,))
+    drawn, _ = collect_responses(engine.generate(GenerateRequest([*prompts], np.arange(ROWS), sampling)))
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = []
+    for prompt in prompts:
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        tokens = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        expected.append(tokens[0, len(prompt) :].tolist())
+    return [tokens.tolist() for tokens in drawn], expected
+
+
 def change_nothing(engine):
     pass
 
@@ -324,6 +345,34 @@ def remove_windows(engine):
         layer.self_attn.sliding_window = None
     config = engine.module.config
     config.layer_types = ["full_attention"] * config.num_hidden_layers
+
+
+def remove_logits_scale(engine):
+    engine.module.config.logits_scaling = 1.0
+
+
+def remove_residual_scale(engine):
+    for layer in engine.module.model.layers:
+        layer.residual_multiplier = 1.0
+
+
+def remove_attention_scale(engine):
+    for layer in engine.module.model.layers:
+        layer.self_attn.scaling = layer.self_attn.head_dim**-0.5
+
+
+def remove_model_embedding_scale(engine):
+    engine.module.model.embedding_multiplier = 1.0
+
+
+def rotate_all_layers(engine):
+    for layer in engine.module.model.layers:
+        layer.self_attn.use_rope = 1
+
+
+def remove_norms_of_outputs(engine):
+    for layer in engine.module.model.layers:
+        layer.post_feedforward_layernorm.forward = lambda x: x
 
 
 def remove_embedding_scale(engine):

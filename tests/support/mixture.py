@@ -22,7 +22,7 @@ def mixture(folder, width=32, **changes):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     routed = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": width}
-    return _saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **({"num_hidden_layers": 2} | routed | changes))
+    return saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **({"num_hidden_layers": 2} | routed | changes))
 
 
 def dense(folder, **changes):
@@ -30,28 +30,28 @@ def dense(folder, **changes):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     changes |= {"num_hidden_layers": 4, "tie_word_embeddings": False}
-    return _saved(folder, Qwen3Config, Qwen3ForCausalLM, **changes)
+    return saved(folder, Qwen3Config, Qwen3ForCausalLM, **changes)
 
 
 def llama(folder, **changes):
     """A Llama of two layers, its attention with biases where it is asked for."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _saved(folder, LlamaConfig, LlamaForCausalLM, num_hidden_layers=2, **changes)
+    return saved(folder, LlamaConfig, LlamaForCausalLM, num_hidden_layers=2, **changes)
 
 
 def gemma(folder, **changes):
     """A Gemma of two layers."""
     from transformers import GemmaConfig, GemmaForCausalLM
 
-    return _saved(folder, GemmaConfig, GemmaForCausalLM, num_hidden_layers=2, **changes)
+    return saved(folder, GemmaConfig, GemmaForCausalLM, num_hidden_layers=2, **changes)
 
 
 def mistral(folder, **changes):
     """A Mistral of two layers, without windows unless they are asked for."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    return _saved(
+    return saved(
         folder, MistralConfig, MistralForCausalLM, **({"num_hidden_layers": 2, "sliding_window": None} | changes)
     )
 
@@ -62,10 +62,10 @@ def qwen2(folder, **changes):
 
     # Heads of 32 elements, which make 64: vLLM knows no other heads of Qwen2, and no smaller ones on a CPU.
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return _saved(folder, Qwen2Config, Qwen2ForCausalLM, **({"num_hidden_layers": 2} | heads | changes))
+    return saved(folder, Qwen2Config, Qwen2ForCausalLM, **({"num_hidden_layers": 2} | heads | changes))
 
 
-def _saved(folder, config, model, **stated):
+def saved(folder, config, model, **stated):
     torch.manual_seed(0)
     stated = SIZES | HEADS | TOKENS | stated
     return _written(model(config(dtype="float32", initializer_range=0.2, **stated)), folder)

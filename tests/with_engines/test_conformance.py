@@ -13,6 +13,15 @@ def test_a_family_is_computed_as_by_transformers(family, engine, tmp_path):
     conformance.assert_close(found)
 
 
+@pytest.mark.parametrize("family", ["seed_oss", "olmo2", "smollm3"])
+def test_vllm_leaves_classes_of_transformers_as_they_are_for_a_trainer_of_the_same_process(family, tmp_path):
+    """VLLM builds these families of transformers' modules."""
+    layouts = {"one rank": conformance.LAYOUTS["one rank"]}
+    found = conformance.measure(family, ["vllm", "fsdp"], tmp_path, layouts=layouts)
+    assert [engine for engine, _ in found] == ["vllm", "fsdp"]
+    conformance.assert_close(found)
+
+
 @pytest.mark.parametrize(
     ("family", "frozen"),
     [

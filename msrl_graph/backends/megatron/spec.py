@@ -34,7 +34,20 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
 # Megatron's expert_tensor_parallel_size defaults to tensor_model_parallel_size.
 EXPERTS = ExpertPlacement("ep · etp divides tp · cp · dp; etp defaults to tp", lambda layout: layout.tp, divides)
 # Features of models that can be planned, not run.
-LACKING = {"output_bias", "mlp_bias", "sliding_window", "mixed_layers", "embedding_scale", "offset_norms"}
+LACKING = {
+    "output_bias",
+    "mlp_bias",
+    "sliding_window",
+    "mixed_layers",
+    "embedding_scale",
+    "residual_scale",
+    "logits_scale",
+    "offset_norms",
+    "joint_norms",
+    "no_rope",
+    "post_norms",
+    "sandwich_norms",
+}
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),

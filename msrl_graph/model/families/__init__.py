@@ -7,7 +7,7 @@ their layers (layers.py) and features (features.py).
 from __future__ import annotations
 
 from ...files.plugins import PlugInTable
-from . import deepseek_v3, gemma, llama, mistral, qwen2, qwen3, qwen3_moe
+from . import deepseek_v3, gemma, granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
 from .family import Family
 
 __all__ = ["FAMILIES", "Family", "find_family"]
@@ -16,7 +16,22 @@ __all__ = ["FAMILIES", "Family", "find_family"]
 FAMILIES: PlugInTable[Family] = PlugInTable(
     "msrl_graph.families",
     Family,
-    {module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma, mistral)},
+    {
+        module.FAMILY.name: module.FAMILY
+        for module in (
+            llama,
+            qwen2,
+            qwen3,
+            qwen3_moe,
+            deepseek_v3,
+            gemma,
+            mistral,
+            granite,
+            seed_oss,
+            smollm3,
+            olmo2,
+        )
+    },
 )
 
 

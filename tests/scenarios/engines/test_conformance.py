@@ -28,11 +28,26 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
         ("qwen3", conformance.remove_head_norms),
         ("gemma", conformance.remove_embedding_scale),
         ("qwen2 with windows", conformance.remove_windows),
+        ("granite", conformance.remove_logits_scale),
+        ("granite", conformance.remove_residual_scale),
+        ("granite", conformance.remove_attention_scale),
+        ("granite", conformance.remove_model_embedding_scale),
+        ("smollm3", conformance.rotate_all_layers),
+        ("olmo2", conformance.remove_head_norms),
+        ("olmo2", conformance.remove_norms_of_outputs),
     ],
 )
 def test_what_an_engine_leaves_out_is_seen(family, broken, tmp_path):
     for cell, values in conformance.measure(family, LIGHT, tmp_path, broken).items():
         assert values["logp"] > 10 * conformance.BARS["logp"], (cell, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", conformance.WRITTEN)
+def test_the_likeliest_tokens_are_those_that_transformers_generates(family, tmp_path):
+    folder = conformance.WRITTEN[family](tmp_path / "model")
+    drawn, expected = conformance.generate_likeliest(folder)
+    assert drawn == expected and sum(map(len, drawn)) > 3 * len(drawn)
 
 
 @pytest.mark.slow
