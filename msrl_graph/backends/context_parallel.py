@@ -165,7 +165,13 @@ class _Exchanged(ContextShard):
     """
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None = None,
     ) -> torch.Tensor:
         import torch
 
@@ -181,7 +187,7 @@ class _Exchanged(ContextShard):
         )
         q, k, v = (tensor.transpose(0, 1).flatten(1, 2) for tensor in parts)
         del parts  # frees the received tensors
-        out = super().attend(q, k, v, scaling, window)
+        out = super().attend(q, k, v, scaling, window, cap)
         result: torch.Tensor = exchange(out.view(size, nodes, *out.shape[1:]), self.context.group)
         return result.transpose(0, 1).flatten(1, 2)
 
@@ -195,9 +201,15 @@ class _Ring(ContextShard):
     """
 
     def product(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
     ) -> torch.Tensor:
-        return ring_attention.attention(q, k, v, self.context, scaling, window)
+        return ring_attention.attention(q, k, v, self.context, scaling, window, cap)
 
 
 @cache

@@ -69,7 +69,7 @@ class FsdpEngine:
             module.gradient_checkpointing_enable()
         self.kernels = kernels.load(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
-        install(module, self.kernels)
+        install(module, model, self.kernels)
         prefix_tree.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
@@ -77,6 +77,7 @@ class FsdpEngine:
             summed = self.kernels.summed if devices.on_one_host("tp") and not model.lora else None
             _divide_tensors(module, devices.axis("tp"), model.scores, summed)
             joint_norms.install(module, model, self._tp)
+            hf_modules.count_local_heads(module, model, layout.tp)
             self._tie(module)
         adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         _mark_trained(module, {tensor.name for tensor in model.trained} if optimizer is not None else ())
@@ -95,7 +96,7 @@ class FsdpEngine:
         self._attention = self.kernels.attention
         if is_compiled(placement):
             _compile(module.model.layers)
-            if "sliding_window" in model.features:  # a graph would have a fixed number of blocks
+            if {"sliding_window", "attention_cap"} & {*model.features}:  # a graph would have a fixed number of blocks
                 self._attention = torch.compiler.disable(self._attention)  # type: ignore[no-untyped-call]
         offloads_activations = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._forward_context = (

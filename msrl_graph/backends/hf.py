@@ -50,7 +50,7 @@ class HfEngine:
         self.module = hf_modules.build_empty_model(model).eval().requires_grad_(False)
         fused = kernels.load(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)
-        install(self.module, fused)
+        install(self.module, model, fused)
         named = hf_modules.named_weights(self.module)
         dtype = next(iter(named.values())).dtype
         self._shards = []
@@ -68,6 +68,7 @@ class HfEngine:
         if self.group is not None:
             _install_tensor_parallel_sums(self.module, self.group, layout.coordinates(rank).tp)
             joint_norms.install(self.module, model, self.group)
+            hf_modules.count_local_heads(self.module, model, layout.tp)
 
     def allocate(self) -> list[Shard]:
         for piece in self._shards:

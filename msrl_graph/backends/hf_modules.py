@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..files.weights import weight_files
 from ..model.architecture import HEAD, Model
 from ..model.models import read_engine_fields
 from ..sharding.layout import elements, full_box, slices
-from ..sharding.tensors import Tensor
+from ..sharding.tensors import Box, Tensor
 from . import adapters
 from .engine_protocols import Shard
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
@@ -38,6 +43,7 @@ def build_empty_model(model: Model) -> Any:
         if model.scores:
             del module.lm_head
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
+    _split_fused(module, model)
     # Buffers that are computed, not loaded, were lost on the meta device.
     module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
     for part in module.modules():
@@ -50,6 +56,44 @@ def build_empty_model(model: Model) -> Any:
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_buffer(leaf, value)
     return module
+
+
+def _split_fused(module: Any, model: Model) -> None:
+    """Replace projections that are one tensor in the files by several.
+
+    Each part of the tensor becomes a projection, which tensor parallelism can shard.
+    """
+    import torch
+
+    dtype = getattr(torch, DTYPES[model.dtype])
+    for tensor in model.tensors:
+        if not tensor.fused:
+            continue
+        owner_path, name, _ = tensor.name.rsplit(".", 2)
+        owner = module.get_submodule(owner_path)
+        outputs, inputs = tensor.shape
+        setattr(owner, name, torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
+        if isinstance(getattr(owner, tensor.fused), torch.nn.Module):
+            delattr(owner, tensor.fused)
+            setattr(owner, tensor.fused, partial(_join_outputs, owner, model.fused[tensor.fused]))
+
+
+def _join_outputs(owner: Any, names: Sequence[str], states: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.cat([getattr(owner, name)(states) for name in names], dim=-1)
+
+
+def count_local_heads(module: Any, model: Model, tp: int) -> None:
+    """Make attention count the heads of one of `tp` ranks.
+
+    By these counts it splits the joined outputs of projections that are one tensor in the files.
+    """
+    for layer in module.model.layers if "qkv_proj" in model.fused else ():
+        attention = layer.self_attn
+        attention.config = copy(attention.config)
+        attention.config.num_attention_heads //= tp
+        attention.num_key_value_heads //= tp
 
 
 def scale_logits(logits: Any, config: Any) -> Any:
@@ -130,15 +174,17 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
         for shard in read
         for name, index, box in by_name.get(shard.name, Tensor(shard.name, ())).in_files(shard.box)
     )
-    missing = {name: (tensor, box) for name, tensor, box in parts}
+    missing: dict[str, list[tuple[torch.Tensor, Box]]] = {}
+    for name, tensor, box in parts:
+        missing.setdefault(name, []).append((tensor, box))
     with torch.no_grad():
         for file, named in weight_files(model.path).read.items():
             with safe_open(file, framework="pt") as weights:
                 for name in missing.keys() & {*weights.keys()} & ({*missing} if named is None else named):
-                    tensor, box = missing.pop(name)
-                    if elements(box):
-                        tensor.copy_(weights.get_slice(name)[slices(box)])
-        if HEAD in missing:
-            missing.pop(HEAD)[0].zero_()
+                    for tensor, box in missing.pop(name):
+                        if elements(box):
+                            tensor.copy_(weights.get_slice(name)[slices(box)])
+        for tensor, _ in missing.pop(HEAD, ()):
+            tensor.zero_()
     if missing:
         raise FileNotFoundError(f"{model.path} has no weights for {min(missing)} ({len(missing)} missing)")

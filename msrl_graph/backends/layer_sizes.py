@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ..model.layers import ExpertMlp, Layer, Mixer
-from .sizes import Sizes
+from ..model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, Mixer
+from .sizes import SCORES, Sizes
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,35 @@ class LayerSizes:
 
         Ulysses attention repeats some key-value heads, so that each rank has whole heads.
         """
+        if self.is_capped:  # each query head has a copy
+            return self.query
         layout = self.whole.work.layout
         cp = layout.cp if layout.cp_kind == "ulysses" else 1
         return self.keys * (cp // gcd(cp, self.whole.split(self.mixer.kv_heads)))
 
     @cached_property
+    def is_capped(self) -> bool:
+        """Whether attention caps its scores (kernels/chunked_attention.py)."""
+        return isinstance(self.mixer, GroupedQueryAttention) and self.mixer.cap > 0
+
+    @cached_property
+    def chunk_scores(self) -> int:
+        """The largest number of scores that attention with caps has at once."""
+        s = self.whole
+        heads = s.split(self.mixer.heads)
+        width = -(-s.work.fed // s.work.layout.cp)
+        per_query = s.work.rows * heads * width
+        return min(max(SCORES, per_query), per_query * width) if self.is_capped else 0
+
+    @cached_property
     def is_banded(self) -> bool:
         """Whether attention is computed in blocks: rows are longer than the window.
 
-        Ring attention computes its own blocks, those of other ranks.
+        Ring attention computes its own blocks, those of other ranks. Attention with capped scores computes others.
         """
         layout = self.whole.work.layout
         ring = layout.cp > 1 and layout.cp_kind == "ring"
-        return 0 < self.mixer.window < self.whole.work.fed and not ring
+        return 0 < self.mixer.window < self.whole.work.fed and not ring and not self.is_capped
 
     @cached_property
     def attention(self) -> int:
@@ -118,6 +134,11 @@ class LayerSizes:
         The size is for all tokens. The output of the up projection has the same size.
         """
         return 0 if self.experts else self.whole.tokens * self.whole.split(self.kind.mlp.intermediate) * self.whole.item
+
+    @cached_property
+    def concatenates(self) -> bool:
+        """Whether outputs of gate and up are concatenated (hf_modules.py)."""
+        return isinstance(self.kind.mlp, DenseMlp) and self.kind.mlp.fused
 
     @cached_property
     def sent(self) -> int:

@@ -55,7 +55,7 @@ class _Layer(LayerSizes):
     def products(self) -> int:
         """The peak bytes of a feed-forward half in a pass without gradients."""
         if self.experts is None:
-            return 3 * self.wide
+            return (3 + self.concatenates) * self.wide
         sent_twice = 2 * self.routed * (self.whole.work.layout.ep > 1)
         return max(3 * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared
 
@@ -185,7 +185,8 @@ def _attention(layer: _Layer) -> int:
     latent = isinstance(layer.mixer, MultiHeadLatentAttention)
     by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
-    return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False)
+    # Of capped scores: as products, scaled, and the results of two more operators.
+    return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False) + 4 * 4 * layer.chunk_scores
 
 
 def _head(s: _Pass) -> int:
@@ -194,11 +195,13 @@ def _head(s: _Pass) -> int:
     The peak is the larger of two moments. At the first moment, the logits divided by the temperature and their
     log-softmax exist. The second moment occurs only if the vocabulary is sharded over tp. At the second moment, the
     rank's own logits, the gathered logits of all ranks, and the concatenation of the gathered logits exist.
+
+    Capped logits are kept for the backward pass.
     """
     tp = s.work.layout.tp
     stored = s.logit * s.item // 4
     joined = stored // tp + 2 * stored if tp > 1 else 0
-    return max(2 * s.logit, joined)
+    return max((2 + ("logits_cap" in s.work.model.features)) * s.logit, joined)
 
 
 def _update(s: _Pass) -> Moments:
@@ -241,7 +244,7 @@ def _update(s: _Pass) -> Moments:
             "gathered weights": top,
             "gradients": rest,
             "activations": base + states,
-            "logits": (3 + 2 * work.entropy + work.scores_other_ids) * s.logit,
+            "logits": (3 + 2 * work.entropy + work.scores_other_ids + ("logits_cap" in work.model.features)) * s.logit,
         },
         "the head's gradient": {
             "gathered weights": top,
@@ -317,7 +320,7 @@ def _backward(layer: _Layer) -> dict[str, dict[str, int]]:
     feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
     freed = layer.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * layer.query
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
-    attention = 2 * s.hidden + by_row + layer.context_parallel_extra(True) - freed
+    attention = 2 * s.hidden + by_row + layer.context_parallel_extra(True) - freed + 5 * 4 * layer.chunk_scores
     matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
     return {
         "the feed-forward half": {"activations": feed, "gradients": matrix},
@@ -383,6 +386,8 @@ def _score_bytes(layer: _Layer) -> int:
     """
     work = layer.whole.work
     stored = isinstance(layer.mixer, MultiHeadLatentAttention)
+    if layer.is_capped:  # transformers' own operators: two results of the cap, and a softmax in float32
+        return (2 * layer.whole.item + 2 * 4) * layer.whole.split(layer.mixer.heads) * work.rows * work.prompt**2
     return 2 * layer.whole.split(layer.mixer.heads) * work.rows * work.prompt**2 * layer.whole.item if stored else 0
 
 
@@ -393,7 +398,7 @@ def _product_bytes(layer: _Layer) -> int:
     """
     s = layer.whole
     if layer.experts is None:
-        return 3 * s.split(layer.kind.mlp.intermediate) * s.item
+        return (3 + layer.concatenates) * s.split(layer.kind.mlp.intermediate) * s.item
     sent = layer.experts.active * s.work.model.hidden * s.item
     inner = layer.experts.active * layer.experts.intermediate * s.item
     return max(sent + 3 * inner, 3 * sent) + s.split(layer.experts.shared) * s.item

@@ -55,7 +55,13 @@ class Tree:
         return replace(self, **moved)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None = None,
     ) -> torch.Tensor:
         """Compute causal attention: each node attends to itself and to its ancestors.
 
@@ -63,7 +69,7 @@ class Tree:
         needs no mask, because it is at the end of the rows, and causal attention uses no later positions.
         """
         q, k, v = map(self._lay_out_rows, (query, key, value))
-        out = self.product(q, k, v, scaling, window)
+        out = self.product(q, k, v, scaling, window, cap)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
     def _lay_out_rows(self, states: torch.Tensor) -> torch.Tensor:
@@ -72,13 +78,19 @@ class Tree:
         return by_row.view(*self.rows.shape, *by_row.shape[1:]).transpose(1, 2)
 
     def product(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
     ) -> torch.Tensor:
         """Compute attention on tensors that are laid out by row.
 
         The shape of the tensors is [rows, heads, width, size].
         """
-        return self.attention(q, k, v, scaling, window)
+        return self.attention(q, k, v, scaling, window, cap)
 
 
 def build_tree(packed: TensorDict) -> Tree:
@@ -141,6 +153,7 @@ def attend(
     prefixes: Tree,
     scaling: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention over the tree `prefixes`, with the signature of transformers.
@@ -159,4 +172,4 @@ def attend(
         return tensor if tensor.shape[-1] == size else torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
 
     q, k, v = (pad_size(tensor[0]) for tensor in (query, key, value))
-    return prefixes.attend(q, k, v, scaling, sliding_window)[None, ..., : value.shape[-1]], None
+    return prefixes.attend(q, k, v, scaling, sliding_window, softcap)[None, ..., : value.shape[-1]], None

@@ -9,28 +9,32 @@ receiving. The results of blocks are merged in float32, or in float64 for float6
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from . import devices
+from .kernels import chunked_attention
 
 if TYPE_CHECKING:
     import torch
 
     from .context_parallel import ContextGroup
 
-SCORES = 1 << 24  # attention scores computed at once without a fused kernel
-
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ContextGroup, scaling: float, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: ContextGroup,
+    scaling: float,
+    window: int | None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Compute causal attention over the positions of all ranks.
 
     Inputs and output are [rows, heads, width, size] and have only this rank's positions.
     """
-    output: torch.Tensor = _make_function()(q, k, v, context, scaling, window)
+    output: torch.Tensor = _make_function()(q, k, v, context, scaling, window, cap)
     return output
 
 
@@ -41,7 +45,14 @@ def _make_function() -> Any:
     class Ring(torch.autograd.Function):
         @staticmethod
         def forward(
-            saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any, scaling: float, window: Any
+            saved: Any,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            context: Any,
+            scaling: float,
+            window: Any,
+            cap: Any,
         ) -> torch.Tensor:
             dtype = torch.promote_types(q.dtype, torch.float32)
             out = torch.zeros_like(q, dtype=dtype)
@@ -49,17 +60,17 @@ def _make_function() -> Any:
             keys_values = torch.stack([k, v])
             for step in range(context.size):
                 arriving = context.pass_on(keys_values) if step + 1 < context.size else None
-                _merge_block(out, lse, q, keys_values, *_find_visible_keys(q, step, context, window), scaling)
+                _merge_block(out, lse, q, keys_values, *_find_visible_keys(q, step, context, window), scaling, cap)
                 keys_values = keys_values if arriving is None else arriving()
             result = out.to(q.dtype)
             saved.save_for_backward(q, k, v, result, lse)
-            saved.settings = context, scaling, window
+            saved.settings = context, scaling, window, cap
             return result
 
         @staticmethod
         def backward(saved: Any, *grad_outputs: torch.Tensor) -> Any:
             q, k, v, out, lse = saved.saved_tensors
-            context, scaling, window = saved.settings
+            context, scaling, window, cap = saved.settings
             keys_values = torch.stack([k, v])
             # Gradients of keys and values travel with the keys and values. One more step returns the gradients to the
             # rank that has the keys.
@@ -75,10 +86,11 @@ def _make_function() -> Any:
                     keys_values,
                     *_find_visible_keys(q, step, context, window),
                     scaling,
+                    cap,
                 )
                 keys_values = keys_values if arriving is None else arriving()
                 sums = context.pass_on(sums)()
-            return dq.to(q.dtype), *sums.to(k.dtype), None, None, None
+            return dq.to(q.dtype), *sums.to(k.dtype), None, None, None, None
 
     return Ring.apply
 
@@ -114,6 +126,7 @@ def _merge_block(
     first: int,
     mask: torch.Tensor | None,
     scaling: float,
+    cap: float | None,
 ) -> None:
     """Merge a block's attention result into `out` and `lse`, in place.
 
@@ -126,7 +139,7 @@ def _merge_block(
     if first == q.shape[2]:
         return
     keys, values = _select_keys(q, keys_values, first)
-    part, block_lse = _forward(q[:, :, first:], keys, values, mask, scaling)
+    part, block_lse = _forward(q[:, :, first:], keys, values, mask, scaling, cap)
     del keys, values
     total_lse = torch.logaddexp(lse[:, :, first:], block_lse)
     part = part.to(out.dtype).mul_((block_lse - total_lse).exp()[..., None])
@@ -143,6 +156,7 @@ def _add_gradients(
     first: int,
     mask: torch.Tensor | None,
     scaling: float,
+    cap: float | None,
 ) -> None:
     """Add the gradients of the attention to one block to `dq` and `sums`, in place.
 
@@ -153,7 +167,7 @@ def _add_gradients(
         return
     keys, values = _select_keys(dq, keys_values, first)
     q, out, lse = (tensor[:, :, first:] for tensor in saved)
-    query_gradient, *pair = _backward(grad_output[:, :, first:], q, keys, values, out, lse, mask, scaling)
+    query_gradient, *pair = _backward(grad_output[:, :, first:], q, keys, values, out, lse, mask, scaling, cap)
     dq[:, :, first:] += query_gradient
     for total, gradient in zip(sums, pair, strict=True):
         by_head = gradient.view(len(gradient), sums.shape[2], -1, *gradient.shape[2:])
@@ -171,7 +185,7 @@ def _select_keys(q: torch.Tensor, keys_values: torch.Tensor, first: int) -> torc
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the log-sum-exps of attention.
 
@@ -179,16 +193,11 @@ def _forward(
     """
     import torch
 
-    if devices.device_of(q).kind.is_host:  # its kernels return and accept the log-sum-exp
+    if devices.device_of(q).kind.is_host and not cap:  # its kernels return and accept the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(q, k, v, 0.0, mask is None, attn_mask=_make_additive_mask(q, mask), scale=scaling)
         return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
-    parts = []
-    for _, scores in _iterate_scores(q, k, mask, scaling):
-        lse = scores.logsumexp(-1)
-        parts.append(((scores - lse.nan_to_num(neginf=0.0)[..., None]).exp().to(v.dtype) @ v, lse))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
+    return chunked_attention.compute_outputs(q, k, v, mask, scaling, cap)
 
 
 def _backward(
@@ -200,6 +209,7 @@ def _backward(
     lse: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
+    cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values for the attention to one block.
 
@@ -208,23 +218,14 @@ def _backward(
     """
     import torch
 
-    if devices.device_of(q).kind.is_host:  # its kernels return and accept the log-sum-exp
+    if devices.device_of(q).kind.is_host and not cap:  # its kernels return and accept the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {"attn_mask": _make_additive_mask(q, mask), "scale": scaling}
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = kernel(
             grad_output, q, k, v, out, lse, 0.0, mask is None, **options
         )
         return gradients
-    dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
-    for span, scores in _iterate_scores(q, k, mask, scaling):
-        share = (scores - lse[:, :, span, None]).exp()
-        part = grad_output[:, :, span]
-        delta = (part * out[:, :, span]).sum(-1, keepdim=True, dtype=lse.dtype)
-        change = (share * ((part @ v.transpose(2, 3)) - delta) * scaling).to(q.dtype)
-        dq[:, :, span] = change @ k
-        dk += change.transpose(2, 3) @ q[:, :, span]
-        dv += share.to(q.dtype).transpose(2, 3) @ part
-    return dq, dk, dv
+    return chunked_attention.compute_gradients(grad_output, q, k, v, out, lse, mask, scaling, cap)
 
 
 def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -232,18 +233,3 @@ def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     import torch
 
     return None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-
-
-def _iterate_scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of the queries, each with the attention scores of these queries."""
-    import torch
-
-    rows, heads, width, _ = q.shape
-    if mask is None:
-        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril()
-    chunk = max(1, SCORES // (rows * heads * width))
-    for span in (slice(begin, begin + chunk) for begin in range(0, width, chunk)):
-        scores = (q[:, :, span] @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scaling
-        yield span, scores.masked_fill(~mask[span], -torch.inf)

@@ -29,6 +29,8 @@ from .spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs in addition to its states.
 CHUNK = 1 << 22
+# Attention scores that exist at once where no fused kernel computes them (kernels/chunked_attention.py).
+SCORES = 1 << 24
 GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the weights' type
 
 

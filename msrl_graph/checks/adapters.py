@@ -39,6 +39,11 @@ def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         if worker.adapter is None or not (nodes := plan.graph.nodes_of(worker.name)):
             continue
         model = plan.model(nodes[0].name)
+        if any(tensor.fused for tensor in model.weights):
+            message = f"an adapter of `{model.name}`, whose files fuse several projections, can be neither planned nor run"
+            help = "leave `adapter` out, or freeze a part of the model: `freeze`"
+            diagnostics.append(Diagnostic("not-yet", message, worker.span, help))
+            continue
         known = list_projections(model)
         for target in [*worker.adapter.targets] if known else []:
             if target not in (ALL_LINEAR, *known):

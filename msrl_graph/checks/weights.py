@@ -20,7 +20,6 @@ from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model import models as model_files
 from ..model.architecture import HEAD, Model
-from ..sharding.layout import full_box
 
 BIAS = "score.bias"
 LOGITS = "lm_head.weight"
@@ -98,9 +97,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
     - weights that the model's family leaves out, such as a layer for multi-token prediction.
     """
     model = models[0]
-    names = {
-        name for member in models for tensor in member.tensors for name, _, _ in tensor.in_files(full_box(tensor.shape))
-    }
+    names = {name for member in models for name in member.shapes_in_files}
     names |= {BIAS, LOGITS} if any(member.scores for member in models) else {LOGITS} if model.tied else set()
     unread = model_files.list_unused_weights(model)
     unused = [
@@ -116,12 +113,8 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
 
 
 def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> list[Diagnostic]:
-    wanted = [
-        (name, [stop for _, stop in box])
-        for tensor in (model.base or model).tensors
-        for name, _, box in tensor.in_files(full_box(tensor.shape))
-    ]
-    missing = [name for name, _ in wanted if name not in stored and not (name == HEAD and updated)]
+    wanted = (model.base or model).shapes_in_files
+    missing = [name for name in wanted if name not in stored and not (name == HEAD and updated)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         message = (
@@ -132,7 +125,7 @@ def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> 
             prefixes = fix_commands.tensor_names(model.path, stored, missing[0])
             help = prefixes or "name a folder with a language model's weights"
         return [Diagnostic("missing-file", message, model.span, help)]
-    for name, shape in wanted:
+    for name, shape in wanted.items():
         file, entry = stored.get(name, (Path(), {"shape": shape}))
         if entry["shape"] != shape:
             message = f"`{name}` in {file} has the shape {entry['shape']}, but `{worker.name}` needs {shape}"

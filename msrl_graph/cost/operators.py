@@ -18,6 +18,8 @@ PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
 # Accesses per logit: for log-probabilities, and to sample a token.
 SCORING = 7
 DRAWING = 15
+# Bytes of the accesses to a capped attention score in float32. No fused kernel caps scores: ten operators access them.
+CAPPED = 17 * 4
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
-from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork, layer_calls
+from .operators import CAPPED, DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork, layer_calls
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ class Costs:
         """Return the seconds to prefill one prompt per entry of `lengths` (token counts)."""
         count = len(lengths)
         tokens = sum(lengths)
-        moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING)
+        capped = sum(map(self.model.count_capped, lengths)) * CAPPED
+        moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING) + capped
         pairs = sum(length * length for length in lengths) / max(count, 1)
         work = ForwardWork(tokens, count, count, math.sqrt(pairs), pairs, moved)
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
@@ -217,6 +218,7 @@ class Costs:
             # Attention's operands are copied to a layout by rows, its result back to tokens.
             laid = 4 * self.model.query_key_size * count * rows.longest
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(rows.response, SCORING) + laid * BYTES[self.dtype]
+        moved += count * self.model.count_capped(math.sqrt(pairs)) * CAPPED
         work = ForwardWork(tokens, rows.response, count, math.sqrt(pairs), pairs, moved)
         parts = (
             [self._pass("infer", work)] if not update else [self._pass("update", work, 1 + self.model.backward_share)]
@@ -391,14 +393,14 @@ class Costs:
     def _elementwise_bytes(self, tokens: float) -> float:
         """Return the bytes that a layer's operators move between its matrix products.
 
-        Elements per token: norms 14 h and residuals 6 h (h: hidden size), rotation 10 per query and key element, gating
-        5 f (f: intermediate size). The result is 0 for a fused engine, whose assumed FLOP/s allow for these bytes.
+        Elements per token: norms 7 h each, residuals 6 h a layer (h: hidden size), rotation 10 per query and key
+        element, gating 5 f (f: intermediate size). A fused engine has 0: its assumed FLOP/s allow for these bytes.
         """
         if self._eager is None:
             return 0.0
         model = self.model
-        divided = 10 * model.query_key_size + 5 * model.mlp_width
-        return tokens * (20 * model.layers * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
+        whole = (7 * model.norms + 6 * model.layers) * model.hidden * self.layout.tp
+        return tokens * (whole + 10 * model.query_key_size + 5 * model.mlp_width) * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
         """Return the bytes that `times` accesses to the float32 logits read or write."""

@@ -14,10 +14,10 @@ from typing import TypeVar
 from msgspec import structs
 
 from ..diagnostics import NOWHERE, Span
-from ..sharding.layout import TensorKind, TensorKinds, group_by_kind
+from ..sharding.layout import TensorKind, TensorKinds, full_box, group_by_kind
 from ..sharding.tensors import Tensor
 from .features import FEATURES
-from .layers import ExpertMlp, Layer, Mixer, Mlp
+from .layers import ExpertMlp, GroupedQueryAttention, Layer, Mixer, Mlp
 
 Kind = TypeVar("Kind")
 HEAD = "score.weight"  # of a model that scores
@@ -186,6 +186,22 @@ class Model:
         return sum(count * mixer.query_key_size for mixer, count in self.mixers.items())
 
     @cached_property
+    def norms(self) -> int:
+        """The number of norms of hidden states, in all layers together."""
+        return sum(layer.count * layer.norms.number for layer in self.stack)
+
+    def count_capped(self, tokens: float) -> float:
+        """Return how many attention scores of a sequence are capped.
+
+        The sequence has `tokens` tokens. The result is the sum over all layers.
+        """
+        return sum(
+            count * mixer.heads * tokens**2 / 2
+            for mixer, count in self.mixers.items()
+            if isinstance(mixer, GroupedQueryAttention) and mixer.cap
+        )
+
+    @cached_property
     def mlp_width(self) -> int:
         """The intermediate size that a token passes through, in all layers together."""
         return sum(count * mlp.width for mlp, count in self.mlps.items())
@@ -291,6 +307,25 @@ class Model:
     @cached_property
     def parameters(self) -> int:
         return sum(tensor.elements for tensor in self.tensors)
+
+    @cached_property
+    def fused(self) -> dict[str, list[str]]:
+        """For each module of the files that is several here, their names."""
+        parts: dict[str, list[str]] = {}
+        for tensor in self.tensors:
+            module = tensor.name.split(".")[-2]
+            if tensor.fused and module not in parts.setdefault(tensor.fused, []):
+                parts[tensor.fused].append(module)
+        return parts
+
+    @cached_property
+    def shapes_in_files(self) -> dict[str, list[int]]:
+        """The shape of each tensor in the model's files, by its name there."""
+        shapes: dict[str, list[int]] = {}
+        for tensor in self.tensors:
+            for name, _, box in tensor.in_files(full_box(tensor.shape)):
+                shapes[name] = [stop for _, stop in box]  # the last part of a fused tensor ends where the tensor ends
+        return shapes
 
     @cached_property
     def largest(self) -> int:

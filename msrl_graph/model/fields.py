@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -55,7 +55,7 @@ ROPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-UNSUPPORTED_ROPES = ("longrope", "proportional")  # the other kinds of transformers' ROPE_INIT_FUNCTIONS
+OTHER_ROPES = ("longrope", "proportional")  # the other kinds of transformers' ROPE_INIT_FUNCTIONS
 ROPE_MORE = (
     "rope_theta",
     "original_max_position_embeddings",
@@ -65,6 +65,7 @@ ROPE_MORE = (
     "mscale",
     "mscale_all_dim",
 )
+ROPE_ALWAYS = ("rope_type", "type", "factor", "truncate")
 THETA = 10_000.0
 
 
@@ -102,6 +103,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_cache: Flag | UnsetType = UNSET
     tie_word_embeddings: Flag | UnsetType = UNSET
     attention_bias: Flag | UnsetType = UNSET
+    rope_fields: ClassVar[tuple[str, ...]] = ()  # further fields of a table of rotary positions that the family has
     bos_token_id: Token | UnsetType = UNSET
     eos_token_id: Tokens | UnsetType = UNSET
     pad_token_id: Token | UnsetType = UNSET
@@ -117,12 +119,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rope(self) -> dict[str, Any]:
         """The table of rotary positions, as transformers' `rope_parameters`."""
-        table = self.rope_parameters or self.rope_scaling or {}
-        return {
-            "rope_theta": self.rope_theta or THETA,
-            **{key: value for key, value in table.items() if value is not None and key != "type"},
-            "rope_type": table.get("rope_type", table.get("type", "default")),
-        }
+        return complete_rope(self.rope_parameters or self.rope_scaling or {}, self.rope_theta or THETA)
+
+    @property
+    def rope_tables(self) -> tuple[Table, ...]:
+        """The tables of rotary positions, of all layers."""
+        return (self.rope,)
 
     def list_features(self) -> Iterator[str]:
         """Yield the features (features.py) that fields of the family state.
@@ -134,8 +136,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def find_errors(self) -> Iterator[ConfigError]:
         """Yield what is wrong in a config whose fields are right by themselves."""
         yield from check_heads(self)
-        yield from check_rope(self)
+        yield from self.find_rope_errors()
         yield from check_tokens(self)
+
+    def find_rope_errors(self) -> Iterator[ConfigError]:
+        yield from check_rope(self)
+
+
+def complete_rope(table: Config, theta: float) -> dict[str, Any]:
+    """Return a table of rotary positions with uniform field names.
+
+    The base is `theta` if the table states none.
+    """
+    return {
+        "rope_theta": theta,
+        **{key: value for key, value in table.items() if value is not None and key != "type"},
+        "rope_type": table.get("rope_type", table.get("type", "default")),
+    }
 
 
 C = TypeVar("C", bound=ModelConfig)
@@ -211,8 +228,13 @@ def check_rope(config: ModelConfig) -> Iterator[ConfigError]:
             "has a `rope_scaling` that differs from its `rope_parameters`: write everything into `rope_parameters`"
         )
         return
+    yield from check_rope_table(config, table, stated)
+
+
+def check_rope_table(config: ModelConfig, table: Config, stated: str) -> Iterator[ConfigError]:
+    """Check a table of rotary positions, which the config states as `stated`."""
     kind = table.get("rope_type", table.get("type", "default"))
-    if kind in UNSUPPORTED_ROPES:
+    if kind in OTHER_ROPES:
         message = f"has the `rope_type` {format_value(kind)}: only {', '.join(ROPES)} are supported yet"
         yield ConfigError(message, f"rotary positions of the type `{kind}`")
         return
@@ -231,7 +253,7 @@ def check_rope(config: ModelConfig) -> Iterator[ConfigError]:
     elif kind != "default" and table["factor"] < 1:
         value = format_value(table["factor"])
         yield ConfigError(f"has {value} for the `factor` of `{stated}`, a number of 1 or more")
-    elif other := sorted(table.keys() - {*ROPES[kind], *ROPE_MORE, "rope_type", "type", "factor", "truncate"}, key=str):
+    elif other := sorted(table.keys() - {*ROPES[kind], *ROPE_MORE, *config.rope_fields, *ROPE_ALWAYS}, key=str):
         message = f"has `{other[0]}` in `{stated}`, which is not supported yet"
         yield ConfigError(message, f"rotary positions with `{other[0]}`")
 
@@ -269,7 +291,13 @@ def count_positions(config: ModelConfig, default: int) -> int:
     no `max_position_embeddings`.
     """
     stated: int = config.max_position_embeddings or default
-    table = config.rope
+    return max(_count_positions(table, stated) for table in config.rope_tables)
+
+
+def _count_positions(table: Config, stated: int) -> int:
     if table["rope_type"] in ("linear", "dynamic", "yarn"):
         return max(stated, int(table["factor"] * (table.get("original_max_position_embeddings") or stated)))
+    if table["rope_type"] == "longrope":
+        # All positions of a longer sequence differ, so that a row would depend on the rows next to it.
+        return min(stated, int(table["original_max_position_embeddings"]))
     return stated

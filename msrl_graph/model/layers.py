@@ -28,6 +28,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
       together with `joint_norms`.
     - `window`: how many tokens a token attends to; 0 for all tokens before it.
     - `no_rope`: whether queries and keys have no rotary positions.
+    - `cap`: the cap of attention scores; 0 for none. A score s becomes cap · tanh(s / cap).
+    - `fused`: whether the files have the projections of queries, keys and values as one tensor, `qkv_proj`.
     """
 
     heads: int
@@ -39,6 +41,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     window: int = 0
     joint_norms: bool = False
     no_rope: bool = False
+    cap: float = 0.0
+    fused: bool = False
 
     @property
     def query_key_size(self) -> int:
@@ -90,6 +94,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
             yield "sliding_window"
         if self.no_rope:
             yield "no_rope"
+        if self.cap:
+            yield "attention_cap"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the attention.
@@ -100,10 +106,12 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         unit = self.head_dim
         q = self.heads * unit
         kv = self.kv_heads * unit
-        yield from iterate_linear(make, "self_attn.q_proj", (q, hidden), 0, self.qkv_bias, unit=unit)
-        for name in ("k", "v"):
+        fused = {"fused": "qkv_proj"} if self.fused else {}
+        yield from iterate_linear(make, "self_attn.q_proj", (q, hidden), 0, self.qkv_bias, unit=unit, **fused)
+        for name, start in (("k", q), ("v", q + kv)):
+            more = {"start": start, **fused} if self.fused else {}
             yield from iterate_linear(
-                make, f"self_attn.{name}_proj", (kv, hidden), 0, self.qkv_bias, unit=unit, shared=True
+                make, f"self_attn.{name}_proj", (kv, hidden), 0, self.qkv_bias, unit=unit, shared=True, **more
             )
         yield from iterate_linear(make, "self_attn.o_proj", (hidden, q), 1, self.output_bias, unit=unit)
         if self.head_norms:
@@ -205,10 +213,14 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
 
 
 class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
-    """A gated MLP."""
+    """A gated MLP.
+
+    With `fused`, the files have the projections gate and up as one tensor, `gate_up_proj`.
+    """
 
     intermediate: int
     bias: bool = False
+    fused: bool = False
 
     @property
     def width(self) -> int:
@@ -231,8 +243,10 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
             yield "mlp_bias"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        starts = {"gate": 0, "up": self.intermediate} if self.fused else {}
         for name, size, tp_dim in _projections(hidden, self.intermediate):
-            yield from iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias)
+            more = {"fused": "gate_up_proj", "start": starts[name]} if name in starts else {}
+            yield from iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias, **more)
 
 
 class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
@@ -309,6 +323,10 @@ class LayerNorms(msgspec.Struct, frozen=True):
 
     before: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> int:
+        return len(self.before) + len(self.after)
 
     def list_features(self) -> Iterator[str]:
         if self.after:

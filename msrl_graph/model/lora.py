@@ -108,5 +108,7 @@ def _iterate_adapted(tensor: Tensor, lora: Lora) -> Iterator[Tensor]:
             tp_dim=dim if sharded else -1,
             unit=tensor.unit if sharded else 1,
             shared=tensor.shared and sharded,
+            fused="",
+            start=0,
             role="adapter",
         )

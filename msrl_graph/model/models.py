@@ -245,8 +245,7 @@ def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) 
         features.add("mixed_layers")
     if config.tie_word_embeddings:
         features.add("tied_head")
-    if (kind := config.rope["rope_type"]) != "default":
-        features.add(f"rope_{kind}")
+    features |= {f"rope_{kind}" for table in config.rope_tables if (kind := table["rope_type"]) != "default"}
     # A family of another package may have features that are not known here.
     return (feature for feature in (*FEATURES, *sorted(features - FEATURES.keys())) if feature in features)
 

@@ -54,6 +54,15 @@ _SMALL_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "at
 _GRANITE = _SMALL_GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 _SMALL_GRANITE |= {"logits_scaling": 8.0}
 _MISTRAL = {"head_dim": 128, "sliding_window": None}
+_PHI4_MINI = {"partial_rotary_factor": 0.75, "sliding_window": 262144}
+_GLM = {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+_GEMMA = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", **_TIED}
+_GEMMA2 = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, **_TIED}
+_GEMMA2_LARGE = {"head_dim": 128, "query_pre_attn_scalar": 144}
+# Of models that also read images, the parts for text.
+_GEMMA3 = {"head_dim": 256, "query_pre_attn_scalar": 256, **_TIED}
+_GEMMA3_LARGE = {"head_dim": 128, "query_pre_attn_scalar": 168}
+_GEMMA3_LONG = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PRESETS: dict[str, dict[str, object]] = {
     "qwen2.5-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),
     "qwen2.5-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936, **_TIED),
@@ -105,6 +114,28 @@ PRESETS: dict[str, dict[str, object]] = {
     "granite3.3-2b": _preset("Granite", 2048, 40, 32, 8, 8192, 49159, **_SMALL_GRANITE, **_TIED),
     "granite3.3-8b": _preset("Granite", 4096, 40, 32, 8, 12800, 49159, **_GRANITE, **_TIED),
     "seed-oss-36b": _preset("SeedOss", 5120, 64, 80, 8, 27648, 155136, head_dim=128),
+    "phi3-mini-4k": _preset("Phi3", 3072, 32, 32, 32, 8192, 32064, sliding_window=2047),
+    "phi3-mini-128k": _preset("Phi3", 3072, 32, 32, 32, 8192, 32064, sliding_window=262144),
+    "phi3-medium-4k": _preset("Phi3", 5120, 40, 40, 10, 17920, 32064, sliding_window=2047),
+    "phi3-medium-128k": _preset("Phi3", 5120, 40, 40, 10, 17920, 32064, sliding_window=131072),
+    "phi3.5-mini": _preset("Phi3", 3072, 32, 32, 32, 8192, 32064, sliding_window=262144),
+    "phi4-14b": _preset("Phi3", 5120, 40, 40, 10, 17920, 100352),
+    "phi4-mini": _preset("Phi3", 3072, 32, 24, 8, 8192, 200064, **_PHI4_MINI, **_TIED),
+    "glm4-9b-hf": _preset("Glm", 4096, 40, 32, 2, 13696, 151552, **_GLM),
+    "glm4-9b-0414": _preset("Glm4", 4096, 40, 32, 2, 13696, 151552, **_GLM),
+    "glm4-32b-0414": _preset("Glm4", 6144, 61, 48, 2, 23040, 151552, **_GLM | {"attention_bias": False}),
+    "olmo3-7b": _preset("Olmo3", 4096, 32, 32, 32, 11008, 100278, sliding_window=4096),
+    "olmo3-32b": _preset("Olmo3", 5120, 64, 40, 8, 27648, 100278, sliding_window=4096),
+    "gemma-2b": _preset("Gemma", 2048, 18, 8, 1, 16384, 256000, **_GEMMA),
+    "gemma-7b": _preset("Gemma", 3072, 28, 16, 16, 24576, 256000, **_GEMMA),
+    "gemma2-2b": _preset("Gemma2", 2304, 26, 8, 4, 9216, 256000, **_GEMMA2),
+    "gemma2-9b": _preset("Gemma2", 3584, 42, 16, 8, 14336, 256000, **_GEMMA2),
+    "gemma2-27b": _preset("Gemma2", 4608, 46, 32, 16, 36864, 256000, **_GEMMA2 | _GEMMA2_LARGE),
+    "gemma3-270m": _preset("Gemma3", 640, 18, 4, 1, 2048, 262144, **_GEMMA3, sliding_window=512),
+    "gemma3-1b": _preset("Gemma3", 1152, 26, 4, 1, 6912, 262144, **_GEMMA3, sliding_window=512),
+    "gemma3-4b": _preset("Gemma3", 2560, 34, 8, 4, 10240, 262208, **_GEMMA3, **_GEMMA3_LONG),
+    "gemma3-12b": _preset("Gemma3", 3840, 48, 16, 8, 15360, 262208, **_GEMMA3, **_GEMMA3_LONG),
+    "gemma3-27b": _preset("Gemma3", 5376, 62, 32, 16, 21504, 262208, **_GEMMA3 | _GEMMA3_LARGE, **_GEMMA3_LONG),
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
 # Names without a size, for series that have only one size.
@@ -114,6 +145,15 @@ _SIZES = {
     "deepseek-r1": "deepseek-r1-671b",
     "mistral-nemo": "mistral-nemo-12b",
     "mistral-large": "mistral-large-123b",
+    "gemma1.1-2b": "gemma-2b",
+    "gemma1.1-7b": "gemma-7b",
+    "olmo3.1-32b": "olmo3-32b",
+    "phi4": "phi4-14b",
+    "phi4-reasoning": "phi4-14b",
+    "phi4-reasoning-plus": "phi4-14b",
+    "phi4-mini-reasoning": "phi4-mini",
+    "glm-z1-9b-0414": "glm4-9b-0414",
+    "glm-z1-32b-0414": "glm4-32b-0414",
     "granite3.1-2b": "granite3.0-2b",
     "granite3.1-8b": "granite3.0-8b",
     "granite3.2-2b": "granite3.0-2b",
@@ -143,6 +183,13 @@ TOKENIZERS = {
     "smollm3": "SmolLM3",
     "granite3": "Granite 3",
     "seed-oss": "Seed-OSS",
+    "gemma": "Gemma",
+    "gemma3": "Gemma 3",
+    "olmo3": "OLMo 3",
+    "phi3": "Phi-3",
+    "phi4-14b": "Phi-4",
+    "phi4-mini": "Phi-4-mini",
+    "glm4": "GLM-4",
 }
 
 
@@ -239,7 +286,7 @@ def _format_series(names: Sequence[str]) -> Iterator[str]:
     """Yield one text per series of presets, such as "`qwen2.5-` 0.5b 1.5b 3b"."""
     sizes_by_series: dict[str, list[str]] = {}
     for name in names:
-        series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*b))?", name).groups()  # type: ignore[union-attr]
+        series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*[bm]))?", name).groups()  # type: ignore[union-attr]
         sizes_by_series.setdefault(series, []).extend([size] if size else [])
     for series, sizes in sizes_by_series.items():
         yield f"`{series}-` {' '.join(sizes)}" if len(sizes) > 1 else f"`{'-'.join([series, *sizes])}`"

@@ -30,6 +30,8 @@ class Tensor:
     - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
     - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert. The name
       of an expert's tensor is `name` with the number of the expert in place of `*`.
+    - `fused`: the files have the tensor as rows of a larger one, from row `start` on. The name of the larger tensor has
+      `fused` in place of the name of the tensor's module.
     - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
     - `tied`: the tensor is an embedding that is also on the last stage.
     """
@@ -41,6 +43,8 @@ class Tensor:
     shared: bool = False
     padded: bool = False
     experts: bool = False
+    fused: str = ""
+    start: int = 0
     tied: bool = False
     layer: int = 0
     layers: int = 1
@@ -58,6 +62,12 @@ class Tensor:
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
         """Yield each file tensor that `box` covers: its name, index in `box`, and own box."""
+        if self.fused:
+            module, _, kind = self.name.rpartition(".")
+            owner, _, _ = module.rpartition(".")
+            first, stop = box[0]
+            yield f"{owner}.{self.fused}.{kind}", (), ((self.start + first, self.start + stop), *box[1:])
+            return
         if not self.experts:
             yield self.name, (), box
             return

@@ -50,7 +50,7 @@ def working(rank):
         groups[size] = dist.new_group(range(size))
         _ = dist.new_group(range(size, 4)) if size < 4 else None
 
-    def attend(rows, size, ulysses, kv_heads, window, fused, dtype=torch.float64):
+    def attend(rows, size, ulysses, kv_heads, window, fused, cap=None, dtype=torch.float64):
         """Return how far attention divided over the first `size` ranks is from attending alone."""
         if rank >= size:
             return None
@@ -61,7 +61,7 @@ def working(rank):
         shapes = [(HEADS, len(tree.ids), 8), *[(kv_heads, len(tree.ids), 8)] * 2, (len(tree.before), HEADS, 8)]
         *states, slope = (torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes)
         whole = [x.clone().requires_grad_() for x in states]
-        right = tree.attend(*whole, 0.3, window)[tree.before]
+        right = tree.attend(*whole, 0.3, window, cap)[tree.before]
         (right * slope).sum().backward()
         context = ContextGroup(size, rank, groups[size], ulysses)
         part, known = context.share(tree, packed)
@@ -71,7 +71,7 @@ def working(rank):
         assert torch.equal(part.ids[: len(own)], tree.ids[own]) and torch.equal(part.depth[: len(own)], tree.depth[own])
         mine = [x[:, own].requires_grad_() for x in states]
         more = len(part.ids) - len(own)
-        out = part.attend(*(torch.nn.functional.pad(x, (0, 0, 0, more)) for x in mine), 0.3, window)
+        out = part.attend(*(torch.nn.functional.pad(x, (0, 0, 0, more)) for x in mine), 0.3, window, cap)
         made = context.gather_outputs(Outputs(out.index_select(0, part.before)), part).logp
         (made * slope).sum().backward()
         pairs = [(made, right), *((x.grad, y.grad[:, own]) for x, y in zip(mine, whole, strict=True))]
@@ -152,6 +152,7 @@ cases = st.tuples(
     st.sampled_from([1, 2, 6, 12]),
     st.sampled_from([None, None, 1, 2, 4]),
     st.booleans(),
+    st.sampled_from([None, None, 0.7]),
 )
 LONG = [([1] * 40, [2, 0] * 20), ([1] * 40, [0] * 3), ([0] * 9, [1] * 80)]
 
@@ -166,8 +167,8 @@ def test_attention_is_that_of_one_rank(four, size, ulysses):
 
 @given(cases)
 @examples(60)
-@example(([([0], [1])], 4, False, 2, None, True))  # one node, four ranks
-@example(([([0], [])], 3, True, 1, None, True))  # nothing is asked for
+@example(([([0], [1])], 4, False, 2, None, True, None))  # one node, four ranks
+@example(([([0], [])], 3, True, 1, None, True, None))  # nothing is asked for
 def test_attention_over_any_tree_is_that_of_one_rank(four, case):
     for found in four.ask("attend", *case)[: case[1]]:
         assert max(found) < 1e-12

@@ -64,6 +64,26 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
         ("granite3.3-2b", 2_533_539_840),
         ("granite3.3-8b", 8_170_864_640),
         ("seed-oss-36b", 36_151_104_512),
+        ("olmo3-7b", 7_298_011_136),
+        ("olmo3-32b", 32_233_522_176),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma2-27b", 27_227_128_320),
+        ("gemma3-270m", 268_098_176),
+        ("gemma3-1b", 999_885_952),
+        # Without what reads images: a vision tower, and a projection from its 1,152 to the hidden size with a norm.
+        ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1152 * 2561),
+        ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1152 * 3841),
+        ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1152 * 5377),
+        ("phi3-mini-4k", 3_821_079_552),
+        ("phi3-medium-4k", 13_960_238_080),
+        ("phi4-14b", 14_659_507_200),
+        ("phi4-mini", 3_836_021_760),
+        ("glm4-9b-hf", 9_399_951_360),
+        ("glm4-9b-0414", 9_400_279_040),
+        ("glm4-32b-0414", 32_566_081_536),
     ],
 )
 def test_counts_are_the_published_ones(name: str, parameters: int) -> None:
@@ -142,6 +162,22 @@ NAMES = {
     "ibm-granite/granite-3.3-8b-instruct": "granite3.3-8b",
     "ibm-granite/granite-3.1-2b-base": "granite3.0-2b",
     "ByteDance-Seed/Seed-OSS-36B-Instruct": "seed-oss-36b",
+    "google/gemma-2b-it": "gemma-2b",
+    "google/gemma-2-2b-it": "gemma2-2b",
+    "google/gemma-2-27b": "gemma2-27b",
+    "google/gemma-3-270m": "gemma3-270m",
+    "google/gemma-3-27b-it": "gemma3-27b",
+    "allenai/Olmo-3-1025-7B": "olmo3-7b",
+    "allenai/Olmo-3-7B-Think-SFT": "olmo3-7b",
+    "allenai/Olmo-3.1-32B-Instruct": "olmo3-32b",
+    "microsoft/phi-4": "phi4-14b",
+    "microsoft/Phi-4-mini-instruct": "phi4-mini",
+    "microsoft/Phi-4-reasoning": "phi4-14b",
+    "microsoft/Phi-3-mini-4k-instruct": "phi3-mini-4k",
+    "microsoft/Phi-3.5-mini-instruct": "phi3.5-mini",
+    "zai-org/GLM-4-9B-0414": "glm4-9b-0414",
+    "THUDM/GLM-Z1-32B-0414": "glm4-32b-0414",
+    "THUDM/glm-4-9b-chat-hf": "glm4-9b-hf",
     "Qwen/Qwen2.5-7B-Instruct-AWQ": "",  # its weights are others
     "Qwen/Qwen3-8B-FP8": "",
     "Qwen/Qwen2.5-8B": "",
@@ -223,6 +259,12 @@ FAMILIES = {
         {"num_key_value_heads": 2, "head_dim": 8, "attention_out_bias": True, "mlp_bias": True},
     ),
     "SmolLM3ForCausalLM": ("smollm3", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "Olmo3ForCausalLM": ("olmo3", {"num_key_value_heads": 2}),
+    "Gemma2ForCausalLM": ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "attention_bias": True}),
+    "Gemma3ForCausalLM": ("gemma3_text", {"num_key_value_heads": 2, "head_dim": 8, "attention_bias": True}),
+    "Phi3ForCausalLM": ("phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "GlmForCausalLM": ("glm", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}),
+    "Glm4ForCausalLM": ("glm4", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}),
     "Olmo2ForCausalLM": ("olmo2", {"num_key_value_heads": 2}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
     "DeepseekV3ForCausalLM": (
@@ -256,10 +298,10 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
     theirs = {
         n: tuple(p.shape)
         for n, p in [*peer.named_parameters(), *peer.named_buffers()]
-        if "rotary" not in n and "inv_freq" not in n
+        if "rotary" not in n and "inv_freq" not in n and "embed_scale" not in n
     }
     model = load("./", tmp_path)
-    ours = {t.name: t.shape for t in model.tensors if not t.experts}
+    ours = {name: tuple(shape) for name, shape in model.shapes_in_files.items() if ".experts." not in name}
     for layer in {t.layer for t in model.tensors if t.experts}:
         stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
         number, width, hidden = stacked["gate_proj"]

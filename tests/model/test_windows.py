@@ -35,14 +35,17 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3", "gemma2", "gemma3_text"]
+)
 @examples(60)
 @given(stated=st.fixed_dictionaries({}, optional=STATED))
 def test_windows_are_those_of_the_layers_that_are_built(name: str, stated: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     family = FAMILIES[name]
-    if name == "mistral":
+    alike = name in ("mistral", "phi3")  # all layers
+    if alike:
         stated.pop("layer_types", None)
     fields = read_fields({**SMALL, **stated}, family.config)
     if isinstance(fields, ConfigError):
@@ -57,7 +60,7 @@ def test_windows_are_those_of_the_layers_that_are_built(name: str, stated: dict[
         assert isinstance(layer.mixer, GroupedQueryAttention)
         windows += [layer.mixer.window] * layer.count
     assert windows == [layer.sliding_window if layer.is_sliding else 0 for layer in cache.layers]
-    if name == "mistral":
+    if alike:
         assert set(windows) == {config.sliding_window or 0}
     else:
         assert windows == [layer.self_attn.sliding_window or 0 for layer in built.model.layers]

@@ -15,7 +15,11 @@ LONG = 100  # lines of a module from which on it needs tests of its own, or a pl
 # The test file of each long module without a mirror; it imports or names the module, or what is directly above it.
 COVERED = {
     "algorithms/test_judges.py": ("algorithms/answers", "algorithms/judge", "algorithms/registry"),
-    "backends/kernels/test_kernels.py": ("backends/kernels/ascend", "backends/kernels/modules"),
+    "backends/kernels/test_kernels.py": (
+        "backends/kernels/ascend",
+        "backends/kernels/chunked_attention",
+        "backends/kernels/modules",
+    ),
     "backends/optimizer/test_steps.py": (
         "algorithms/optimizers",
         "backends/optimizer/muon",
@@ -32,6 +36,7 @@ COVERED = {
     "compiler/test_same_bytes.py": ("compiler/sources",),
     "cli/test_any_input.py": ("cli/common", "compiler/pipeline", "dsl/ast"),
     "cost/test_time.py": ("passes/estimate",),
+    "model/test_windows.py": ("model/families/windows",),
     "diagnostics/test_diagnostics.py": (
         "checks/table",
         "checks/columns",

@@ -13,7 +13,9 @@ import gc
 import zlib
 from dataclasses import replace
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import dense_families
 import engines
@@ -139,10 +141,10 @@ class Reference:
 
         self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.net.eval()
-        model = load(folder, frozen, adapter)
+        self.model = model = load(folder, frozen, adapter)
         trained = {tensor.name for tensor in model.trained}
         for name, value in self.net.named_parameters():
-            value.requires_grad_(our_names(name)[0] in trained)
+            value.requires_grad_(next(iter(our_parts(name, value, model))) in trained)
         self.adapters = {
             tensor.name: adapter_values(tensor).requires_grad_() for tensor in model.trained if adapter is not None
         }
@@ -151,8 +153,8 @@ class Reference:
 
     def _add_adapters(self, model):
         pairs = {weight.name: (self.adapters[down], self.adapters[up]) for weight, down, up in lora.list_adapted(model)}
-        for path, _ in [*self.net.named_parameters()] if pairs else ():
-            own = [pairs.get(name) for name in our_names(path)]
+        for path, value in [*self.net.named_parameters()] if pairs else ():
+            own = [pairs.get(name) for name in our_parts(path, value, model)]
             if any(own):
                 owner, _, leaf = path.rpartition(".")
                 added = AddProducts(own, model.lora.scale)
@@ -179,32 +181,32 @@ class Reference:
         norm = torch.nn.utils.get_total_norm([value.grad for value in trained])
         torch.optim.AdamW(trained, RATE, eps=EPSILON, weight_decay=0.1).step()
         own = {name: value.detach() for name, value in self.adapters.items()}
-        return logps.detach(), float(norm), own or by_our_names(self.net)
+        return logps.detach(), float(norm), own or by_our_names(self.net, self.model)
 
 
-def by_our_names(net):
+def by_our_names(net, model):
     """Return the weights of a transformers model, by the names that msrl_graph uses."""
     found = {}
     for name, value in net.named_parameters():
-        names = our_names(name)
-        found |= dict(
-            zip(
-                names,
-                value.detach().clone().chunk(len(names), 1) if len(names) > 1 else [value.detach().clone()],
-                strict=True,
-            )
-        )
+        found |= our_parts(name, value.detach().clone(), model)
     return found
 
 
-def our_names(name):
-    """Return the names of the weights in a parameter of transformers.
+def our_parts(name, value, model):
+    """Return the weights in a parameter of transformers, by name.
 
-    For experts, transformers has one parameter for the gate and up projections of a layer.
+    For experts, transformers has one parameter for the gate and up projections of a layer. Some families have one for
+    several projections of any layer.
     """
     owner, experts, leaf = name.partition(".experts.")
-    leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
-    return [f"{owner}.experts.*.{leaf}.weight" for leaf in leaves] if experts else [name]
+    if experts:
+        leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+        parts = value.chunk(len(leaves), 1) if len(leaves) > 1 else [value]
+        return {f"{owner}.experts.*.{leaf}.weight": part for leaf, part in zip(leaves, parts, strict=True)}
+    owner, leaf, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    parts = [tensors[f"{owner}.{part}.{kind}"] for part in model.fused.get(leaf, ())]
+    return {part.name: value[part.start : part.start + part.shape[0]] for part in parts} or {name: value}
 
 
 def measure_trainer(rank, folder, name, layout, reference, breaks, frozen, adapter):
@@ -372,7 +374,56 @@ def rotate_all_layers(engine):
 
 def remove_norms_of_outputs(engine):
     for layer in engine.module.model.layers:
-        layer.post_feedforward_layernorm.forward = lambda x: x
+        norm = getattr(layer, "post_mlp_layernorm", None) or layer.post_feedforward_layernorm
+        norm.forward = lambda x: x
+
+
+def swap_gate_and_up(engine):
+    for layer in engine.module.model.layers:
+        layer.mlp.gate_up_proj.args[1].reverse()
+        break  # all layers share the list
+
+
+def rotate_halves(engine):
+    """Rotate the halves of heads, as most families do, not adjacent elements."""
+    from transformers.models.phi3 import modeling_phi3
+
+    for layer in engine.module.model.layers:
+        forward = layer.self_attn.forward
+        if isinstance(forward, MethodType):
+            names = {**forward.__func__.__globals__, "apply_rotary_pos_emb": modeling_phi3.apply_rotary_pos_emb}
+            code = unwrap(forward.__func__)
+            layer.self_attn.forward = MethodType(
+                FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__), layer.self_attn
+            )
+
+
+def rotate_less(engine):
+    frequencies = engine.module.model.rotary_emb.inv_freq
+    frequencies[len(frequencies) // 2 :] = 0
+
+
+def remove_attention_caps(engine):
+    for layer in engine.module.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+
+
+def remove_logits_cap(engine):
+    engine.module.config.final_logit_softcapping = None
+
+
+def rotate_alike(engine):
+    """Rotate in layers of full attention as in those with windows."""
+    rotary = engine.module.model.rotary_emb
+    rotary.full_attention_inv_freq.copy_(rotary.sliding_attention_inv_freq)
+    rotary.full_attention_attention_scaling = rotary.sliding_attention_attention_scaling
+
+
+def remove_rotary_factors(engine):
+    rotary = engine.module.model.rotary_emb
+    factors = torch.tensor(engine.module.config.rope_parameters["short_factor"])
+    rotary.inv_freq.mul_(factors)
+    rotary.original_inv_freq.mul_(factors)
 
 
 def remove_embedding_scale(engine):

@@ -32,11 +32,17 @@ class Attention(Protocol):
 
     The shapes are [rows, heads, tokens, head size]. `k` and `v` may have fewer heads than `q`: several query heads then
     share a key-value head. With a `window`, a query at position i sees only the keys at the positions from i - `window`
-    + 1 to i.
+    + 1 to i. With a `cap`, a score s is cap · tanh(s / cap).
     """
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None = None,
     ) -> torch.Tensor: ...
 
 

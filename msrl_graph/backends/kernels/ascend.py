@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from . import Kernels
+from . import Kernels, chunked_attention
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,13 @@ ENDS = 0  # group_list_type: ends of groups, not counts
 CARDS = (1, 2, 4, 8)  # numbers of linked cards that a fused sum supports
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None = None
+) -> torch.Tensor:
     import torch_npu
+
+    if cap:  # the fused operator has no caps
+        return chunked_attention.attention(q, k, v, scaling, window, cap)
 
     _, heads, width, _ = q.shape
     mask_options: Any = {"sparse_mode": CAUSAL}

@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ...model.architecture import Model
 
-def install(module: Any, kernels: Kernels) -> None:
+
+def install(module: Any, model: Model, kernels: Kernels) -> None:
     """Install the kernels for RMSNorm, SwiGLU and RoPE in a transformers model.
 
-    The call must come before tensor parallelism or FSDP is applied to the model.
+    The call must come before tensor parallelism or FSDP is applied to the model. The kernel for RoPE rotates halves of
+    whole heads; a model with other rotary positions keeps its own operators.
     """
     for part in module.modules():
         if kernels.rms_norm is not None and hasattr(part, "variance_epsilon"):
             part.forward = partial(_apply_norm, part, kernels.rms_norm)
         if kernels.swiglu is not None and hasattr(part, "gate_proj") and is_silu(getattr(part, "act_fn", None)):
             part.forward = partial(_apply_feed_forward, part, kernels.swiglu)
-    if kernels.rotary is not None:
+    if kernels.rotary is not None and not {"rope_partial", "rope_interleaved"} & {*model.features}:
         for layer in module.model.layers:
             layer.self_attn.forward = _bind_rotary(layer.self_attn, kernels.rotary)
 

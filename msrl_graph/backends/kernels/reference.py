@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None = None
+) -> torch.Tensor:
     """Compute softmax(q kᵀ · scaling) v over the keys that each query sees.
 
     A query sees the key at its own position and the keys at earlier positions. With a `window`, a query sees only the
-    last `window` of these keys.
+    last `window` of these keys. A `cap` bounds the scores.
     """
     import torch
 
@@ -24,8 +26,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float,
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     distance = positions[:, None] - positions  # distance of a key before a query
     visible = (distance >= 0) & (distance < (window or len(positions)))
-    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1) @ v
+    scores = q @ k.transpose(2, 3) * scaling
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

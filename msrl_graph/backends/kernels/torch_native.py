@@ -9,14 +9,19 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from . import Kernels
+from . import Kernels, chunked_attention
 
 if TYPE_CHECKING:
     import torch
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None = None
+) -> torch.Tensor:
     import torch
+
+    if cap:  # torch's fused kernels have no caps
+        return chunked_attention.attention(q, k, v, scaling, window, cap)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(

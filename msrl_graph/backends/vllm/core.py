@@ -27,7 +27,7 @@ from ...sharding.tensors import Box
 from ..engine_protocols import GenerateRequest, Shard
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
-from . import transformers_classes
+from . import transformers_models
 from .spec import DRAWN, block_size, count_cache_bytes, count_sequences_and_blocks, count_step_tokens
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    transformers_classes.keep_unchanged()
+    transformers_models.keep_classes_unchanged()
     # Name of the memory that the replica's ranks share on a host. It starts with the name of the temporary folder. By
     # that prefix the memory is removed if a rank is killed before all ranks have opened it.
     name = f"{Path(tempfile.gettempdir()).name}-{uuid4().hex}".encode().ljust(255)

@@ -32,6 +32,7 @@ from .core import (
 )
 from .memory import EngineMemory, ResizedMemory, SleepingMemory
 from .spec import SPEC
+from .transformers_models import shard_fused_mlps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,10 +67,11 @@ class VllmEngine:
         for parameter in named.values():
             parameter.requires_grad_(False)
         apply_model_settings(runner.model, kind.is_host)
+        shard_fused_mlps(runner.model)
         # This stage's tensors that no run changes; they sleep with the rest.
         buffers = hf_modules.load_buffers(weights.model)
         self._buffers = [(named.pop(name), value) for name, value in buffers.items() if name in named]
-        fused = getattr(runner.model, "packed_modules_mapping", {})
+        fused = getattr(runner.model, "packed_modules_mapping", {}) | weights.model.fused
         self._shards = list(make_shards(boxes, named, fused, turned=bool(kind.plugin)))
         # Padding of the vocabulary, or of a rank's experts, which nothing fills.
         padded = [tensor.name for tensor in weights.model.weights if tensor.padded and tensor.name in named]

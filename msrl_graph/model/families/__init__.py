@@ -7,7 +7,25 @@ their layers (layers.py) and features (features.py).
 from __future__ import annotations
 
 from ...files.plugins import PlugInTable
-from . import deepseek_v3, gemma, granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
+from . import (
+    deepseek_v3,
+    gemma,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from .family import Family
 
 __all__ = ["FAMILIES", "Family", "find_family"]
@@ -30,6 +48,12 @@ FAMILIES: PlugInTable[Family] = PlugInTable(
             seed_oss,
             smollm3,
             olmo2,
+            phi3,
+            glm,
+            glm4,
+            olmo3,
+            gemma2,
+            gemma3,
         )
     },
 )

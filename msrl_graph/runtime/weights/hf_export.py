@@ -32,14 +32,16 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
     which has the adapter alone. If it is `merged`, the folder has the merged weights instead. An existing `folder` is
     replaced. Raises OSError.
     """
+    import torch
+
     if model.lora and merged:
         weights = _merge(model, weights)
         model = model.base or model
-    named = {
-        name: weights[tensor.name][index] if index else weights[tensor.name]
-        for tensor in model.saved
-        for name, index, _ in tensor.in_files(full_box(tensor.shape))
-    }
+    parts: dict[str, list[torch.Tensor]] = {}
+    for tensor in model.saved:
+        for name, index, _ in tensor.in_files(full_box(tensor.shape)):
+            parts.setdefault(name, []).append(weights[tensor.name][index] if index else weights[tensor.name])
+    named = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

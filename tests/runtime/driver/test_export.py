@@ -4,22 +4,26 @@ import hashlib
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from dense_families import phi3
 from mixture import latent, mixture
 from place import EXAMPLE, SMALL
 from safetensors.torch import load_file
 from tiny import ROLLOUT, planned
 
 from msrl_graph import export
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
+from msrl_graph.model import models
 from msrl_graph.runtime.driver import run_inputs
 from msrl_graph.runtime.driver.resume import program
 from msrl_graph.runtime.weights import checkpoint, hf_export
-from msrl_graph.sharding.layout import Layout, Side, owns, shard, slices
+from msrl_graph.sharding.layout import Layout, Side, full_box, owns, shard, slices
 
 LAYOUTS = {
     "one rank": (Layout(), False),
@@ -29,7 +33,7 @@ LAYOUTS = {
     "tp and zero 3": (Layout(tp=2, dp=2, zero=3), True),
     "pp": (Layout(pp=2, tp=2), False),
 }
-MODELS = {"example": None, "mixture": mixture, "latent": latent}
+MODELS = {"example": None, "mixture": mixture, "latent": latent, "phi3": phi3}
 
 
 def trained(model, dtype):
@@ -99,8 +103,9 @@ def test_a_checkpoint_of_any_layout_is_exported_as_a_run_saves_it(tmp_path, caps
         assert content(made) == content(tmp_path / "saved" / worker)
         found = load_file(made / "model.safetensors")
         for tensor in model.weights:
-            for name, index, _ in tensor.in_files(tuple((0, n) for n in tensor.shape)):
-                assert torch.equal(found[name], whole[tensor.name][index] if index else whole[tensor.name])
+            for name, index, box in tensor.in_files(tuple((0, n) for n in tensor.shape)):
+                own = whole[tensor.name][index] if index else whole[tensor.name]
+                assert torch.equal(found[name][slices(box)], own)
 
 
 def test_what_is_exported_loads_in_transformers(tmp_path):
@@ -113,6 +118,18 @@ def test_what_is_exported_loads_in_transformers(tmp_path):
         loaded = dict(kind.from_pretrained(tmp_path / "to" / worker).named_parameters())
         assert all(torch.equal(loaded[name], value) for name, value in weights[worker].items())
         assert AutoTokenizer.from_pretrained(tmp_path / "to" / worker)("1+2=").input_ids
+
+
+def test_a_models_folder_that_is_read_and_written_again_has_the_same_tensors(tmp_path):
+    """Of projections that the files have as one tensor, too."""
+    folder = Path(phi3(tmp_path / "model"))
+    model = models.load("./model", tmp_path)
+    weights = {tensor.name: torch.empty(tensor.shape) for tensor in model.weights}
+    shards = [Shard(tensor.name, full_box(tensor.shape), weights[tensor.name]) for tensor in model.weights]
+    hf_modules.fill(model, shards)
+    hf_export.write_folder(model, weights, tmp_path / "again")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_one_worker_and_an_older_checkpoint(tmp_path, capsys):

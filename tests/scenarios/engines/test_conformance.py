@@ -35,6 +35,18 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
         ("smollm3", conformance.rotate_all_layers),
         ("olmo2", conformance.remove_head_norms),
         ("olmo2", conformance.remove_norms_of_outputs),
+        ("glm4", conformance.remove_norms_of_outputs),
+        ("glm", conformance.swap_gate_and_up),
+        ("glm", conformance.rotate_halves),
+        ("glm", conformance.rotate_less),
+        ("phi3 with longrope", conformance.remove_rotary_factors),
+        ("gemma2", conformance.remove_attention_caps),
+        ("gemma2", conformance.remove_logits_cap),
+        ("gemma2", conformance.remove_attention_scale),
+        ("gemma2", conformance.remove_norms_of_outputs),
+        ("gemma2", conformance.remove_windows),
+        ("gemma3_text", conformance.rotate_alike),
+        ("olmo3", conformance.rotate_alike),
     ],
 )
 def test_what_an_engine_leaves_out_is_seen(family, broken, tmp_path):
@@ -51,8 +63,9 @@ def test_the_likeliest_tokens_are_those_that_transformers_generates(family, tmp_
 
 
 @pytest.mark.slow
-def test_windows_are_those_of_transformers_if_rows_are_divided_among_ranks(tmp_path):
-    found = conformance.measure("qwen2 with windows", ["fsdp"], tmp_path, layouts=conformance.CONTEXT)
+@pytest.mark.parametrize("family", ["qwen2 with windows", "gemma2", "olmo3", "smollm3"])
+def test_windows_and_caps_are_those_of_transformers_if_rows_are_divided_among_ranks(family, tmp_path):
+    found = conformance.measure(family, ["fsdp"], tmp_path, layouts=conformance.CONTEXT)
     assert {layout for _, layout in found} == conformance.CONTEXT.keys()
     conformance.assert_close(found)
 
