@@ -371,12 +371,15 @@ def _count_joined_bytes(layer: _Layer, tokens: int) -> int:
     """Return the bytes of a sequence's keys and values while a layer's cache grows.
 
     Latent attention expands the latents of one layer at a time, into keys and values together, and keys. A layer with a
-    window makes new keys and values before it frees the old ones; other layers make them one after the other.
+    window makes new keys and values before it frees the old ones; other layers make them one after the other. Where
+    scores are capped, each query head then gets a copy.
     """
     if isinstance(layer.mixer, MultiHeadLatentAttention):
         return tokens * (2 * layer.keys + round(layer.mixer.count_cached(1)) * layer.whole.item)
     window = layer.mixer.window
-    return 2 * min(tokens, window) * layer.keys if window else tokens * layer.keys
+    cached = min(tokens, window) if window else tokens
+    copies = 2 * cached * layer.query if layer.is_capped else 0
+    return max(copies, (2 if window else 1) * cached * layer.keys)
 
 
 def _score_bytes(layer: _Layer) -> int:

@@ -1,10 +1,12 @@
 """What plans of models count whose layers are of several kinds, by hand."""
 
-from dataclasses import replace
+from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 
 import page
 import pytest
+from msgspec.structs import replace
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.divisibility import find_misfits
@@ -14,8 +16,9 @@ from msrl_graph.cost.operators import ForwardWork
 from msrl_graph.cost.time import Costs
 from msrl_graph.ir.workload import Workload, kv_elements
 from msrl_graph.model import models
-from msrl_graph.model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer
+from msrl_graph.model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, LayerNorms
 from msrl_graph.sharding.layout import Layout
+from msrl_graph.sharding.tensors import Tensor
 
 WINDOW = 1024
 FULL = GroupedQueryAttention(16, 8, 64)
@@ -27,7 +30,7 @@ BASE = models.load("qwen2.5-7b", Path())
 
 
 def stacked(*layers):
-    return replace(BASE, stack=layers)
+    return replaced(BASE, stack=layers)
 
 
 HYBRID = stacked(*(Layer(SLIDING, DENSE, 3), Layer(FULL, DENSE)) * 2)
@@ -101,7 +104,7 @@ def test_each_kind_of_layer_must_be_divided():
 
 def test_tokens_are_sent_to_experts_in_the_layers_that_have_them():
     plan = page.plan(page.start())
-    placement = replace(plan.placement("actor.infer"), layout=Layout(dp=16, ep=2))
+    placement = replaced(plan.placement("actor.infer"), layout=Layout(dp=16, ep=2))
 
     def seconds(*layers):
         model = stacked(*layers)
@@ -127,3 +130,20 @@ def test_the_slowest_stage_is_that_with_the_most_work():
     assert 1 < factor(Layer(SLIDING, DENSE, 2), Layer(FULL, DENSE, 2)) < 2
     narrow = DenseMlp(DENSE.intermediate // 2)
     assert 1.1 < factor(Layer(FULL, narrow, 2), Layer(FULL, DENSE, 2)) < 4 / 3
+
+
+def test_norms_and_capped_scores_are_counted_by_layer():
+    sandwich = LayerNorms(("a", "b"), ("c", "d"))
+    capped = replace(FULL, cap=50.0)
+    model = stacked(Layer(FULL, DENSE, 3, sandwich), Layer(capped, DENSE, 2), Layer(capped, EXPERTS, 1, sandwich))
+    assert model.norms == 4 * 4 + 2 * 2 and [layer.count for layer in model.layer_kinds] == [3, 2, 1]
+    assert model.count_capped(100) == 3 * 16 * 100**2 / 2 and stacked(Layer(FULL, DENSE)).count_capped(100) == 0
+    named = [t.name for t in sandwich.list_tensors(lambda name, shape: Tensor(name, shape), 8)]
+    assert named == ["a.weight", "b.weight", "c.weight", "d.weight"]
+
+
+def test_a_tensor_of_a_fused_one_is_a_part_of_its_rows():
+    made = [*replace(FULL, fused=True).list_tensors(partial(Tensor), 8)]
+    (q, k, v), (name,) = made[:3], {name for t in made[:3] for name, _, _ in t.in_files(((0, 64), (0, 8)))}
+    assert name == "self_attn.qkv_proj.weight" and (q.start, k.start, v.start) == (0, 16 * 64, 24 * 64)
+    assert [*v.in_files(((64, 128), (0, 8)))] == [(name, (), ((25 * 64, 26 * 64), (0, 8)))]

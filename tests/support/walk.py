@@ -22,6 +22,7 @@ from msrl_graph.cost import holdings
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
+from msrl_graph.model.families import FAMILIES
 from msrl_graph.runtime.data.columns import ColumnData, offsets_from_lengths, ragged
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.messages import Batch
@@ -29,10 +30,8 @@ from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.context import RankContext
 from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
-from msrl_graph.sharding.layout import full_box
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 LIGHT = ("fsdp", "hf")
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,7 +69,7 @@ class Case:
         )
         config = dict(zip(names, self.shape, strict=True)) | {
             "model_type": self.family,
-            "architectures": [FAMILIES[self.family]],
+            "architectures": [FAMILIES[self.family].architecture],
             "dtype": str(FLOATS[self.dtype]).removeprefix("torch."),
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": 512,
@@ -83,12 +82,10 @@ class Case:
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "config.json").write_text(json.dumps(config))
         draw = torch.Generator().manual_seed(0)
-        tensors = models.load("./model", folder).tensors
-        weights = {}
-        for tensor in tensors:
-            for name, _, box in tensor.in_files(full_box(tensor.shape)):
-                size = [stop - start for start, stop in box]
-                weights[name] = (0.05 * torch.randn(size, generator=draw)).to(FLOATS[self.dtype])
+        weights = {
+            name: (0.05 * torch.randn(size, generator=draw)).to(FLOATS[self.dtype])
+            for name, size in models.load("./model", folder).shapes_in_files.items()
+        }
         save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
         example = ROOT / "examples" / "arithmetic"
         for file in ("train.jsonl", "model/tokenizer.json", "model/tokenizer_config.json"):

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import walk
+import walk_families
 import walk_adapters
 import walk_frozen
 import walk_windows
@@ -373,6 +374,12 @@ def test_so_it_does_if_an_adapter_is_trained(case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", walk_windows.CASES, ids=lambda case: case.name)
 def test_so_it_does_of_layers_of_several_kinds(case, tmp_path):
+    test_the_plan_says_what_a_run_holds(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", walk_families.CASES, ids=lambda case: case.name)
+def test_so_it_does_of_families_that_store_more(case, tmp_path):
     test_the_plan_says_what_a_run_holds(case, tmp_path)
 
 

@@ -94,7 +94,8 @@ def reference(weights, by="adamw"):
             found.append(scores[n - 1 : -1].gather(-1, ids[n:, None])[:, 0])
         return torch.cat(found)
 
-    begun = by_our_names(net)
+    model = models.load(str(weights), Path("/"), None, NOWHERE)
+    begun = by_our_names(net, model)
     norms = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -102,7 +103,7 @@ def reference(weights, by="adamw"):
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
         optimizer.step()
     with torch.no_grad():
-        return norms, logp(1.0), {name: (begun[name], value) for name, value in by_our_names(net).items()}
+        return norms, logp(1.0), {name: (begun[name], value) for name, value in by_our_names(net, model).items()}
 
 
 def tied(folder):
