@@ -4,29 +4,16 @@ import engines
 import numpy as np
 import pytest
 import torch
-from mixture import latent, mixture
-from place import MINE, ONE_RANK, THRICE, TRAINED, Place, assert_alike, weights
+from mixture import latent
+from place import ONE_RANK, assert_alike, weights
 from safetensors.numpy import load_file
+from short_runs import run
 
 from msrl_graph.backends.engine_protocols import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-
-
-def run(folder, *changes, made=mixture):
-    """The folder of a run of three iterations, whose rewards have something to learn from."""
-    folder.mkdir()
-    place = Place(folder)
-    (folder / "model").unlink()
-    made(folder / "model")
-    place.function("return float(sum(map(ord, response)) % 3)")
-    place.write(MINE, *changes, *TRAINED, evaluated=False)
-    code, _, err = place.run("p.rlg", *THRICE, "--out", "out")
-    assert code == 0, err
-    place.assert_clean()
-    return folder / "out"
 
 
 @pytest.fixture(scope="module")
