@@ -40,7 +40,7 @@ def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
             continue
         model = plan.model(nodes[0].name)
         if any(tensor.fused for tensor in model.weights):
-            message = f"an adapter of `{model.name}`, whose files fuse several projections, can be neither planned nor run"
+            message = f"an adapter of `{model.name}`, whose files fuse projections, can be neither planned nor run"
             help = "leave `adapter` out, or freeze a part of the model: `freeze`"
             diagnostics.append(Diagnostic("not-yet", message, worker.span, help))
             continue

@@ -307,8 +307,7 @@ class Costs:
             seconds = factor * layers * KERNELS.value * launch.value
             return Figure(seconds, weakest(launch, KERNELS), "layers x 12 x launch")
         calls = self._eager(act, self.layout)
-        per_layer = layer_calls(act, calls, self.model, self.spec)
-        number = per_layer * layers + calls.rest + calls.sequence * sequences
+        number = layer_calls(act, calls, self.model, self.spec) * layers + calls.rest + calls.sequence * sequences
         return Figure(number * launch.value, launch.source, "operators x launch")
 
     def _pass(self, act: Act, work: ForwardWork, factor: float = 1) -> Figure:

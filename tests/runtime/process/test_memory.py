@@ -12,8 +12,8 @@ import pytest
 import ranks
 import torch
 import walk
-import walk_families
 import walk_adapters
+import walk_families
 import walk_frozen
 import walk_windows
 from held import EXPERTS, assert_close, small

@@ -29,6 +29,8 @@ from msrl_graph.backends.engine_protocols import (
     StepRequest,
     collect_responses,
 )
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process.start_variables import WAITS
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -94,8 +96,8 @@ def reference(weights, by="adamw"):
             found.append(scores[n - 1 : -1].gather(-1, ids[n:, None])[:, 0])
         return torch.cat(found)
 
-    model = models.load(str(weights), Path("/"), None, NOWHERE)
-    begun = by_our_names(net, model)
+    described = models.load(str(weights), Path("/"), None, NOWHERE)
+    begun = by_our_names(net, described)
     norms = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -103,7 +105,7 @@ def reference(weights, by="adamw"):
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
         optimizer.step()
     with torch.no_grad():
-        return norms, logp(1.0), {name: (begun[name], value) for name, value in by_our_names(net, model).items()}
+        return norms, logp(1.0), {name: (begun[name], value) for name, value in by_our_names(net, described).items()}
 
 
 def tied(folder):
