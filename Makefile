@@ -229,6 +229,9 @@ bench-seconds-engines: $(VENV_ENGINES)/ready #: compare predicted and measured s
 bench-startup: $(VENV)/ready #: measure the seconds from msrl-run to the first iteration
 	$(BIN)/python bench/startup.py --other $(OTHER)
 
+bench-data: $(VENV)/ready #: measure how long a run waits for a million rows, by format: about 2 minutes
+	$(BIN)/python bench/data.py
+
 bench-staleness: $(VENV)/ready #: check the age of rows in simulated iterations of random programs
 	$(BIN)/python bench/staleness.py
 

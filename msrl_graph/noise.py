@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 VERSION = 2
 
 Purpose = Literal[
-    "token", "function", "episode", "loss", "mini_batch", "order", "weighted", "adapter", "probe", "digest"
+    "token", "function", "episode", "loss", "mini_batch", "order", "weighted", "adapter", "mixture", "probe", "digest"
 ]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

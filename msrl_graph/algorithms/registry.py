@@ -26,6 +26,8 @@ Share: TypeAlias = float  # from 0 to 1
 Below: TypeAlias = float  # from 0 to below 1
 Betas: TypeAlias = tuple[float, float]  # two of type Below
 Rate: TypeAlias = float  # a learning rate: NotNegative, a state, or the call of a schedule
+# The text of a column, or what a column of type `json` has: one answer or a list of accepted answers.
+Answers: TypeAlias = Any
 # The types of a loss term's arguments and results; the compiler knows the names LogProbs, Scores and Rows.
 Tokens: TypeAlias = Tensor  # a value per response token
 LogProbs: TypeAlias = Tensor

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from .registry import Count, NotNegative, Positive, function, tell
+from .registry import Answers, Count, NotNegative, Positive, function, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,27 +25,45 @@ if TYPE_CHECKING:
 TOLD = 5  # answers of a batch that were cut off and are shown in the log
 
 
-def _match_rows(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = ()) -> list[float]:
+def _accepted(answer: Answers) -> list[str]:
+    """Return the accepted answers of a row as texts.
+
+    `answer` is one answer or a list of them; an answer is text or a number.
+    """
+    answers = answer if isinstance(answer, list) else [answer]
+    for item in answers:
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise TypeError(f"an accepted answer is text or a number, not {type(item).__name__}")
+    return [item if isinstance(item, str) else str(item).removesuffix(".0") for item in answers]
+
+
+def _match_rows(response: Sequence[str], answer: Sequence[Answers], prompt: Sequence[str] = ()) -> list[float]:
     """Return the result of `exact_match` for each row."""
-    return [float(text.strip() == expected.strip()) for text, expected in zip(response, answer, strict=True)]
+    return [
+        float(any(text.strip() == expected.strip() for expected in _accepted(answers)))
+        for text, answers in zip(response, answer, strict=True)
+    ]
 
 
 @function(many=_match_rows)
-def exact_match(response: str, answer: str, prompt: str = "") -> float:
-    """1 if the response equals the answer, ignoring blanks at both ends, else 0."""
+def exact_match(response: str, answer: Answers, prompt: str = "") -> float:
+    """1 if the response equals the answer, ignoring blanks at both ends, else 0.
+
+    Of a list of accepted answers, one must be equal.
+    """
     return _match_rows([response], [answer])[0]
 
 
 def _verify_rows(
-    response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float
+    response: Sequence[str], answer: Sequence[Answers], prompt: Sequence[str] = (), *, timeout: float, budget: float
 ) -> list[float]:
     """Return the result of `math_verify` for each row."""
     from . import answers, judges
 
-    rows = [
-        (answers.parse_response(text), answers.parse_gold(expected))
-        for text, expected in zip(response, answer, strict=True)
-    ]
+    accepted = [_accepted(value) for value in answer]
+    owners = [i for i, values in enumerate(accepted) for _ in values]  # the row of each comparison
+    parsed = [answers.parse_response(text) for text in response]
+    rows = [(parsed[i], answers.parse_gold(expected)) for i, values in enumerate(accepted) for expected in values]
     decisions = [answers.same(*row) for row in rows]
     undecided = [i for i, verdict in enumerate(decisions) if verdict is None]
     questions = [judges.JudgeRequest(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in undecided]
@@ -62,19 +80,23 @@ def _verify_rows(
     if len(cut_off) > TOLD:
         print(f"math_verify: the same for {len(cut_off) - TOLD} more answers of {len(rows)}", file=sys.stderr)
     verdict_by_row = dict(zip(undecided, verdicts, strict=True))
-    return [float(verdict_by_row[i].equal if verdict is None else verdict) for i, verdict in enumerate(decisions)]
+    results = [0.0] * len(accepted)
+    for i, verdict in enumerate(decisions):
+        results[owners[i]] = max(results[owners[i]], float(verdict_by_row[i].equal if verdict is None else verdict))
+    return results
 
 
 @function(many=_verify_rows)
 def math_verify(
-    response: str, answer: str, prompt: str = "", *, timeout: Positive = 5.0, budget: Positive = 60.0
+    response: str, answer: Answers, prompt: str = "", *, timeout: Positive = 5.0, budget: Positive = 60.0
 ) -> float:
     r"""1 if the response's answer is mathematically equal to `answer`, else 0.
 
     The answer of a response is in its last `\boxed{}` or `<answer>…</answer>`, or after its last `####`. If the
     response has none of these marks, its answer is after its last "answer is". If "answer is" does not occur, its
     answer is the last expression of its last 4,000 characters. Text after `</think>` has priority. `answer` is LaTeX or
-    plain text, or a whole solution that marks its answer in one of these ways, as in GSM8K.
+    plain text, or a whole solution that marks its answer in one of these ways, as in GSM8K. Of a list of accepted
+    answers, one must be equal.
 
     Numbers and words are compared directly. Everything else is compared by the library math-verify, in at most one
     process per processor, with at most one gibibyte of memory each. Units and currencies are ignored. 50% equals 50 and
@@ -90,24 +112,30 @@ def math_verify(
 
 
 @function()
-def contains(response: str, answer: str, prompt: str = "") -> float:
+def contains(response: str, answer: Answers, prompt: str = "") -> float:
     """1 if the words of the answer occur in the response, one after another, else 0.
 
-    `f1` defines what counts as a word. The result is 0 if the answer has no words.
+    `f1` defines what counts as a word. The result is 0 if the answer has no words. Of a list of accepted answers, one
+    must occur.
     """
-    words = _split_words(answer)
-    return float(bool(words) and f" {' '.join(words)} " in f" {' '.join(_split_words(response))} ")
+    text = f" {' '.join(_split_words(response))} "
+    return float(any((words := _split_words(one)) and f" {' '.join(words)} " in text for one in _accepted(answer)))
 
 
 @function()
-def f1(response: str, answer: str, prompt: str = "") -> float:
+def f1(response: str, answer: Answers, prompt: str = "") -> float:
     """The F1 score of SQuAD, from 0 to 1: the overlap of response and answer in words.
 
     The score is 2 c / (n + m), where n and m are the numbers of words of the response and the answer, and c is the
     number of words that the two texts share (arXiv:1606.05250, section 6.1). A word that occurs i times in the response
     and j times in the answer adds min(i, j) to c. Words are compared in lower case, without punctuation; the articles
-    a, an and the are left out. The score is 1 if neither text has a word.
+    a, an and the are left out. The score is 1 if neither text has a word. Of a list of accepted answers, the best score
+    counts, as in SQuAD.
     """
+    return max((_f1(response, one) for one in _accepted(answer)), default=0.0)
+
+
+def _f1(response: str, answer: str) -> float:
     response_words = Counter(_split_words(response))
     answer_words = Counter(_split_words(answer))
     total = response_words.total() + answer_words.total()

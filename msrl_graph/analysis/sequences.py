@@ -269,6 +269,13 @@ def token_columns(graph: Graph) -> list[str]:
     return [column.name for column in graph.columns if is_tokens(graph, column.name) or column.name in read]
 
 
+def prompt_columns(graph: Graph) -> frozenset[str]:
+    """Return the columns of the source with which a model's sequence begins."""
+    written = {column for node in graph.verb("source") for column in node.writes}
+    read = {name for node in nodes_with_weights(graph) for name in sequences(graph, node).context[:1]}
+    return frozenset((written & read) - columns_before(graph).keys())
+
+
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a node's model reads a column: tokens, or text to be tokenized.
 

@@ -20,8 +20,10 @@ from typing import NoReturn, SupportsIndex, TypeVar
 
 from ..diagnostics import Diagnostic, Fault, Span, kind_of, render
 from ..dsl import ast
+from ..dsl.data_sources import MIX
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
 from ..dsl.syntax_errors import RESERVED
+from ..ir.data_options import DataOptions
 from ..ir.kinds import StringKind
 from ..ir.statements import STATEMENTS
 from . import pickled_functions
@@ -205,6 +207,25 @@ class Arguments:
         span = self.argument(parameter).span
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         return ast.Literal_("string", self.string(text, f"`{parameter}` is a str or a Path", span), span)
+
+    def data_attrs(self, values: Mapping[str, Value]) -> tuple[ast.Attr, ...]:
+        """Return keyword arguments as attributes of `data`; names of fields are strings."""
+        options = DataOptions.declared()
+        return tuple(
+            attr
+            for key, value in values.items()
+            for attr in self.attrs(("data",), {key: value}, quoted=key not in options)
+        )
+
+    def data_target(self, parameter: str, value: str | os.PathLike[str] | Mapping[str, int]) -> ast.Expr:
+        """Return the path of data, or a mixture, given as a mapping to weights."""
+        if not isinstance(value, Mapping):
+            return self.path(parameter, value)
+        part = self.argument(parameter)
+        args = tuple(
+            ast.Arg(self.name(parameter, name), self.expr(weight, part), part.span) for name, weight in value.items()
+        )
+        return ast.Call(ast.Name(MIX, part.span), args, part.span)
 
     def range(self, parameter: str, value: int | tuple[int, int] | None) -> ast.Range | None:
         if value is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Generic, Self
 
@@ -279,17 +280,15 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         attrs = call.attrs(("model",), attributes)
         return self._state(call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.span))
 
-    def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
-        """Add `data NAME = "file" { column = "field" }`; training data have NAME `source`."""
+    def data(self, name: str, target: str | os.PathLike[str] | Mapping[str, int], /, **attributes: Value) -> Self:
+        """Add `data NAME = "file" { … }`, or a mixture: `data("source", {"easy": 3})`."""
         call = Arguments("name", "target")
-        # `source` is a reserved word, but is allowed as a name here.
         source = isinstance(name, str) and name == "source"
         named = (
             ast.Name(name, text_span(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
         )
-        return self._state(
-            call, ast.DataDecl(named, call.path("target", target), call.attrs((), fields, quoted=True), call.span)
-        )
+        attrs = call.data_attrs(attributes)
+        return self._state(call, ast.DataDecl(named, call.data_target("target", target), attrs, call.span))
 
     def layout(self, nodes: Names, /, **sizes: Value) -> Self:
         """Add the statement `layout NODE, … { tp = 8, dp = 2 }`."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
+from ..data.data_files import HUB, exists
 from ..data.datafile import CHARACTERS, few_rows_warning, head
 from ..diagnostics import Diagnostic, Fault
 from ..files import urls
-from ..files.paths import is_file
 from ..ir.plan import DataSource, Plan
 from .stage import PlanContext
 
@@ -31,11 +30,11 @@ def _check_files(plan: Plan) -> Iterator[Diagnostic]:
     for name, data in plan.deploy.data.items():
         most = plan.graph.rows[0] if name == "source" else 1
         try:
-            if not is_file(Path((data := _with_local_copy(data)).path)):
-                continue  # reported elsewhere, or longer than the compiler fetches
+            if not data.path or not exists((data := _with_local_copy(data)).path):
+                continue  # a mixture; or reported elsewhere, or longer than the compiler fetches
             count = head(data, most, plan.graph)
         except ModuleNotFoundError:
-            continue  # the package that reads Parquet is installed with the runtime
+            continue  # the package that reads Parquet and Arrow is installed with the runtime
         except Fault as fault:
             yield from (
                 replace(diagnostic, severity="warning")
@@ -54,7 +53,7 @@ def _with_local_copy(data: DataSource) -> DataSource:
     A file is short if its size in bytes is at most `CHARACTERS`, a constant. Any other data source is returned
     unchanged.
     """
-    if not urls.is_url(data.path):
+    if not urls.is_url(data.path) or data.path.startswith(HUB):
         return data
     (size,) = urls.list_remote(data.path, span=data.span).files.values()
     short = size is not None and size <= CHARACTERS

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from ..data.data_files import HUB
 from ..diagnostics import NOWHERE
 from ..dsl import ast
+from ..dsl.data_sources import MIX
 from ..hardware.device_kinds import HOST
 from ..ir.attribute_schema import DeclaredAttributes
+from ..ir.data_options import DataOptions
 from ..ir.graph import Edge, Expr, Graph, Node
 from ..ir.kinds import (
     CountsKind,
@@ -25,10 +28,11 @@ from ..ir.kinds import (
     StringKind,
     TrackersKind,
     ValueKind,
+    VariablesKind,
     WordsKind,
 )
 from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
-from ..ir.plan import Deployment, EngineChoice, Plan
+from ..ir.plan import DataSource, Deployment, EngineChoice, Plan
 from ..ir.worker_attributes import WorkerAttributes
 from ..sharding.layout import Layout
 from ..trackers import is_file
@@ -127,7 +131,8 @@ def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.DeployDecl:
     body += [ast.ModelDecl(_name(name), _string(name), (), NOWHERE) for name in deploy.models]
     for data in deploy.data.values():
         fields = {column: Expr("string", name) for column, name in data.fields.items()}
-        body.append(ast.DataDecl(_name(data.name), _string(data.path), _attrs(fields), NOWHERE))
+        stated = {key: value for key, value in _list_stated(DataOptions, data.options) if key not in fields}
+        body.append(ast.DataDecl(_name(data.name), _data_target(data), _attrs(fields | stated), NOWHERE))
     body += [_layout(node, layout) for node, layout in deploy.layouts.items()]
     body += [_engine(node, engine) for node, engine in deploy.engines.items()]
     options: tuple[tuple[Literal["dock", "reshard", "run"], DockOptions | ReshardOptions | Run], ...]
@@ -139,6 +144,13 @@ def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.DeployDecl:
             del stated["data"]
         body.append(ast.EvaluateDecl(_name(evaluation.task), _attrs(stated), NOWHERE))
     return ast.DeployDecl(_name(graph.name), _name(cluster), _name(deploy.name), tuple(body), NOWHERE)
+
+
+def _data_target(data: DataSource) -> ast.Expr:
+    if not data.parts:
+        return _string(data.path.removeprefix(HUB))
+    weights = tuple(Expr("number", weight) for weight in data.parts.values())
+    return expression(Expr("call", MIX, weights, tuple(data.parts)))
 
 
 def _layout(node: str, layout: Layout) -> ast.LayoutDecl:
@@ -163,7 +175,7 @@ def _list_stated(declared: type[DeclaredAttributes], values: Any) -> Iterator[tu
 
 
 def _value(kind: ValueKind, value: Any) -> Expr:
-    if isinstance(kind, DrawsKind):
+    if isinstance(kind, DrawsKind | VariablesKind):
         return kind.expr(value)
     if isinstance(kind, SettingsKind):
         stated = dict(_list_stated(kind.declared, kind.settings(value)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,10 @@ NUMBERS = {
 }
 
 
+class Cell(str):
+    """The text of a cell in a CSV file, which may be a number or a truth value."""
+
+
 class Misfit(ValueError):
     """An error for a field whose value does not fit its column.
 
@@ -71,6 +76,9 @@ def take(value: Any, column: Column) -> str | Messages | Array:
     - Tokens (see `holds_tokens`): text, messages, or a flat array of token ids.
     - Other numbers: a flat array of the numbers of the row, in the dtype of the column's element.
     """
+    if type(value) in (str, Cell) and value.isascii() and column.element == "text":
+        text: str = value
+        return text
     if column.element == "json":
         return as_json(value)
     if column.element == "text":
@@ -89,6 +97,34 @@ def take(value: Any, column: Column) -> str | Messages | Array:
             raise Misfit(half, wanted)
         return _drop_nulls(value)
     return _take_numbers(value, column, wanted) if isinstance(value, list) else _take_text(value, wanted)
+
+
+def as_prompt(value: Any, system: str, is_text: bool) -> Any:
+    """Return a prompt as messages, as JSON text if `is_text`.
+
+    Text becomes a message of the user. The message `system` is put before messages that have none. Token ids are
+    rejected with Misfit, because they cannot follow a message.
+    """
+    if isinstance(value, str):
+        conversation = messages(value) or [{"role": "user", "content": value}]
+    elif are_messages(value):
+        conversation = value
+    else:
+        raise Misfit("token ids", "text or messages belong, because of `system` or `chat`")
+    if system and conversation[0]["role"] not in ("system", "developer"):
+        conversation = [{"role": "system", "content": system}, *conversation]
+    return json.dumps(conversation, ensure_ascii=False) if is_text else conversation
+
+
+def _parse_cell(cell: Cell, kind: NumberField, wanted: str) -> int | float | bool:
+    """Return the number or the truth value that a cell consists of. Raises Misfit."""
+    parsed: Any = None
+    with suppress(ValueError):
+        parsed = json.loads(cell.strip().lower())
+    if type(parsed) not in kind.types:
+        raise Misfit(f"`{cell[:20]}`", wanted)
+    number: int | float | bool = parsed
+    return number
 
 
 def holds_tokens(column: Column) -> bool:
@@ -148,6 +184,8 @@ def _take_numbers(value: Any, column: Column, wanted: str = "") -> Array:
         if dim.size and not dim.ragged and (lengths := {len(item) for item in flat} - {dim.size}):
             raise Misfit(f"a list of {min(lengths)}", wanted)
         flat = list(chain.from_iterable(flat))
+    if isinstance(value, Cell):
+        flat = [_parse_cell(value, kind, wanted)]
     context = "a list with " if column.dims else ""
     if wrong_types := {type_name(kind_of_item) for kind_of_item in set(map(type, flat)) - kind.types}:
         raise Misfit(context + min(wrong_types), wanted)

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from ..diagnostics import Diagnostic, Fault
 from ..files import urls
-from ..files.paths import is_file, is_folder
 from ..ir.graph import Expr, Node
 from ..ir.plan import DataSource, Plan
 from ..model.architecture import Model
 from ..model.models import SHAPE
+from . import data_files, hub
 
 T = TypeVar("T", Model, DataSource)
 
@@ -36,7 +36,9 @@ def pin_urls(plan: Plan) -> Plan:
     return _replace_urls(
         plan,
         lambda model: urls.pin_version(model.path, True, model.span),
-        lambda data: urls.pin_version(data.path, span=data.span),
+        lambda data: replace(
+            data, path=hub.pin(data) if hub.is_hub(data.path) else urls.pin_version(data.path, span=data.span)
+        ),
     )
 
 
@@ -48,7 +50,7 @@ def copy_to_host(plan: Plan, data: bool = True) -> Plan:
     return _replace_urls(
         plan,
         lambda model: str(urls.copy(model.path, True, span=model.span)),
-        lambda source: str(urls.copy(source.path, span=source.span)) if data else source.path,
+        lambda source: _copy_data(source) if data else source,
     )
 
 
@@ -57,9 +59,7 @@ def copy_model_heads(plan: Plan) -> Plan:
 
     A copy has only the files that the compiler reads. Raises Fault.
     """
-    return _replace_urls(
-        plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data.path
-    )
+    return _replace_urls(plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data)
 
 
 def has_urls(plan: Plan) -> bool:
@@ -68,21 +68,29 @@ def has_urls(plan: Plan) -> bool:
     return any(map(urls.is_url, paths))
 
 
-def _replace_urls(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], str]) -> Plan:
+def _copy_data(data: DataSource) -> DataSource:
+    if hub.is_hub(data.path):
+        return replace(data, files=hub.fetch(data))
+    return replace(data, path=str(urls.copy(data.path, span=data.span)))
+
+
+def _replace_urls(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], DataSource]) -> Plan:
+    """Return the plan with other models and data in place of those at URLs."""
     deploy = plan.deploy
     diagnostics = list[Diagnostic]()
 
-    def moved(items: Mapping[str, T], to: Callable[[T], str]) -> dict[str, T]:
+    def moved(items: Mapping[str, T], to: Callable[[T], T]) -> dict[str, T]:
         moved_items = dict(items)
         for name, item in items.items():
             try:
                 if urls.is_url(item.path):
-                    moved_items[name] = replace(item, path=to(item))
+                    moved_items[name] = to(item)
             except Fault as fault:
                 diagnostics.extend(fault.diagnostics)
         return moved_items
 
-    moved_deploy = replace(deploy, models=moved(deploy.models, model), data=moved(deploy.data, data))
+    models = moved(deploy.models, lambda item: replace(item, path=model(item)))
+    moved_deploy = replace(deploy, models=models, data=moved(deploy.data, data))
     if diagnostics:
         raise Fault(*diagnostics)
     return replace(plan, deploy=moved_deploy)
@@ -94,7 +102,7 @@ def make_existing_absolute(plan: Plan) -> Plan:
     Files that are not on this machine yet keep their paths.
     """
     return _map_paths(
-        plan, lambda path: str(Path(path).absolute()) if is_file(Path(path)) or is_folder(Path(path)) else path
+        plan, lambda path: str(Path(path).absolute()) if not urls.is_url(path) and data_files.exists(path) else path
     )
 
 
@@ -112,7 +120,9 @@ def _map_paths(plan: Plan, to: Callable[[str], str]) -> Plan:
         return replace(node, attributes={key: expression(expr) for key, expr in node.attributes.items()})
 
     deploy = plan.deploy
-    data = {name: replace(source, path=to(source.path)) for name, source in deploy.data.items()}
+    data = {
+        name: replace(source, path=to(source.path)) if source.path else source for name, source in deploy.data.items()
+    }
     models = {
         name: replace(model, path=to(model.path)) if model.path else model for name, model in deploy.models.items()
     }

@@ -249,7 +249,7 @@ class ModelDecl:
 @dataclass(frozen=True)
 class DataDecl:
     name: Name
-    target: Literal_
+    target: Expr
     attrs: tuple[Attr, ...]
     span: Span
 

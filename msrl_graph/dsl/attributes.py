@@ -30,6 +30,7 @@ from ..ir.kinds import (
     StringKind,
     TrackersKind,
     ValueKind,
+    VariablesKind,
     WordsKind,
 )
 from . import ast, foreign_names
@@ -72,6 +73,8 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             return _read_draws(kind, key, expr, names)
         case SettingsKind():
             return _read_settings(kind, key, expr, names)
+        case VariablesKind():
+            return _read_variables(kind, key, expr, names)
         case NameKind():
             return _read_name(kind, key, expr)
         case TrackersKind():
@@ -217,6 +220,25 @@ def _read_keywords(
             raise mistake("duplicate-name", f"`{name}` is given twice", argument.span)
         values[name] = read_as(kinds[name], name, argument.value, names)
     return values
+
+
+def _read_variables(kind: VariablesKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+    """Read named settings: `template(enable_thinking = false)`."""
+    if not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != kind.call:
+        raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
+    values: dict[str, Expr] = {}
+    for argument in expr.args:
+        name = argument.key.text if argument.key else ""
+        if not name:
+            message = f"`{kind.call}` takes its settings as keyword arguments"
+            raise mistake("bad-value", message, argument.span, f"as in `{kind.call}(enable_thinking = false)`")
+        if name in values:
+            raise mistake("duplicate-name", f"`{name}` is given twice", argument.span)
+        value = evaluate(argument.value, names)
+        if value.kind not in ("bool", "number", "string"):
+            raise mistake("bad-value", f"`{name}` takes a number, a string, `true` or `false`", argument.span)
+        values[name] = value
+    return Expr("call", kind.call, tuple(values.values()), tuple(values), span=expr.span)
 
 
 def read_attributes(

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from ..backends.spec import EVERY, EngineSpec
 from ..diagnostics import Span, nearest
-from ..files.paths import hub_name, is_file, is_folder
 from ..files.urls import is_url
 from ..hardware import calibration
 from ..hardware.cluster import NETWORK, ClusterSpec
 from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.evaluation import Evaluation
 from ..ir.graph import KINDS, Expr, Graph
-from ..ir.kinds import StringKind, ValueKind
+from ..ir.kinds import ValueKind
 from ..ir.options import (
     DockOptions,
     EngineOptions,
@@ -31,9 +30,10 @@ from ..ir.options import (
 from ..ir.plan import DataSource, Deployment, EngineChoice
 from ..model.architecture import Model
 from ..sharding.layout import Layout
-from . import ast, foreign_names
+from . import ast
 from .algorithm import unknown_node
 from .attributes import read_attributes
+from .data_sources import check_data, lower_data
 from .evaluations import data_help, lower_evaluation, rename_help
 from .expressions import ALREADY_REPORTED, Names, Problems, mistake
 from .placement import lower_pools
@@ -120,6 +120,7 @@ class _Deploy:
             if evaluation.data not in self.data:
                 message = f"no data named `{evaluation.data}`"
                 self.problems.report("unknown-name", message, evaluation.span, data_help(evaluation, self.data))
+        check_data(self.data, self.graph, self.problems)
         self._warn_of_idle_updates()
         name = self.deploy.name.text
         evaluations = tuple(self.evaluations.values())
@@ -198,37 +199,9 @@ class _Deploy:
             self.models[name.text] = self.load_model(target, self.folder(span), options.dtype, span)
 
     def _lower_data(self, statement: ast.DataDecl) -> None:
-        name = statement.name.text
-        target = str(statement.target.value)
-        self._state_once(f"data {name}", statement.name.span)
-        source = self.graph.node("source")
-        kinds: dict[str, ValueKind] = dict.fromkeys(source.writes, StringKind())
-        for attr in statement.attrs:
-            if attr.key.text not in kinds:
-                message = f"the source writes no column `{attr.key.text}`"
-                self.problems.report("unknown-column", message, attr.key.span, nearest(attr.key.text, kinds))
-        fields = {column: column for column in source.writes}
-        known = tuple(known_attr for known_attr in statement.attrs if known_attr.key.text in kinds)
-        stated = self._read_attributes(known, "data", kinds)
-        fields |= {column: str(value.value) for column, value in stated.items()}
-        span = statement.target.span
-        if hub := hub_name(target):
-            new_file = f"{hub.rsplit('/', 1)[-1]}.jsonl"
-            help = (
-                f'write a file of it: `datasets.load_dataset("{hub}", split="train").to_json("{new_file}")`, and name '
-                f'that: `"{new_file}"`'
-            )
-            message = f"`{target}` is not a file: it looks like a Hugging Face Hub dataset, which is not read"
-            raise mistake("bad-value", message, span, help)
-        if not target.endswith((".jsonl", ".parquet")):
-            folder = not is_url(target) and is_folder(self.folder(span) / target)
-            message = "data is a .jsonl file with one object per line, or a .parquet file"
-            raise mistake("bad-value", message, span, foreign_names.data_file(target, folder))
-        path = target if is_url(target) else str(self.folder(span) / target)
-        self.data[name] = DataSource(name, path, fields, span, {column: value.span for column, value in stated.items()})
-        if not is_url(path) and not is_file(Path(path)):
-            help = "a run needs it; the path is relative to the program's folder"
-            self.problems.report("missing-file", f"`{target}` is not on this machine", span, help, "warning")
+        self._state_once(f"data {statement.name.text}", statement.name.span)
+        source = lower_data(statement, self.graph, self._read_attributes, self.folder, self.problems)
+        self.data[source.name] = source
 
     def _resolve_nodes(self, refs: tuple[ast.Ref, ...], kind: str) -> list[str]:
         """Return the names of the nodes that a `layout` or `engine` statement applies to.

@@ -145,28 +145,6 @@ def option(key: str, known: Collection[str]) -> str:
     return "did you mean `low`?" if key in _BOUND and "low" in known else ""
 
 
-def data_file(target: str, folder: bool) -> str:
-    """Return how to convert a file of another format to a data file.
-
-    `folder` is whether `target` is a folder. For a folder, the help says how to name one file in the folder. Returns ""
-    for an unknown format.
-    """
-    if folder:
-        return f"it is a folder: name one file in it, `{target.rstrip('/')}/NAME.parquet`"
-    stem, _, kind = target.rpartition(".")
-    if kind == "gz":
-        return f"unpack it: `gunzip -k {target}`"
-    if kind == "csv":
-        return (
-            f"convert it in Python: `from pyarrow import csv, parquet; "
-            f'parquet.write_table(csv.read_csv("{target}"), "{stem}.parquet")`'
-        )
-    if kind == "json":
-        lines = f'open("{stem}.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in json.load(open("{target}")))'
-        return f"write one object per line, in Python: `import json; {lines}`"
-    return ""
-
-
 def groups(word: str, above: str) -> str:
     """Return help for an attribute `per` whose value means groups: `per = group`.
 

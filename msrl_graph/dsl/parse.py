@@ -257,8 +257,8 @@ class _Builder:
     def _model(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.ModelDecl:
         return ast.ModelDecl(self.name(name), self.literal(target), self.attrs(attrs), span)
 
-    def _data(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.DataDecl:
-        return ast.DataDecl(self.name(name), self.literal(target), self.attrs(attrs), span)
+    def _data(self, name: Token, target: Any, attrs: Any, span: Span) -> ast.DataDecl:
+        return ast.DataDecl(self.name(name), self.expr(target), self.attrs(attrs), span)
 
     def _layout(self, refs: Any, attrs: Any, span: Span) -> ast.LayoutDecl:
         return ast.LayoutDecl(self.refs(refs), self.attrs(attrs), span)

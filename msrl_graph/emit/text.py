@@ -172,7 +172,8 @@ def _write_head(page: Sheet, plan: Plan) -> None:
         if worker.freeze or worker.adapter:
             page.line(describe_frozen(worker, plan.model(graph.sharing(worker.name)[0].name)))
     for name, data in plan.deploy.data.items():
-        page.line(f"data {name}: {data.path}")
+        parts = ", ".join(f"{part} x {weight}" for part, weight in data.parts.items())
+        page.line(f"data {name}: {data.path or f'a mixture of {parts}'}")
     kind = f"{plural(cluster.nodes, 'host')} of {plural(cluster.devices_per_node, 'device')} `{device.name}`"
     page.line(f"cluster {cluster.name}: {kind}, {cluster.devices} in all")
     rows = [("device memory", size(device.memory.value), "", device.memory)]

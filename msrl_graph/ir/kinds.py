@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .evaluation import Draw
-from .graph import Expr
+from .graph import Expr, Value
 
 # The largest meaningful count. The product of two still fits the integers of every format.
 MOST = 10**8
@@ -202,6 +202,27 @@ class SettingsKind:
     def __str__(self) -> str:
         first = next(iter(self.declared.kinds()))
         return f"`{self.name}({first} = …)`"
+
+
+@dataclass(frozen=True)
+class VariablesKind:
+    """A call of the word `call`, whose arguments are named settings with plain values."""
+
+    call: str
+
+    def value(self, expr: Expr) -> tuple[tuple[str, Value], ...]:
+        return tuple((key, item.value) for key, item in zip(expr.keys, expr.args, strict=True))
+
+    def expr(self, settings: tuple[tuple[str, Value], ...]) -> Expr:
+        """Return the expression of `settings`; the inverse of the method `value`."""
+        args = tuple(
+            Expr("bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number", value)
+            for _, value in settings
+        )
+        return Expr("call", self.call, args, tuple(name for name, _ in settings))
+
+    def __str__(self) -> str:
+        return f"`{self.call}(NAME = VALUE, …)`"
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from ..model.lora import adapt
 from ..sharding.device_range import DeviceRange, iterate_runs
 from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes
+from .data_options import DataOptions
 from .evaluation import Evaluation
 from .graph import Edge, Expr, Graph, Value
 from .instruction import InstructionStream
@@ -58,9 +59,14 @@ def is_reported(graph: Graph, column: str) -> bool:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data file, with the field from which each column is read.
+    """Data: files, or a mixture of other data.
 
-    `stated` has the span of each field that the program names.
+    - `path`: a file, a folder, a glob, a URL or a name on the Hugging Face Hub; "" for a mixture.
+    - `fields`: for each column, the field or the template from which the column is read; {} for a mixture.
+    - `stated`: the span of each field that the program names.
+    - `options`: which rows are read, and how.
+    - `parts`: for a mixture, the weight of each part, by the name of its data.
+    - `files`: the files in which a name on the Hub is stored on this host; () for all other data.
     """
 
     name: str
@@ -68,6 +74,9 @@ class DataSource:
     fields: dict[str, str]
     span: Span = NOWHERE
     stated: dict[str, Span] = field(default_factory=dict)
+    options: DataOptions = field(default_factory=DataOptions)
+    parts: dict[str, int] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Signature:
     - `columns`: the parameters that bind columns.
     - `optional`: the parameters in `columns` whose column may be missing.
     - `text`: the parameters that receive decoded text.
+    - `answers`: the parameters in `text` that are annotated `Answers`; of a JSON column they receive the value.
     - `logps`: the parameters that receive log-probabilities of the tokens of their column.
     - `scores`: the parameters that receive one score per row: the score of the text up to the end of their column.
     - `rest`: the parameter `*columns`, which binds all other columns; "" if there is none.
@@ -126,6 +127,7 @@ class Signature:
     columns: tuple[str, ...]
     optional: frozenset[str] = frozenset()
     text: frozenset[str] = frozenset()
+    answers: frozenset[str] = frozenset()
     options: tuple[Option, ...] = ()
     scope: Scope = "row"
     rest: str = ""
@@ -276,6 +278,7 @@ def _signature(
             for parameter in (*columns, *([arguments.vararg] if arguments.vararg else []))
             if _is_text(parameter.annotation)
         ),
+        answers=frozenset(parameter.arg for parameter in columns if "Answers" in _names(parameter.annotation)),
         options=tuple(
             _option(parameter, default is None, makers)
             for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -335,12 +338,9 @@ def _names(annotation: ast.expr | None) -> set[str]:
 
 
 def _is_text(annotation: ast.expr | None) -> bool:
-    """Return whether an annotation means a text or several texts.
-
-    Examples are `str`, `list[str]`, `"Sequence[str]"` and `str | None`.
-    """
+    """Return whether an annotation, such as `list[str]` or `Answers`, means text."""
     names = {word for name in _names(annotation) for word in re.findall(r"\w+", name)}
-    return "str" in names and not names & {"dict", "Mapping"}
+    return bool(names & {"str", "Answers"}) and not names & {"dict", "Mapping"}
 
 
 def _words(annotation: ast.expr | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from .attributes import (
     SourceAttributes,
     UpdateAttributes,
 )
+from .data_options import DataOptions
 from .options import (
     ClusterOptions,
     DockOptions,
@@ -39,6 +40,7 @@ STATEMENTS: dict[str, type[DeclaredAttributes]] = {
     "resharding edge": ReshardingEdgeAttributes,
     "cluster": ClusterOptions,
     "model": ModelOptions,
+    "data": DataOptions,
     "layout": LayoutOptions,
     "engine": EngineOptions,
     "dock": DockOptions,

@@ -36,6 +36,18 @@ def test_words_in_common_by_hand(response, answer, f, inside):
     assert f1(response, answer) == pytest.approx(f) and contains(response, answer) == inside
 
 
+def test_one_of_several_accepted_answers_is_enough():
+    exact, verify = (algorithms.load("function", name) for name in ("exact_match", "math_verify"))
+    assert exact("7", ["8", 7]) == exact("7", [7.0]) == exact("7", 7) == exact("7", "7") == 1
+    assert exact("7", []) == exact("7", ["8"]) == exact("[7]", ["7"]) == 0 and exact("[7]", "[7]") == 1
+    assert verify.many(["1/2", "3", "x"], [["2", "0.5"], ["4", "5"], []], timeout=5.0, budget=60.0) == [1, 0, 0]
+    assert contains("the cat sat", ["dog", "cat"]) == 1 and contains("cat", ["dog"]) == contains("cat", []) == 0
+    assert f1("the cat sat", ["dog", "a cat", "sat"]) == pytest.approx(2 / 3) and f1("cat", []) == 0
+    for wrong, kind in (([None], "NoneType"), ({"a": 1}, "dict"), ([True], "bool")):
+        with pytest.raises(TypeError, match=f"an accepted answer is text or a number, not {kind}"):
+            exact("7", wrong)
+
+
 @given(words, words)
 def test_f1_is_the_harmonic_mean_of_precision_and_recall(given, right):
     n, m = ([w.lower() for w in side if w != "the"] for side in (given, right))

@@ -11,7 +11,7 @@ from folders import ROOT
 from msrl_graph import compile
 from msrl_graph.backends.packages import make_extra_command
 from msrl_graph.cli import compile_main, run_main
-from msrl_graph.runtime.data.dataset import PREVIEW_ROWS
+from msrl_graph.runtime.data.dataset_preview import PREVIEW_ROWS
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLE = ROOT / "examples" / "arithmetic"

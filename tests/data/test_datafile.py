@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from msrl_graph.cli import compile_main, run_main
 from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Diagnostic
 from msrl_graph.ir.plan import DataSource
-from msrl_graph.runtime.data import dataset as runtime
+from msrl_graph.runtime.data.dataset_preview import DatasetPreview
 
 PROGRAM = """import grpo
 cluster one {{ device = "cpu" }}
@@ -74,7 +73,7 @@ def test_a_field_that_is_not_there_is_told_where_it_is_named_and_as_a_run_does(t
         {"prompt": found[0].span},
     )
     with pytest.raises(Fault) as caught:
-        list(datafile.rows(data))
+        list(datafile.RowStream(data))
     assert caught.value.diagnostics == found
 
 
@@ -98,7 +97,7 @@ def test_a_pipe_is_told_and_holds_nobody(tmp_path: Path, kind: str) -> None:
     release = Timer(10, lambda: os.close(os.open(tmp_path / kind, os.O_WRONLY | os.O_NONBLOCK)))
     release.start()  # whoever waits for the pipe, and fails this test, finds it empty then
     with pytest.raises(Fault, match="cannot be read: it is not a regular file"):
-        next(datafile.rows(DataSource("source", str(tmp_path / kind), {})))
+        next(iter(datafile.RowStream(DataSource("source", str(tmp_path / kind), {}))))
     release.cancel()
 
 
@@ -143,7 +142,7 @@ def test_blank_lines_are_no_rows_and_lines_end_as_editors_write_them(tmp_path: P
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "a\u2028b"}\r\n\r\n  \n{"prompt": "c"}'.encode())
     assert count(path, 9) == 2
-    assert list(datafile.rows(data(path))) == [(1, {"prompt": "a\u2028b"}), (4, {"prompt": "c"})]
+    assert list(datafile.RowStream(data(path))) == [(1, {"prompt": "a\u2028b"}), (4, {"prompt": "c"})]
 
 
 @pytest.mark.parametrize("size", [10, 300])
@@ -154,7 +153,7 @@ def test_no_more_than_the_head_is_read(tmp_path: Path, size: int, monkeypatch: p
         file.write("no JSON")
     assert count(path, 1000) == 1000  # how many there are is not known
     with pytest.raises(Fault, match=r"line 21 of .* is not JSON"):
-        list(datafile.rows(data(path)))
+        list(datafile.RowStream(data(path)))
 
 
 def test_a_file_that_ends_with_the_head_is_known_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +177,7 @@ def test_few_rows_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_few_rows_of_many_that_are_not_looked_at(tmp_path: Path) -> None:
-    looked = runtime.DatasetPreview(rows=3000, examined=1000, left_out=10)
+    looked = DatasetPreview(rows=3000, examined=1000, left_out=10)
     found = [[d.message for d in looked.warnings(data(tmp_path / "d.jsonl"), prompts)] for prompts in (2990, 2991)]
     assert found == [
         [],
@@ -197,32 +196,10 @@ def test_a_file_without_rows_can_be_planned_with(
     assert [f"[{code}]" in line for line in capsys.readouterr().err.splitlines() if "rows.jsonl" in line] == [True]
 
 
-def applied(help: str, folder: Path) -> None:
-    """Run the command of a help text in a folder, by Python or the shell."""
-    (command,) = re.findall(r"`(.*)`", help)
-    program = [sys.executable, "-c", command] if "import" in command else ["bash", "-c", command]
-    subprocess.run(program, cwd=folder, check=True, timeout=60)
-
-
-@pytest.mark.parametrize(("file", "made"), [("x.csv", "x.parquet"), ("x.jsonl.gz", "x.jsonl"), ("x.json", "x.jsonl")])
-def test_files_of_other_kinds_come_with_a_command_that_converts_them(tmp_path: Path, file: str, made: str) -> None:
-    rows = [{"prompt": "1+1=", "answer": "2"}] * 4
-    if file.endswith(".csv"):
-        (tmp_path / file).write_text("prompt,answer\n" + "1+1=,2\n" * 4)
-    elif file.endswith(".json"):
-        (tmp_path / file).write_text(json.dumps(rows))
-    else:
-        with gzip.open(tmp_path / file, "wt") as packed:
-            packed.write("".join(json.dumps(row) + "\n" for row in rows))
-    (diagnostic,) = told(program(tmp_path, file))
-    applied(diagnostic.help, tmp_path)
-    compile(program(tmp_path, made))
-
-
-def test_a_folder_of_data_is_reported_as_one(tmp_path: Path) -> None:
+def test_a_folder_without_rows_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows").mkdir()
-    (diagnostic,) = told(program(tmp_path, "rows"))
-    assert diagnostic.help == "it is a folder: name one file in it, `rows/NAME.parquet`"
+    assert compile_main([str(program(tmp_path, "rows")), "--check"]) == 0
+    assert "warning[missing-file]: there is no data file " in capsys.readouterr().err
 
 
 STRUCT = {"style": "rule", "ground_truth": "2"}  # as verl's files have it
@@ -275,7 +252,7 @@ def test_a_dotted_field_reads_a_part_of_an_object(tmp_path: Path, kind: str) -> 
     fields |= {"both": "extra_info.source", "whole": "extra_info"}
     info = VERL["extra_info"]
     rows = [(v["prompt"], a, "gsm8k", info["source"], info) for v, a in ((VERL, "2"), ({"prompt": "2+2="}, "4"))]
-    found = list(datafile.rows(DataSource("source", str(path), fields)))
+    found = list(datafile.RowStream(DataSource("source", str(path), fields)))
     assert found == [(i, dict(zip(fields.values(), row, strict=True))) for i, row in enumerate(rows, 1)]
     compile(program(tmp_path, kind, 'answer = "reward_model.ground_truth"'))
 
@@ -285,7 +262,7 @@ def test_the_very_name_comes_before_a_part(tmp_path: Path, kind: str) -> None:
     row = {"a": {"b": "part", "c.d": "dotted"}, "a.b": "whole", "e.f": {"g": "inside"}}
     path = written(tmp_path / kind, [row])
     fields = {"x": "a.b", "y": "a.c.d", "z": "e.f.g", "w": "a"}
-    ((_, found),) = datafile.rows(DataSource("source", str(path), fields))
+    ((_, found),) = datafile.RowStream(DataSource("source", str(path), fields))
     assert found == {"a.b": "whole", "a.c.d": "dotted", "e.f.g": "inside", "a": row["a"]}
 
 
@@ -293,7 +270,7 @@ def test_the_very_name_comes_before_a_part(tmp_path: Path, kind: str) -> None:
 def test_messages_in_an_object_have_the_fields_that_they_were_written_with(tmp_path: Path, kind: str) -> None:
     said = [[{"role": "user", "content": "1+1="}], [{"role": "user", "content": "2+2=", "name": "x"}]]
     path = written(tmp_path / kind, [{"chat": {"messages": m}} for m in said])
-    found = datafile.rows(DataSource("source", str(path), {"prompt": "chat.messages"}))
+    found = datafile.RowStream(DataSource("source", str(path), {"prompt": "chat.messages"}))
     assert [row["chat.messages"] for _, row in found] == said
 
 
@@ -323,7 +300,7 @@ def test_a_row_without_the_part_is_reported_with_its_number(tmp_path: Path) -> N
         (found,) = told(program(tmp_path, kind, 'answer = "reward_model.ground_truth"'))
         what = "has null in `reward_model`, where an object with the field `ground_truth` belongs"
         assert found.message == f"{place}{tmp_path / kind} {what}"
-        assert found.help == "give each row an object in `reward_model`, or leave such rows out"
+        assert found.help == "give each row an object in `reward_model`, or leave such rows out: `missing = omit`"
     (found,) = told(program(tmp_path, kind, 'answer = "ability.kind"'))
     assert found.message.endswith(" has string in `ability`, where an object with the field `kind` belongs")
     assert found.help == "only an object, in Parquet a struct, has fields: `ability` is not one"
@@ -366,5 +343,5 @@ def test_a_struct_with_two_fields_of_a_name_is_reported(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["1="], "answer": twice}), path)
     for field in ("answer", "answer.gold"):
         with pytest.raises(Fault, match=r"has several fields `answer\.gold`"):
-            list(datafile.rows(DataSource("source", str(path), {"answer": field})))
-    assert len(list(datafile.rows(data(path)))) == 1
+            list(datafile.RowStream(DataSource("source", str(path), {"answer": field})))
+    assert len(list(datafile.RowStream(data(path)))) == 1

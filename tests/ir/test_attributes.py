@@ -168,7 +168,7 @@ cluster pod {{ device = "ascend-910c", devices_per_node = 8, {cluster} }}
 deploy mine on pod {{
   model policy = "qwen2.5-7b" {{ {model} }}
   data source = "train.jsonl"
-  data test = "test.jsonl"
+  data test = "test.jsonl" {{ {data} }}
   layout actor.update {{ {layout} }}
   engine actor.update = megatron {{ {engine} }}
   dock {{ {dock} }}

@@ -37,6 +37,7 @@ COVERED = {
     "cli/test_any_input.py": ("cli/common", "compiler/pipeline", "dsl/ast"),
     "cost/test_time.py": ("passes/estimate",),
     "model/test_windows.py": ("model/families/windows",),
+    "runtime/data/test_tokens.py": ("runtime/data/dataset_preview",),
     "diagnostics/test_diagnostics.py": (
         "checks/table",
         "checks/columns",

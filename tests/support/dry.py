@@ -648,7 +648,7 @@ class Dry:
             "set_up_process": lambda *_: None,
             "CrashJournal": lambda *_: CrashJournal(),
             "Client": lambda *arguments: Handed(self, *arguments),
-            "Dataset": lambda *_: Data(self.plan, rows),
+            "load_data": lambda plan, *_: {name: Data(self.plan, rows) for name in plan.deploy.data},
             "FunctionNode": lambda node, *_: Computed(self, node),
             "DrawWeights": lambda *_: lambda *_: np.ones(1),
         }

@@ -29,7 +29,7 @@ from ...ir.plan import Plan
 from ...ir.signatures import ENDPOINT, read_agents
 from ..data import numerics
 from ..data.columns import Array, ragged
-from ..data.tokens import Tokens, column_tokenizer
+from ..data.tokens import column_tokenizer, model_tokens
 from ..functions.instances import Failure
 from ..functions.own_process import ProcessExit, guard_exit, guarded_call
 from ..functions.units import options_of
@@ -98,7 +98,7 @@ class Agents:
         }
         self.columns = tuple(column for column in node.writes if column not in own_columns)
         self.returned = ReturnChecker(plan, self.columns)
-        self.speech = ChatTemplate(Tokens(plan.model(node.name).path), self._tool_call_format())
+        self.speech = ChatTemplate(model_tokens(plan, plan.model(node.name).path), self._tool_call_format())
         self.speech.prepare()
         self.model = plan.graph.worker(node.worker).model
         self.endpoint = Endpoint(self.model, self.speech, self.attributes.stop, self._draw)

@@ -120,7 +120,9 @@ def ragged(rows: Sequence[Array], dtype: Any) -> ColumnData:
 
 def texts(rows: Iterable[str]) -> ColumnData:
     """Build a text column from strings."""
-    return ragged([np.frombuffer(row.encode("utf-8"), np.uint8) for row in rows], np.uint8)
+    encoded = [row.encode("utf-8") for row in rows]
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return ColumnData(np.frombuffer(bytearray().join(encoded), np.uint8), offsets_from_lengths(lengths))
 
 
 def concatenate(parts: Sequence[ColumnData]) -> ColumnData:

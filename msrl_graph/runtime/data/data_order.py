@@ -17,12 +17,25 @@ from ...noise import RandomStream
 from .columns import Array
 
 
-def shuffle_rows(stream: RandomStream, size: int, position: int, count: int) -> Array:
-    """Return the rows at `count` positions, from `position` on.
+class RowOrder:
+    """The rows at all positions: each pass over the data has its own random order.
 
-    Each pass over the `size` rows of the file has its own random order.
+    The order of the last pass is kept, since computing it for millions of rows takes a second.
     """
-    return _take_passes(lambda turn: _argsort(stream.keys(turn, np.arange(size))), size, position, count)
+
+    def __init__(self, stream: RandomStream, size: int) -> None:
+        self.stream = stream
+        self.size = size
+        self._kept: tuple[int, Array] = (-1, np.zeros(0, np.int64))
+
+    def take(self, position: int, count: int) -> Array:
+        """Return the rows at `count` positions, from `position` on."""
+        return _take_passes(self._order, self.size, position, count)
+
+    def _order(self, turn: int) -> Array:
+        if self._kept[0] != turn:
+            self._kept = (turn, np.argsort(self.stream.keys(turn, np.arange(self.size)), kind="stable"))
+        return self._kept[1]
 
 
 def draw_rows(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
@@ -47,11 +60,6 @@ def draw_rows(stream: RandomStream, iteration: int, weights: Array, position: in
         return order_of_rows
 
     return _take_passes(order, len(weights), position, count)
-
-
-def _argsort(keys: Array) -> Array:
-    order: Array = np.argsort(keys, kind="stable")
-    return order
 
 
 def _take_passes(order: Callable[[int], Array], size: int, position: int, count: int) -> Array:

@@ -1,16 +1,16 @@
-"""The rows of a data file: read, checked, tokenized and assigned to iterations.
+"""The rows of some data: read, checked, tokenized and assigned to iterations.
 
 Invariant: the row at a position (data_order.py) is a function of the seed; if rows are drawn by weight, it also depends
 on the iteration and the weights. A row that cannot be used is either reported with its number before the run starts, or
-left out and counted. The same rows in the same order give the same data in every file format.
+left out and counted. The same rows in the same order give the same data in every file format, whether they are in
+memory or in mapped files.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import importlib.metadata
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,388 +18,80 @@ from typing import Any
 import numpy as np
 
 from ... import noise
-from ...analysis.sequences import (
-    columns_before,
-    is_tokens,
-    nodes_with_weights,
-    responses,
-    sequences,
-    source_worker,
-    token_columns,
-)
-from ...data import datafile, fields
-from ...data.chat import Messages, messages
-from ...data.datafile import bad_row, row_place, take_row
+from ...data.data_files import list_files
+from ...data.datafile import RowStream, RowTaker, row_place
 from ...diagnostics import Diagnostic, Fault
-from ...ir.graph import Graph
 from ...ir.plan import DataSource, Plan
-from . import data_order
-from .columns import DTYPES, Array, ColumnData, ragged, texts
-from .numerics import rows_outside_vocabulary, vocabulary_size
-from .rendering import BadMessages
-from .token_pieces import BadPieceError
-from .tokens import Tokens
+from ..process import shipped_files
+from . import data_order, row_store, text_blocks
+from .columns import DTYPES, Array, ColumnData, ragged
+from .row_batch import LateColumnError, RowBatch, RowReading
+from .row_store import RowWriter, StoredRows
 
-PREVIEW_ROWS = 1000  # the number of rows that are tokenised before a run starts
-
-
-@dataclass(frozen=True)
-class DatasetPreview:
-    """What is known about a data file before a run.
-
-    The file has `rows` rows, and the first `examined` of them were examined. `left_out` rows are left out because of
-    `reason`, and `controls` rows contain control tokens; `example` is the first such token, with its place.
-    """
-
-    rows: int
-    examined: int = 0
-    left_out: int = 0
-    reason: str = ""
-    controls: int = 0
-    example: str = ""
-
-    def __str__(self) -> str:
-        """Describe how many rows are left out, and why; return "" if no row is left out."""
-        return f"{self.left_out:,} of {self._examined} rows are left out: {self.reason}" if self.left_out else ""
-
-    @property
-    def _examined(self) -> str:
-        return f"the first {self.examined:,}" if self.examined < self.rows else f"{self.rows:,}"
-
-    def warnings(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
-        """Yield warnings on left-out rows, control tokens, and fewer rows than `prompts`."""
-        if 2 * self.left_out > self.examined:
-            help = "raise the bounds, or use other data: the run trains only on the remaining rows"
-            yield Diagnostic("bad-data", f"{data.path}: {self}", data.span, help, "warning")
-        if self.controls:
-            subject = f"{self.controls:,} of {self._examined} rows of {data.path} contain control tokens in their text"
-            message = f"{subject}, such as {self.example}: the model reads the token, not its letters"
-            help = "ignore this if it is intended, as in prompts that a chat template has rendered"
-            yield Diagnostic("bad-data", message, data.span, f"{help}; otherwise change the text", "warning")
-        usable = self.rows - self.left_out  # an upper bound if not all rows were examined
-        if usable < prompts:
-            bound = "at most " if self.examined < self.rows else ""
-            yield datafile.few_rows_warning(data, f"{bound}{usable:,} usable rows", prompts)
-
-
-def check(data: DataSource, plan: Plan) -> DatasetPreview:
-    """Examine a data file and return a preview of it.
-
-    Raises Fault if the file cannot be read, if one of the first rows cannot be used, or if all rows are too long.
-    """
-    rows = read(data, plan.graph)
-    try:
-        first = dict(islice(rows.items(), PREVIEW_ROWS))
-        dataset = Dataset(data, plan, rows=first)
-    except Fault as fault:
-        if len(rows) <= PREVIEW_ROWS or fault.diagnostics[0].code != "no-data":
-            raise
-        first = rows
-        dataset = Dataset(data, plan, rows=rows)
-    controls = [*_find_control_tokens(dataset, first)]
-    return DatasetPreview(
-        len(rows), len(first), dataset.too_long, dataset.reason, len(controls), controls[0] if controls else ""
-    )
-
-
-def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Yield the first control token of each row, and where in the file the token is.
-
-    Only text that a model reads is searched. The token that ends a response is not reported.
-    """
-    added = dataset.tokens.tokenizer.get_added_tokens_decoder().values()
-    if not (names := [re.escape(token.content) for token in added if token.special and token.content]):
-        return
-    control = re.compile("|".join(sorted(names, key=len, reverse=True)))
-    read_columns = token_columns(dataset.graph)
-    for line, row in rows.items():
-        for column in [name for name in row if name in read_columns]:
-            texts = [text for text in _strings(row[column]) if text]
-            if column in dataset.responses:
-                texts = [dataset.tokens.strip_end_token(text) for text in texts]
-            if match := next((match for match in map(control.search, texts) if match), None):
-                yield f"`{match[0]}` in `{dataset.data.fields[column]}` of {row_place(dataset.data, line)}"
-                break
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all texts in a field's value, which is a text or contains messages."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)
-
-
-def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
-    """Read the rows of a JSON lines or Parquet file.
-
-    Returns, for each line number (in Parquet: row number, from 1), the values by column. Raises Fault if the file is
-    missing or empty, or if a row cannot be used.
-    """
-    path = Path(data.path)
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
-        message = f"`{path.suffix}` data cannot be read"
-        raise Fault(
-            Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)")
-        )
-    rows = dict[int, dict[str, Any]]()
-    numbers = _Numbers(data, graph)
-    for number, row in datafile.rows(data):
-        rows[number] = take_row(row, number, data, graph)
-        numbers.add_row(number, row)
-    for column, lines in numbers.find_whole_columns():
-        for line in lines:
-            rows[line][column] = rows[line][column].removesuffix(".0")
-    return rows
-
-
-class _Numbers:
-    """The rows in which a text column has a float, such as 3.0, instead of text.
-
-    If an integer is missing in a column of integers, many libraries convert the column to floats. If all floats of a
-    column are whole numbers, `read` writes them as integers.
-    """
-
-    def __init__(self, data: DataSource, graph: Graph) -> None:
-        self.fields = {column: name for column, name in data.fields.items() if graph.column(column).element == "text"}
-        self.floats: dict[str, list[int]] = {column: [] for column in self.fields}
-        self.broken = set[str]()
-
-    def add_row(self, number: int, row: Mapping[str, Any]) -> None:
-        for column, name in self.fields.items():
-            if isinstance(value := row[name], float):
-                self.floats[column].append(number)
-                if not value.is_integer():
-                    self.broken.add(column)
-
-    def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield each column whose floats are all whole numbers, and its floats' lines."""
-        yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
+BATCH = 1 << 14  # rows that become columns at a time; more rows than that are stored in files
+_TOKENIZER = 1 << 26  # bytes; larger files of a model's folder have no tokenizer
 
 
 class Dataset:
-    """The usable rows of a data file, numbered from 0 in the file's order.
+    """The usable rows of some data, numbered from 0 in the order of the files.
 
     A row is left out if a column is longer than its bound, or if a column that a model reads has no token. `left_out`
     is the number of left-out rows by column; a row counts only for the first column that is too long or empty.
-    `too_long` is the number of all left-out rows, and `reason` is a text with the reasons. `rows` is the result of
-    `read`, if the caller has already read the file.
+    `dropped` is the number of rows that were left out because a field was missing, by column. `too_long` is the number
+    of rows in `left_out`, and `reason` is a text with all reasons.
     """
 
-    def __init__(
-        self, data: DataSource, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None
-    ) -> None:
-        worker = source_worker(plan.graph)
-        assert worker is not None
+    def __init__(self, data: DataSource, plan: Plan, tokenizer: Any = None) -> None:
         self.data = data
         self.graph = plan.graph
-        self.order = noise.RandomStream(plan.deploy.run.seed, "order", data.name)
         self.weighted = noise.RandomStream(plan.deploy.run.seed, "weighted", data.name)
-        self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
-        self.responses = responses(plan.graph)
-        self.preceding = columns_before(plan.graph)
-        rows = rows or read(data, plan.graph)
-        self.lines = list(rows)
-        # The lines with a text that is too long, of which only a prefix was encoded.
-        self.cut = set[int]()
-        self.columns = {name: self._build_column(name, list(rows.values())) for name in data.fields}
-        self._check_lengths()
-        self.left_out: dict[str, int] = {}
-        keep = np.ones(len(rows), bool)
-        for name in data.fields:
-            fits = self._find_fitting_rows(name, plan)
-            if excluded := int((keep & ~fits).sum()):
-                self.left_out[name] = excluded
-            keep &= fits
-        self.usable = np.flatnonzero(keep)
+        self.reading = RowReading(data, plan, tokenizer)
+        self.tokens = self.reading.tokens
+        self.responses = self.reading.responses
+        stored = _load(self.reading)
+        self.columns = stored.columns
+        self.lines = stored.lines
+        self.usable = stored.usable
+        self.left_out = stored.left_out
+        self.dropped = stored.dropped
+        self.late = stored.late
+        self.row_count = len(stored.lines) + sum(stored.dropped.values())
         if not len(self.usable):
             message = f"no row of {data.path} is short enough to be used"
             raise Fault(Diagnostic("no-data", message, data.span, self.reason))
-        for name, column in self.columns.items():
-            if is_tokens(plan.graph, name) and (size := vocabulary_size(plan, name)):
-                self._check_vocabulary(name, column, size)
+        self.order = data_order.RowOrder(noise.RandomStream(plan.deploy.run.seed, "order", data.name), len(self))
 
     @property
     def too_long(self) -> int:
         return sum(self.left_out.values())
 
     @property
+    def excluded(self) -> int:
+        """The number of rows that are not used, for any reason."""
+        return self.too_long + sum(self.dropped.values())
+
+    @property
     def reason(self) -> str:
         """The reasons why rows are left out, for a message."""
-        return ", ".join(
+        long = [
             f"`{column}` is empty or longer than {self.graph.bound(column):,} (rows: {count:,})"
             for column, count in self.left_out.items()
-        )
-
-    def _build_column(self, name: str, rows: list[dict[str, Any]]) -> ColumnData:
-        column = self.graph.column(name)
-        values = [row[name] for row in rows]
-        if column.element in ("text", "json"):
-            return texts(values)
-        if not fields.holds_tokens(column):
-            return ragged(values, DTYPES[column.element]) if column.dims else ColumnData(np.concatenate(values))
-        written = [i for i, value in enumerate(values) if not isinstance(value, np.ndarray)]
-        encoded = self._encode_texts(name, [rows[i] for i in written], [self.lines[i] for i in written])
-        for i, ids in zip(written, encoded, strict=True):
-            values[i] = ids
-        if name in self.responses:
-            values = self.tokens.append_end_tokens(values)
-        return ragged(values, DTYPES[column.element])
-
-    def _encode_texts(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
-        """Encode a column's texts; each text continues the preceding columns of its row.
-
-        If a text is surely longer than the column's bound, only a prefix is encoded. The prefix is longer than the
-        bound, too. So a row of many megabytes does not take minutes.
-        """
-        full_texts = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
-        encoded_texts = [self.tokens.shorten(text, self.graph.bound(name)) for text in full_texts]
-        self.cut |= {
-            line for line, part, text in zip(lines, encoded_texts, full_texts, strict=True) if len(part) < len(text)
-        }
-        previous_columns = self.preceding.get(name)
-        if previous_columns is None or self.tokens.pieces.exact:
-            return self.tokens.encode(encoded_texts)
-        encoded = self.tokens.encode(
-            [item if line in self.cut else "" for item, line in zip(encoded_texts, lines, strict=True)]
-        )
-        uncut = [i for i, line in enumerate(lines) if line not in self.cut]
-        all_from_file = {*previous_columns} <= self.data.fields.keys()
-        try:
-            preceding = (
-                [self._text_before(previous_columns, rows[i], lines[i]) for i in uncut] if all_from_file else None
-            )
-            following = self.tokens.encode_after([encoded_texts[i] for i in uncut], preceding)
-        except BadPieceError as error:
-            raise self._encoding_fault(name, lines[uncut[error.index]], error) from None
-        for i, ids in zip(uncut, following, strict=True):
-            encoded[i] = ids
-        return encoded
-
-    def _encoding_fault(self, name: str, line: int, error: BadPieceError) -> Fault:
-        """Build the fault for a text that cannot be encoded after its preceding text."""
-        ids = "write the field as token ids"
-        if self.graph.column(name).element == "text":
-            ids = f"declare `{name}` as tokens, `i32[<= n]`, and {ids}"
-        help = f"{ids}, or use a model whose tokenizer encodes parts of a text as it encodes the whole text"
-        return bad_row(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
-
-    def _text_before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
-        """Return a row's text in the columns `columns`, which precede some other column."""
-        text = ""
-        for name in columns:
-            ids = isinstance(row[name], np.ndarray)
-            if ids:
-                text += self.tokens.decode([row[name]], special=True)[0]
-            elif self.graph.column(name).element == "text":
-                text += self._render(name, line, self.tokens.prompt_text, row[name])
-            else:
-                text += self._text(name, row, line)
-        return text
-
-    def _text(self, name: str, row: dict[str, Any], line: int) -> str:
-        """Return the text of the column `name` in a row, with messages rendered as text."""
-        value: str | Messages = row[name]
-        if isinstance(value, str):
-            return value
-        if name not in self.responses:
-            return self._render(name, line, self.tokens.prompt, value)
-        previous_columns = [column for column in self.responses[name] if column in row]
-        prompts = [
-            prompt if isinstance(prompt, list) else messages(prompt) if isinstance(prompt, str) else None
-            for prompt in (row[column] for column in previous_columns)
         ]
-        if len(prompts) > 1 or None in prompts:
-            others = " and ".join(f"`{self.data.fields[column]}`" for column in previous_columns)
-            message = (
-                f"has messages in `{self.data.fields[name]}`, but no single list of messages before it, in {others}"
-            )
-            raise bad_row(self.data, line, message, "write both as messages, or the response as text")
-        return self._render(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
-
-    def _render(self, name: str, line: int, render: Callable[..., str], *arguments: str | Messages) -> str:
-        try:
-            return render(*arguments)
-        except BadMessages as error:
-            help = error.help or "name the folder of a model that was trained to chat, or write the field as text"
-            raise bad_row(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
-
-    def _check_lengths(self) -> None:
-        """Raise Fault if two columns that must have the same lengths do not have them."""
-        for name, column in self.columns.items():
-            dims = self.graph.column(name).dims
-            if not dims or dims[0].like not in self.columns:
-                continue
-            size = math.prod(dim.size for dim in dims[1:])
-            expected = self.columns[dims[0].like].lengths
-            # Lines in `cut` are left out in any case, and only a prefix of their text is encoded.
-            complete = np.array([line not in self.cut for line in self.lines])
-            if len(wrong_rows := np.flatnonzero(complete & (column.lengths != expected * size))):
-                row = wrong_rows[0]
-                message = f"has {column.lengths[row] // size} values in `{self.data.fields[name]}`"
-                raise bad_row(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
-
-    def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
-        """Return a mask of rows; False: the row is left out because of the column `name`."""
-        kind = self.graph.column(name)
-        column = self.columns[name]
-        sequences_by_node = [(node, sequences(self.graph, node)) for node in nodes_with_weights(self.graph)]
-        readers = {
-            plan.model(node.name).path
-            for node, sequence in sequences_by_node
-            if name in (*sequence.context, *sequence.scored)
-        }
-        lengths = [column.lengths]
-        if kind.element == "text":
-            lengths = []
-            for tokens in map(Tokens, sorted(readers)):
-                input_texts = [
-                    self._render(name, line, tokens.prompt_text, column.text(i)) for i, line in enumerate(self.lines)
-                ]
-                follows = name in self.preceding
-                if kind.dims or not follows or tokens.pieces.exact:  # else the whole text must be encoded
-                    input_texts = [
-                        tokens.shorten(text, self.graph.bound(name) if kind.dims else 0) for text in input_texts
-                    ]
-                encode = tokens.encode_after if follows else tokens.encode
-                try:
-                    lengths.append(np.array([len(ids) for ids in encode(input_texts)]))
-                except BadPieceError as error:
-                    raise self._encoding_fault(name, self.lines[error.index], error) from None
-        fits = np.ones(len(column), bool)
-        for token_counts in lengths:
-            fits &= (token_counts >= bool(readers)) & (
-                token_counts <= (self.graph.bound(name) if kind.dims else token_counts)
-            )
-        return fits
-
-    def _check_vocabulary(self, name: str, column: ColumnData, size: int) -> None:
-        """Raise Fault if a usable row has a token outside the model's vocabulary."""
-        if not len(unknown := self.usable[rows_outside_vocabulary(column.take(self.usable), size)]):
-            return
-        ids = column[unknown[0]]
-        line = self.lines[unknown[0]]
-        token = int(ids[(ids < 0) | (ids >= size)][0])
-        text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
-        message = f"{row_place(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
-        help = (
-            "the model has no embedding for some of the tokenizer's tokens: use the tokenizer that it was trained with"
-        )
-        if text is None:
-            help = "the ids come from another tokenizer: write the field as text or messages"
-        raise Fault(Diagnostic("bad-data", f"{message}, outside the vocabulary of {size}", self.data.span, help))
+        missing = [
+            f"`{self.data.fields[column]}` is missing (rows: {count:,})" for column, count in self.dropped.items()
+        ]
+        return ", ".join([*long, *missing])
 
     def __len__(self) -> int:
         return len(self.usable)
 
     def locate(self, index: int) -> str:
-        """Describe, for a message, where a usable row is in the file."""
-        return row_place(self.data, self.lines[self.usable[index]])
+        """Describe, for a message, where a usable row is in its file."""
+        return row_place(self.data, int(self.lines[self.usable[index]]))
 
     def indices(self, position: int, count: int) -> Array:
         """Return `count` row indices from `position` on; each pass has a new random order."""
-        return data_order.shuffle_rows(self.order, len(self), position, count)
+        return self.order.take(position, count)
 
     def draw(self, weights: Array, iteration: int, position: int, count: int) -> Array:
         """Draw rows by weight: `count` rows of an iteration, from `position` on.
@@ -410,7 +102,18 @@ class Dataset:
 
     def take(self, indices: Array) -> dict[str, ColumnData]:
         """Return the columns of these rows, in this order."""
-        return {name: column.take(self.usable[indices]) for name, column in self.columns.items()}
+        rows = self.usable[indices]
+        return {name: self._encode(name, column.take(rows)) for name, column in self.columns.items()}
+
+    def column(self, name: str) -> ColumnData:
+        """Return a column of all usable rows."""
+        return self._encode(name, self.columns[name].take(self.usable))
+
+    def _encode(self, name: str, column: ColumnData) -> ColumnData:
+        if name not in self.late:
+            return column
+        ids = self.tokens.encode([column.text(row) for row in range(len(column))])
+        return ragged(ids, DTYPES[self.graph.column(name).element])
 
     def rows(self, position: int, count: int) -> dict[str, ColumnData]:
         """Return the columns of the rows with the indices `indices(position, count)`."""
@@ -418,3 +121,124 @@ class Dataset:
 
     def all(self) -> dict[str, ColumnData]:
         return self.take(np.arange(len(self)))
+
+
+def _load(reading: RowReading) -> StoredRows:
+    """Read all rows: into memory if they are one batch, else into files.
+
+    Raises Fault.
+    """
+    numbers = _Numbers(reading)
+    stream = RowStream(reading.data)
+    first = dict(islice(numbers.take_rows(stream), BATCH + 1))
+    if len(first) > BATCH:
+        return row_store.load(_key(reading), lambda folder: _store(reading, folder), reading.data.span)
+    if not first:
+        dropped = ", ".join(f"`{column}`: {count:,}" for column, count in stream.dropped.items())
+        message = f"each row of {reading.data.path} lacks a value, so `missing = omit` leaves no row ({dropped})"
+        raise Fault(Diagnostic("no-data", message, reading.data.span))
+    for column, lines in numbers.find_whole_columns().items():
+        for line in lines:
+            first[line][column] = first[line][column].removesuffix(".0")
+    batch = RowBatch(reading, [*first], [*first.values()])
+    return StoredRows(batch.columns, np.array(batch.lines), np.flatnonzero(batch.keep), batch.left_out, stream.dropped)
+
+
+def _store(reading: RowReading, folder: Path) -> None:
+    """Write all rows of some data into the files of a folder, batch by batch."""
+    late = reading.find_late_columns()
+    whole = dict[str, list[int]]()
+    while True:
+        numbers = _Numbers(reading, whole)
+        stream = RowStream(reading.data)
+        left_out: dict[str, int] = {}
+        with RowWriter(folder, [*reading.data.fields]) as writer:
+            try:
+                for batch in _batches(reading, stream, numbers, late):
+                    writer.add(batch.columns, np.array(batch.lines), batch.keep)
+                    for name, count in batch.left_out.items():
+                        left_out[name] = left_out.get(name, 0) + count
+            except LateColumnError as error:
+                late.remove(str(error))
+                continue
+            if (found := numbers.find_whole_columns()).keys() == whole.keys():
+                writer.finish(left_out, stream.dropped, frozenset(late))
+                return
+            whole = found
+
+
+def _batches(reading: RowReading, stream: RowStream, numbers: _Numbers, late: Collection[str]) -> Iterator[RowBatch]:
+    """Yield all rows of some data, many at a time if they are plain text."""
+    blocks = text_blocks.read_blocks(reading, stream, late)
+    for block in blocks or ():
+        if block.columns is not None:
+            yield RowBatch(reading, block.numbers, [], late, block.columns)
+            continue
+        parsed = (
+            (number, stream.parse(number, raw)) for number, raw in zip(block.numbers.tolist(), block.raw, strict=True)
+        )
+        part = dict(numbers.take_rows((number, row) for number, row in parsed if row is not None))
+        if part:
+            yield RowBatch(reading, [*part], [*part.values()], late)
+    rows = numbers.take_rows(stream) if blocks is None else iter(())
+    while part := dict(islice(rows, BATCH)):
+        yield RowBatch(reading, [*part], [*part.values()], late)
+
+
+def _key(reading: RowReading) -> str:
+    """Return a digest of all that decides the columns of some data."""
+    data = reading.data
+    graph = reading.graph
+    files = []
+    for file in list_files(data):
+        status = file.path.stat()
+        # A change of a file changes its ctime, even if a program sets its mtime back.
+        files.append((str(file.path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+    folders = {reading.tokens.folder, *(folder for readers in reading.readers.values() for folder in readers)}
+    models = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for folder in sorted(folders)
+        for file in sorted(shipped_files.find_copy(folder).glob("*"))
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.stat().st_size < _TOKENIZER
+    }
+    columns = [(graph.column(name), graph.bound(name), sorted(reading.readers[name])) for name in data.fields]
+    versions = [importlib.metadata.version(package) for package in ("msrl_graph", "tokenizers", "transformers")]
+    settings = (data.fields, data.options, reading.responses, reading.preceding, reading.vocabularies)
+    return row_store.key(files, models, columns, versions, *settings)
+
+
+class _Numbers:
+    """Converts rows, and finds the text columns that have floats, such as 3.0.
+
+    If an integer is missing in a column of integers, many libraries convert the column to floats. If all floats of a
+    column are whole numbers, they are written as integers. This is known only after the last row; `whole` has the
+    columns of which it is known.
+    """
+
+    def __init__(self, reading: RowReading, whole: Collection[str] = ()) -> None:
+        graph = reading.graph
+        self.taker = RowTaker(reading.data, graph)
+        self.whole = whole
+        self.fields = {
+            column: name for column, name in reading.data.fields.items() if graph.column(column).element == "text"
+        }
+        self.floats: dict[str, list[int]] = {}
+        self.broken = set[str]()
+
+    def take_rows(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the converted values of each row, as (number of the row, values)."""
+        for number, row in rows:
+            values = self.taker.take(row, number)
+            for column, name in self.fields.items():
+                if isinstance(value := row[name], float):
+                    if len(lines := self.floats.setdefault(column, [])) <= BATCH:
+                        lines.append(number)
+                    if not value.is_integer():
+                        self.broken.add(column)
+                    if column in self.whole:
+                        values[column] = values[column].removesuffix(".0")
+            yield number, values
+
+    def find_whole_columns(self) -> dict[str, list[int]]:
+        """Return each column whose floats are all whole, and lines of such floats."""
+        return {column: lines for column, lines in self.floats.items() if column not in self.broken}

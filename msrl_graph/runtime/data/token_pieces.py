@@ -126,6 +126,20 @@ class Pieces:
         beginning = text[: tokens * self._longest + 1]
         return beginning if beginning.isascii() else text[: tokens * self._longest * COMPOSED + 1]
 
+    def fitting_characters(self, tokens: int) -> int:
+        """Return a length up to which an ASCII text surely has 1 to `tokens` tokens.
+
+        The length is in characters. It is -1 if the tokenizer may drop characters, or may add any number of them.
+        """
+        parts = [
+            part for key in ("normalizer", "pre_tokenizer") for part in _iterate_parts(getattr(self.tokenizer, key))
+        ]
+        if self._longest is None or any(part["type"] == "Replace" and not _keeps_length(part, True) for part in parts):
+            return -1
+        # Some components put a blank before a text, or before each of its parts, which have a character at least.
+        added = sum(part["type"] in ("Prepend", "Metaspace") or bool(part.get("add_prefix_space")) for part in parts)
+        return (tokens - added) // (1 + added)
+
     @cached_property
     def _longest(self) -> int | None:
         """The largest number of characters that one token represents, or None.
@@ -167,13 +181,16 @@ def _iterate_parts(part: Any) -> Iterator[dict[str, Any]]:
         )
 
 
-def _keeps_length(replace: dict[str, Any]) -> bool:
+def _keeps_length(replace: dict[str, Any], exactly: bool = False) -> bool:
     """Return whether the normalizer `Replace` never makes a text shorter.
+
+    With `exactly`, it must not make a text longer either.
 
     `replace` is the normalizer as a dictionary, as in tokenizer.json.
     """
     pattern = replace["pattern"].get("String")
-    return pattern is not None and len(replace["content"]) >= len(pattern)
+    added = -1 if pattern is None else len(replace["content"]) - len(pattern)
+    return added == 0 if exactly else added >= 0
 
 
 def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from ...analysis.sequences import is_tokens, sequences, source_worker
 from ...data.characters import half_character
 from ...data.chat import Messages, messages
-from ...ir.graph import Node
+from ...ir.graph import Node, Value
 from ...ir.plan import Plan
 from ...model.end_tokens import read_end_tokens
 from ..process import shipped_files
@@ -29,11 +30,14 @@ class Tokens:
     """The tokenizer in a model's folder.
 
     `ends` are the tokens that end a response, or empty if no file of the folder names such a token. The first of `ends`
-    is appended to a response that does not end with one of them.
+    is appended to a response that does not end with one of them. `variables` are set in the chat template.
     """
 
-    def __init__(self, folder: str, tokenizer: Any = None) -> None:
+    def __init__(
+        self, folder: str, tokenizer: Any = None, variables: Mapping[str, Value] = MappingProxyType({})
+    ) -> None:
         self.folder = folder
+        self.variables = dict(variables)
         self.tokenizer = tokenizer or _tokenizer(folder)
         self.pieces = Pieces(tokenizer) if tokenizer else _pieces(folder)
         self.ends = end_tokens(folder)
@@ -167,10 +171,29 @@ class Tokens:
         if not rendering.template(self.folder):
             reason = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"
             raise BadMessages(f"the model folder {self.folder} has no chat template to render them: {reason}")
-        text = rendering.render(self.folder, messages, prompt, more)
+        text = rendering.render(self.folder, messages, prompt, {**self.variables, **more})
         if half := half_character(text):
             raise BadMessages(f"the output of the chat template of {self.folder} contains {half}")
         return text
+
+
+def policy_tokens(plan: Plan, tokenizer: Any = None) -> Tokens:
+    """Return the tokenizer that makes the tokens of the source."""
+    return model_tokens(plan, _policy_folder(plan), tokenizer)
+
+
+def model_tokens(plan: Plan, folder: str, tokenizer: Any = None) -> Tokens:
+    """Return the tokenizer in the folder of a plan's model.
+
+    The variables of the chat template that the program sets for data are those of the policy.
+    """
+    chat = next((source.options.chat for source in plan.deploy.data.values() if source.options.chat), ())
+    return Tokens(folder, tokenizer, dict(chat or ()) if folder == _policy_folder(plan) else {})
+
+
+def _policy_folder(plan: Plan) -> str:
+    worker = source_worker(plan.graph)
+    return plan.deploy.models[worker.model].path if worker is not None else ""
 
 
 def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict[str, ColumnData]:
@@ -184,7 +207,7 @@ def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) 
     names = [column for column in order if column in columns and plan.graph.column(column).element == "text"]
     if not names:
         return dict(columns)
-    tokens = Tokens(plan.model(node.name).path)
+    tokens = model_tokens(plan, plan.model(node.name).path)
     texts = {column: columns[column] for column in names}
     return {
         **columns,
@@ -207,7 +230,7 @@ def column_tokenizer(plan: Plan, column: str) -> Tokens:
     worker = graph.worker(writer.worker) if writer.verb != "source" else None
     owner = worker if worker is not None and worker.kind != "function" else source_worker(graph)
     assert owner is not None
-    return Tokens(plan.deploy.models[owner.model].path)
+    return model_tokens(plan, plan.deploy.models[owner.model].path)
 
 
 def node_tokenizer(plan: Plan, node: Node) -> Tokens:

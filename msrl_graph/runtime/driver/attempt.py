@@ -21,7 +21,7 @@ from ...files import urls
 from ...files.urls import is_url
 from ...ir.plan import Plan
 from ...ir.run_options import RunOptions
-from ..data import dataset as data
+from ..data import dataset_preview as data
 from ..data import row_files as rows
 from ..metrics.metrics_file import METRICS, read_valid_lines
 from ..rank.loss_dry_run import try_terms

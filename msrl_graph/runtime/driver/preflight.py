@@ -26,7 +26,7 @@ from ...model import presets
 from ...model.architecture import Model
 from ...sharding.layout import AXES, Layout
 from ...trackers import find_tracker, is_file
-from ..data import dataset as data
+from ..data import dataset_preview as data
 from ..data.tokens import Tokens
 from ..process import interpreters
 from ..weights import tensor_files
@@ -45,10 +45,10 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
     has_tokenizers = not problems  # data needs the models' tokenizers
     problems += run_checks(DATA, plan, context)
     for name, item in plan.deploy.data.items():
+        if item.parts:
+            continue
         try:
-            previews[name] = (
-                data.check(item, plan) if has_tokenizers else data.DatasetPreview(len(data.read(item, plan.graph)))
-            )
+            previews[name] = data.check(item, plan) if has_tokenizers else data.count_rows(item, plan.graph)
         except Fault as fault:
             problems += fault.diagnostics
     if problems:

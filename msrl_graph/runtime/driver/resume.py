@@ -15,11 +15,13 @@ import msgspec
 
 from ... import noise
 from ...algorithms import library
+from ...data.data_files import titled_paths
 from ...diagnostics import Diagnostic, Fault, Span
 from ...diagnostics.surface import name_option
 from ...files.paths import is_folder
 from ...ir.attributes import UpdateAttributes
-from ...ir.plan import Plan
+from ...ir.data_options import DataOptions
+from ...ir.plan import DataSource, Plan
 from ..weights import checkpoint
 from ..weights.checkpoint import Manifest
 from . import run_inputs
@@ -132,9 +134,7 @@ def program(plan: Plan) -> dict[str, Any]:
     also contains the number of iterations.
     """
     models = model_shapes(plan)
-    data = {
-        name: {"fields": dataset.fields, "bytes": _size(dataset.path)} for name, dataset in plan.deploy.data.items()
-    }
+    data = {name: _describe_data(dataset) for name, dataset in plan.deploy.data.items()}
     settings: dict[str, Any] = _without_spans(
         msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data})
     )
@@ -165,8 +165,12 @@ def _is_scheduled(update: UpdateAttributes) -> bool:
     return known is None or ("last" in known[0].fills and "steps" not in update.rate.keys)
 
 
-def _size(path: str) -> int:
-    return Path(path).stat().st_size if Path(path).is_file() else 0
+def _describe_data(data: DataSource) -> dict[str, Any]:
+    if data.parts:
+        return {"parts": data.parts}
+    options = {name: getattr(data.options, name) for name in data.options.list_changed(DataOptions.declared())}
+    sizes = [path.stat().st_size for path in titled_paths(data).values() if path.is_file()]
+    return {"fields": data.fields, "bytes": sum(sizes)} | ({"options": options} if options else {})
 
 
 def _without_spans(value: Any) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...data.data_files import titled_paths
 from ...diagnostics import Diagnostic, Fault
 from ...diagnostics.surface import by_surface, name_option
 from ...files import private
@@ -121,7 +122,7 @@ def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
     results = [(folder / name).resolve() for name in MADE]
     reads = [
         *(model.path for model in plan.deploy.models.values()),
-        *(dataset.path for dataset in plan.deploy.data.values()),
+        *(str(path) for dataset in plan.deploy.data.values() for path in titled_paths(dataset).values()),
     ]
     reads += [str(Path(replay) / rows.FOLDER)] if replay else []
     for path in (Path(read_path).resolve() for read_path in reads if read_path):

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from ...data.data_files import titled_paths
 from ...files.weights import candidate_weight_files
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters
@@ -122,8 +123,8 @@ def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
                 {*candidate_weight_files(folder), *folder.glob("*.index.json"), *companion_files(folder)}
             ):
                 yield f"model {name}: {file.relative_to(folder)}", file
-    for name, data in plan.deploy.data.items():
-        yield f"data {name}", Path(data.path)
+    for data in plan.deploy.data.values():
+        yield from ((f"data {title}", path) for title, path in titled_paths(data).items())
     code: dict[str, Path] = {}
     for path, root in sorted(user_modules.plan_files(plan).items()):
         name = f"code {os.path.relpath(path, root.absolute().parent)}"

@@ -52,7 +52,7 @@ class DrawWeights:
             if name in source.weight_columns:
                 text = parameter in signature.text
                 tokens = data.tokens if text and is_tokens(plan.graph, name) else None
-                column = data.columns[name].take(data.usable)
+                column = data.column(name)
                 element = plan.graph.column(name).element
                 if column.offsets is None:
                     self.columns[parameter] = column.values.copy

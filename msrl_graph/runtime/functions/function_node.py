@@ -262,7 +262,8 @@ class FunctionNode:
             return column.values.copy()
         text = parameter in self.signature.text
         tokens = self.tokens.get(name) if text else None
-        return values_for_function(column, self.graph.column(name).element, range(len(column)), text, tokens)
+        as_text = text and parameter not in self.signature.answers
+        return values_for_function(column, self.graph.column(name).element, range(len(column)), as_text, tokens)
 
     def _unit_argument(self, values: Any, rows: slice) -> Any:
         """Return the value that a parameter has for one unit.

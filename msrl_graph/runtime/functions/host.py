@@ -33,6 +33,7 @@ from ...ir.plan import FUNCTIONS, from_json
 from ..data import row_files as rows
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..data.dataset import Dataset
+from ..data.mixture import Mixture, load_data
 from ..data.numerics import NumericsWatch
 from ..dock.client import Client
 from ..dock.messages import DockAddress
@@ -41,7 +42,6 @@ from ..metrics.evaluation_figures import evaluation_figures
 from ..metrics.reward_variance import ColumnMeans
 from ..process import log, shipped_files
 from ..process.environment import set_up_process
-from ..process.host_facts import sampled_digest
 from ..process.task import Tables, Task
 from ..process.task_report import Loaded, NextValues, Report, RunError
 from .crash_journal import CrashJournal, ProcessDied
@@ -149,20 +149,18 @@ class FunctionHost:
     def start(self) -> dict[str, Loaded]:
         """Load the functions and the data files; return how many rows each data file has."""
         plan = self.plan = copy_to_host(self.plan, data=self.host == 0)
-        files = plan.deploy.data if self.host == 0 else {}
-        for name, file in files.items():  # a replacement must not read other rows
-            digest = self.digests.get(name)
-            if digest and digest != sampled_digest(file.path):
-                raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
-        self.data = {dataset_name: Dataset(dataset, plan) for dataset_name, dataset in files.items()}
+        self.data = load_data(plan, self.digests) if self.host == 0 else {}
         self.watch = NumericsWatch(plan)
         self.means = ColumnMeans(plan)
         source = plan.graph.node("source")
+        source_data = self.data.get("source")
         self.refilling = next((reader.refilling for reader in self.readers.values()), None)
         with self._journal_call(source, "its import"):
             self.weigh = (
-                DrawWeights(plan, self.data["source"])
-                if SourceAttributes.of(source).weights is not None and "source" in self.data
+                DrawWeights(plan, source_data)
+                if SourceAttributes.of(source).weights is not None
+                and source_data is not None
+                and not isinstance(source_data, Mixture)
                 else None
             )
         functions = {}
@@ -177,9 +175,9 @@ class FunctionHost:
                 functions[node.name] = FunctionNode(node, plan, self.readers[node.name], self.note, workers)
         self.functions = functions
         left_out = {
-            name: f"{dataset.too_long} of {dataset.too_long + len(dataset)} rows are left out: {dataset.reason}"
+            name: f"{dataset.excluded} of {dataset.excluded + len(dataset)} rows are left out: {dataset.reason}"
             for name, dataset in self.data.items()
-            if dataset.too_long
+            if dataset.excluded
         }
         return {name: Loaded(len(dataset), left_out.get(name, "")) for name, dataset in self.data.items()}
 
@@ -336,11 +334,12 @@ class FunctionHost:
                 weights = self.weigh(draws, task)
             if report is not None:
                 report.remarks += remark_scarce_weights(source, task, weights, first)
+            assert not isinstance(dataset, Mixture)  # a mixture has no `weights`
             return dataset.draw(weights, task.number, first, task.prompts)
         resumed_rows = [dataset.indices(cut_response.position, 1) for cut_response in task.cut]
         return np.concatenate([*resumed_rows, dataset.indices(task.position + first, task.prompts - len(resumed_rows))])
 
-    def _dataset(self, task: Task) -> Dataset:
+    def _dataset(self, task: Task) -> Dataset | Mixture:
         evaluation = self.plan.deploy.evaluation(task.name)
         return self.data[evaluation.data if evaluation else "source"]
 

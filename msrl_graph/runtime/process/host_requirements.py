@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...data.data_files import titled_paths
 from ...files.urls import is_url
 from ...files.weights import candidate_weight_files
 from ...ir.plan import Plan
@@ -37,7 +38,6 @@ def files_read(plan: Plan, host: int) -> dict[str, list[str]]:
             folder = Path(plan.deploy.models[name].path)
             files[f"model {name}"] = [str(folder / "config.json"), *map(str, candidate_weight_files(folder))]
     for name, data in plan.deploy.data.items() if host == 0 else ():
-        if is_url(data.path):
-            continue
-        files[f"data {name}"] = [data.path]
+        if paths := titled_paths(data):
+            files[f"data {name}"] = [*map(str, paths.values())]
     return files

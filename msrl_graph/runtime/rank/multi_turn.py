@@ -15,7 +15,7 @@ from ...ir.graph import Node
 from ..agents.template import ChatTemplate
 from ..data.columns import Array, ColumnData, offsets_from_lengths
 from ..data.numerics import sampled_columns
-from ..data.tokens import Tokens
+from ..data.tokens import model_tokens
 from ..functions.environments import EnvironmentClass
 from .context import RankContext
 from .environment_turns import BEGINNING, Dialogue
@@ -38,7 +38,7 @@ class EnvironmentPartner:
         rows = rollout.rows
         episodes = self.environment.begin(rollout.batch, rows, rollout.task)
         contexts = rollout.response_contexts
-        dialogue = Dialogue(episodes, ChatTemplate(Tokens(plan.model(node.name).path)), contexts)
+        dialogue = Dialogue(episodes, ChatTemplate(model_tokens(plan, plan.model(node.name).path)), contexts)
         bound = int(rollout.sampling.max_tokens)
         responses = GrowingResponses(len(rows), bound)
         turns = GenerateAttributes.of(node).turns or bound

@@ -19,7 +19,7 @@ def test_any_part_of_an_order_is_the_same_whatever_came_before(weights, seed, it
     weights = np.array(weights)
     size = len(weights)
     deals = (
-        lambda position, count: data_order.shuffle_rows(RandomStream(seed, "order"), size, position, count),
+        lambda position, count: data_order.RowOrder(RandomStream(seed, "order"), size).take(position, count),
         lambda position, count: data_order.draw_rows(
             RandomStream(seed, "weighted"), iteration, weights, position, count
         ),

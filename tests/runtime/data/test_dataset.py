@@ -18,7 +18,7 @@ from msrl_graph.ir.graph import Column, Dimension, Graph, Node, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import DataSource, Deployment, Plan
 from msrl_graph.model import models
-from msrl_graph.runtime.data.dataset import Dataset, read
+from msrl_graph.runtime.data.dataset import Dataset
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 
@@ -147,7 +147,7 @@ def test_only_a_newline_ends_a_row(tmp_path):
 
 
 def test_other_files(tmp_path):
-    for name, code in (("rows.csv", "bad-value"), ("none.jsonl", "missing-file"), ("none.parquet", "missing-file")):
+    for name, code in (("rows.csv", "missing-file"), ("none.jsonl", "missing-file"), ("none.parquet", "missing-file")):
         with pytest.raises(Fault) as fault:
             Dataset(DataSource("source", str(tmp_path / name), {}), plan(), tokenizer())
         assert fault.value.diagnostics[0].code == code
@@ -207,7 +207,7 @@ def test_messages_have_the_fields_that_they_were_written_with_in_either_file(tmp
     lines = DataSource("source", str(tmp_path / "rows.jsonl"), PAIRS)
     table = parquet(tmp_path / "rows.parquet", rows)
     assert pq.read_table(table.path).to_pylist() != rows
-    assert [*datafile.rows(table)] == [*datafile.rows(lines)] == [*enumerate(rows, 1)]
+    assert [*datafile.RowStream(table)] == [*datafile.RowStream(lines)] == [*enumerate(rows, 1)]
 
 
 @pytest.mark.parametrize("kind", ["rows.jsonl", "rows.parquet"])
@@ -219,8 +219,8 @@ def test_answers_that_are_whole_numbers_are_written_so_though_a_library_made_the
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        found = read(DataSource("source", str(path), PAIRS), plan().graph)
-        return [row["answer"] for row in found.values()]
+        found = Dataset(DataSource("source", str(path), PAIRS), plan(), tokenizer()).columns["answer"]
+        return [found.text(i) for i in range(len(found))]
 
     assert answers([3.0, 12.0, 4e20]) == ["3", "12", "4e+20"]
     assert answers([3.0, 12.5]) == ["3.0", "12.5"]
@@ -234,7 +234,11 @@ def test_what_is_wrong_with_a_parquet_file(tmp_path):
     row = {"question": "1+1=", "gold": "2"}
     wanted = "where text, messages or token ids belong"
     assert told(parquet(path, [row, {"question": None, "gold": "2"}])) == (
-        *("bad-data", f"row 2 of {path} has null in `question`, {wanted}", ""),
+        *(
+            "bad-data",
+            f"row 2 of {path} has null in `question`, {wanted}",
+            "to leave such rows out, write `missing = omit`",
+        ),
     )
     assert told(parquet(path, [row, row, {**row, "gold": None}], row_group_size=1))[1].startswith(
         f"row 3 of {path} has null in `gold`"

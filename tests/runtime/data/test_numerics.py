@@ -22,7 +22,7 @@ from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.runtime.data import numerics
 from msrl_graph.runtime.data.columns import ColumnData, ragged
-from msrl_graph.runtime.data.dataset import PREVIEW_ROWS
+from msrl_graph.runtime.data.dataset_preview import PREVIEW_ROWS
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.dock.readers import ColumnRead, list_node_reads
 from msrl_graph.runtime.process.task import Task, WeightFetch

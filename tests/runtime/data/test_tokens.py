@@ -16,7 +16,7 @@ from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.data.chat import messages
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import texts
-from msrl_graph.runtime.data.dataset import check
+from msrl_graph.runtime.data.dataset_preview import check
 from msrl_graph.runtime.data.rendering import BadMessages
 from msrl_graph.runtime.data.token_pieces import Pieces
 from msrl_graph.runtime.data.tokens import Tokens
@@ -98,7 +98,7 @@ def test_who_has_no_messages_does_not_wait_for_transformers(tmp_path):
     chat.model(tmp_path / "model")
     program = """
 import sys
-from msrl_graph.runtime.data.dataset import check
+from msrl_graph.runtime.data.dataset_preview import check
 from msrl_graph.runtime.data.tokens import Tokens
 assert len(Tokens(sys.argv[1]).encode(["one"])[0])
 assert "transformers" not in sys.modules
