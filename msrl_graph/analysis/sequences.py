@@ -10,10 +10,11 @@ the columns that it writes count as scored columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..ir.attributes import GenerateAttributes
-from ..ir.graph import Expr, Graph, Node, Worker
+from ..ir.graph import Column, Expr, Graph, Node, Worker
 
 # Tokens of a text of unknown length.
 TEXT_TOKENS = 1024
@@ -51,8 +52,12 @@ def sequences(graph: Graph, node: Node) -> Sequences:
     tokens = [column for column in node.reads if _is_read(graph, node, column)]
     if node.verb == "generate":
         return Sequences(tuple(tokens), tuple(column for column in node.writes if is_tokens(graph, column)))
-    columns = node.reads if node.verb == "update" else node.writes
-    scored = {*node.scores, *(dim.like for column in columns for dim in graph.column(column).dims)} & {*tokens}
+    columns = [
+        column
+        for column in map(graph.column, node.reads if node.verb == "update" else node.writes)
+        if not is_routing(column)
+    ]
+    scored = {*node.scores, *(dim.like for column in columns for dim in column.dims)} & {*tokens}
     if node.verb == "update" and not scored:
         generated = {column for generation in graph.verb("generate") for column in generation.writes}
         scored = generated & {*tokens} or {*tokens[-1:]}
@@ -76,6 +81,21 @@ def is_tokens(graph: Graph, column: str) -> bool:
     """Return whether a column holds tokens, and no other column determines its length."""
     kind = graph.column(column)
     return kind.element in ("i32", "i64") and len(kind.dims) == 1 and not kind.dims[0].like
+
+
+def is_routing(column: Column) -> bool:
+    """Return whether a column holds routes of tokens.
+
+    A route has the experts that the routers chose, [layers with experts, experts per token]. A token's value is the
+    route of the position before the token, whose state predicts the token. So the routing columns of all token columns
+    of a sequence have the routes of all positions that a policy computes. The first token of a sequence has no route.
+    """
+    return column.element == "i16" and len(column.dims) == 3 and bool(column.dims[0].like)
+
+
+def routing_columns(graph: Graph, columns: Iterable[str]) -> dict[str, str]:
+    """Return the routing columns among `columns`, by their column of tokens."""
+    return {column.dims[0].like: column.name for column in map(graph.column, columns) if is_routing(column)}
 
 
 def length_columns(graph: Graph, node: Node) -> dict[str, int]:

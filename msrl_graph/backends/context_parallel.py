@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from . import ring_attention
 from .engine_protocols import MicroBatch, Outputs
 from .prefix_tree import Tree
+from .routes import UNKNOWN
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +81,12 @@ class ContextGroup:
         def pad_nodes(tensor: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.pad(tensor, (0, nodes - len(tensor)))
 
+        def pad_routes(routes: torch.Tensor | None) -> torch.Tensor | None:
+            return None if routes is None else torch.cat([routes, routes[:1].expand(nodes - len(routes), -1, -1)])
+
         if self.size == 1:
             longer: Any = {name: pad_nodes(getattr(tree, name)) for name in ("ids", "depth", "place")}
+            longer["routes"] = pad_routes(tree.routes)
             return replace(tree, **longer), micro_batch
         own = owner == self.rank
         tokens = torch.nonzero(owner[tree.before] == self.rank).flatten()
@@ -99,6 +104,8 @@ class ContextGroup:
             rows = rows.view(count, row_length, self.size)[:, :, self.rank].contiguous()
             place = pad_nodes((tree.place // width * row_length + tree.depth // self.size)[own])
             part = _Ring(ids, depth, rows, place, before, tokens, len(tree.before), self)
+        if tree.routes is not None:
+            part = replace(part, routes=pad_routes(tree.routes[own]))
         known = TensorDict(
             {
                 column: values[tokens]
@@ -117,6 +124,25 @@ class ContextGroup:
         if not isinstance(tree, ContextShard):
             return outputs
         return Outputs(*(None if tensor is None else _gather()(tensor, tree) for tensor in outputs))
+
+    def gather_routes(self, routes: torch.Tensor, tree: Tree) -> torch.Tensor:
+        """Return the routes of all ids of a micro-batch.
+
+        `routes` are those of this rank's nodes. `tree` is the whole tree. Ids that are not computed have negative
+        routes.
+        """
+        import torch
+
+        node_of_id = tree.node_of_id
+        assert node_of_id is not None
+        owned = torch.nonzero(tree.depth % self.size == self.rank).flatten().to(routes.device)
+        # All-reduces of gloo support no 16-bit integers.
+        by_node = torch.zeros(len(tree.ids), *routes.shape[1:], dtype=torch.int32, device=routes.device)
+        by_node[owned] = routes[: len(owned)].int()
+        if self.size > 1:
+            torch.distributed.all_reduce(by_node, group=self.group)
+        computed = (node_of_id >= 0).to(routes.device)[:, None, None]
+        return by_node[node_of_id.clamp(min=0).to(routes.device)].where(computed, UNKNOWN).to(routes.dtype)
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor to the ring's next rank, and start to receive a tensor.

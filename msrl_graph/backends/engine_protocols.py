@@ -72,6 +72,8 @@ class Shard:
 #   own position. If a sequence is scored as a whole, its last position is requested, and `token` has no meaning.
 # - `given` [tokens, k]: other tokens whose log-probabilities are requested at the same positions.
 # - `temperature` [tokens, 1]: if tokens have different temperatures.
+# - `routes` [number of ids, layers, k]: the experts to which the model's routers must send each token of `ids`, in each
+#   layer with experts; negative: the router chooses. The router computes the weights of the experts in any case.
 MicroBatch: TypeAlias = "TensorDict"
 
 
@@ -81,13 +83,15 @@ class ForwardRequest:
 
     A forward pass always returns the token's log-probability. If the micro-batch has a column `given`, the pass returns
     the log-probabilities of the token ids in this column as well. With `entropy`, the pass also returns the entropy of
-    the token's distribution. `best` is the number of likeliest tokens to return. `temperature` applies to all tokens,
-    unless the micro-batch has temperatures. `node` is the update that requests the pass. The update's attributes are
-    `UpdateAttributes.of(request.node)`. Without `adapter`, an engine with the feature `lora` leaves the adapter out."""
+    the token's distribution. `best` is the number of likeliest tokens to return. With `routes`, the pass returns the
+    routes of all ids. `temperature` applies to all tokens, unless the micro-batch has temperatures. `node` is the
+    update that requests the pass. The update's attributes are `UpdateAttributes.of(request.node)`. Without `adapter`,
+    an engine with the feature `lora` leaves the adapter out."""
 
     temperature: float = 1.0
     entropy: bool = False
     best: int = 0
+    routes: bool = False
     node: Node | None = None
     adapter: bool = True
 
@@ -96,7 +100,8 @@ class Outputs(NamedTuple):
     """The results of a forward pass, in float32.
 
     A policy returns all outputs that the ForwardRequest names. A scoring model returns only `values`, one score per
-    token. Shapes are [tokens] or [tokens, k]. All tensors except `best` and `ids` are differentiable."""
+    token. Shapes are [tokens] or [tokens, k], for the requested tokens. All tensors except `best`, `ids` and `routes`
+    are differentiable."""
 
     logp: Tensor | None = None
     values: Tensor | None = None  # score at each requested position
@@ -104,6 +109,7 @@ class Outputs(NamedTuple):
     given: Tensor | None = None
     best: Tensor | None = None  # log-probabilities, the likeliest first
     ids: Tensor | None = None  # token ids of the best
+    routes: Tensor | None = None  # as in MicroBatch, for all its ids; negative where nothing was computed
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,7 @@ class GenerateRequest:
     - `begun` resumes responses: it has the number of tokens that each response already has. `prompts` then has one
       prompt for each response, and the prompt ends with these tokens. They count as steps and towards `max_tokens`,
       which is larger than `begun`. Stop strings are also searched for in the prompt's last `sampling.joined` tokens.
+    - `routes`: whether responses must have their routes.
     - `stretch`: if not 0, each response is yielded in parts of `stretch` tokens. After one part of each unfinished
       response has been yielded, the next parts are drawn only if the caller continues to iterate."""
 
@@ -150,6 +157,7 @@ class GenerateRequest:
     sampling: Sampling
     begun: int | NDArray[np.int64] = 0
     stretch: int = 0
+    routes: bool = False
 
     @property
     def samples_per_prompt(self) -> int:
@@ -203,12 +211,15 @@ class Response(NamedTuple):
 
     - `place`: the index of the response among all responses of the call of `generate`.
     - `logps`: log-probabilities at the sampling temperature over the whole vocabulary, before top_k, top_p and min_p.
-    - `ended`: whether the response ends with these tokens."""
+    - `ended`: whether the response ends with these tokens.
+    - `routes` [tokens, layers, k]: the experts that the routers chose for each token of the prompt and of the response,
+      without the last token, which is not computed. None if the request does not ask for them."""
 
     place: int
     tokens: NDArray[np.int32]
     logps: NDArray[np.float32]
     ended: bool = True
+    routes: NDArray[np.int16] | None = None
 
 
 def collect_responses(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:

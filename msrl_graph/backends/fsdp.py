@@ -29,6 +29,7 @@ from .fsdp_spec import SPEC
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
 from .optimizer.steps import Steps
+from .routes import Routers
 from .spec import is_compiled, offloads
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class FsdpEngine:
         experts.install(module, model, layout, devices, self.kernels)
         install(module, model, self.kernels)
         prefix_tree.prepare(module)
+        self._routers = Routers(module, model)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
             # A fused sum uses the links within one host.
@@ -147,9 +149,12 @@ class FsdpEngine:
     def _forward(self, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:
         import torch
 
-        tree, known = self.context.share(prefix_tree.build_tree(micro_batch), micro_batch)
-        tree = replace(tree, attention=self._attention)
+        whole = prefix_tree.build_tree(micro_batch)
+        tree, known = self.context.share(whole, micro_batch)
+        tree = replace(tree, attention=self._attention, node_of_id=None)
         tree = tree.to(self.place)
+        self._routers.records = request.routes
+        self._routers.given = tree.routes
         columns = known.to(self.place, non_blocking=True)
         with self._forward_context():
             outputs: Outputs = self.module(tree, columns, request)
@@ -157,7 +162,10 @@ class FsdpEngine:
             # No backward pass follows that would release the gathered weights.
             for part in self._fsdp_modules:
                 part.reshard()
-        return self.context.gather_outputs(outputs, tree)
+        outputs = self.context.gather_outputs(outputs, tree)
+        if not request.routes:
+            return outputs
+        return outputs._replace(routes=self.context.gather_routes(self._routers.take_recorded(), whole).cpu())
 
     def step(self, request: StepRequest) -> float:
         import torch

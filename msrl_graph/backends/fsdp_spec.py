@@ -58,6 +58,7 @@ SPEC = EngineSpec(
         axes=("tp", "cp", "dp", "ep"),
         options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
         zero=(0, 1, 2, 3),
+        routes=True,
         features=SUPPORTED,
         planned_features=SUPPORTED,
         lints=_lints,

@@ -21,6 +21,7 @@ from .generation.segments import generate_in_segments
 from .generation.stops import load_stops
 from .hf_spec import SPEC
 from .kernels.modules import install
+from .routes import Routers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,7 @@ class HfEngine:
         fused = kernels.load(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)
         install(self.module, model, fused)
+        self.routers = Routers(self.module, model)
         named = hf_modules.named_weights(self.module)
         dtype = next(iter(named.values())).dtype
         self._shards = []
@@ -101,6 +103,7 @@ class HfEngine:
             batches = [(group, SequenceBatch(self, request.select(group), slots, stops)) for group in groups]
         for step in count(1):
             for indices, batch in batches:
+                self.routers.records = request.routes
                 with torch.inference_mode():  # not while other code computes between two steps
                     parts = batch.step()
                 if stretch and step % stretch == 0:
@@ -130,6 +133,10 @@ class HfEngine:
             dist.all_gather(parts, logits.contiguous(), group=self.group)
             logits = torch.cat(parts, dim=-1)
         return logits
+
+    def routes(self) -> NDArray[np.int16]:
+        routes: NDArray[np.int16] = self.routers.take_recorded().cpu().numpy()
+        return routes
 
     def draw(
         self, logits: torch.Tensor, keys: NDArray[np.uint64], steps: NDArray[np.int64], sampling: Sampling

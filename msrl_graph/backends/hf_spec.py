@@ -27,6 +27,7 @@ SPEC = EngineSpec(
         features=SUPPORTED,
         planned_features=SUPPORTED,
         opt_in=("min_p",),
+        routes=True,
         chosen=("host",),
     ),
     memory=MemoryModel(

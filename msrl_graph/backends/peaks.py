@@ -173,7 +173,7 @@ def _infer(s: _Pass) -> Moments:
             "gathered weights": kept_weights + s.layer if work.divided else 0,
             "logits": head,
         },
-    }
+    } | ({"routes are returned": {"rows": s.rows + 4 * s.routes}} if work.records_routes else {})
 
 
 def _attention(layer: _Layer) -> int:
@@ -354,16 +354,18 @@ def generator(verb: str, work: Workload) -> Moments:
     cache = round(responses * kv_elements(model, work.layout, sequence) * s.item)
     # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, and a comparison. Filters
     # need more copies.
+    routes = 2 * s.routes_of(fed) if work.records_routes else 0  # of each router, and of all together
+    kept_routes = s.routes_of(responses * sequence) if work.records_routes and work.on_host else 0
     draw = 2 * logits + 2 * 2 * logits + logits // 4
     return {
-        "prompts are read": {"KV cache": prompts, "activations": reading},
+        "prompts are read": {"KV cache": prompts, "activations": reading + routes},
         "the last token is computed": {
             "KV cache": cache,
             "activations": computing,
             "logits": logits,
-            "rows": 16 * responses * sequence,
+            "rows": 16 * responses * sequence + kept_routes,
         },
-        "the last token is drawn": {"KV cache": cache, "logits": draw, "rows": 8 * responses * sequence},
+        "the last token is drawn": {"KV cache": cache, "logits": draw, "rows": 8 * responses * sequence + kept_routes},
     }
 
 

@@ -1,6 +1,7 @@
 """Prefix trees: a model computes each distinct prefix of a micro-batch only once.
 
-A token's hidden state is a function of the tokens up to that token. So the rows of a micro-batch form one tree, in
+A token's hidden state is a function of the tokens up to that token, and of the routes of these tokens if a micro-batch
+has routes (routes.py). So the rows of a micro-batch form one tree, in
 which each distinct prefix of a row is one node, and a model computes one hidden state per node. A prompt is one path of
 the tree, regardless of the number of its responses. Padding has no nodes. Only attention uses whole rows; all other
 layers compute node by node.
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .kernels import Attention
 
 ATTENTION = "msrl_prefixes"
+DIGEST = 0x9E3779B97F4A7C15  # an odd number, 2^64 divided by the golden ratio
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Tree:
     - `before`: one node for each token whose outputs the micro-batch asks for. The token's outputs are computed from
       the node's hidden state.
     - `attention`: the function that computes attention.
+    - `routes` [nodes, layers, k]: the routes to replay (`MicroBatch`), if there are any.
+    - `node_of_id`: for each id of the micro-batch, its node; -1 if it is not computed.
 
     With context parallelism, a rank's part of a tree is also a Tree (context_parallel.py).
     """
@@ -45,6 +49,8 @@ class Tree:
     place: torch.Tensor
     before: torch.Tensor
     attention: Attention = field(default=torch_native.attention, kw_only=True)
+    routes: torch.Tensor | None = field(default=None, kw_only=True)
+    node_of_id: torch.Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
         import torch
@@ -108,6 +114,10 @@ def build_tree(packed: TensorDict) -> Tree:
     nodes = np.zeros((len(lengths), int(lengths.max())), np.int64)
     parent = np.zeros(len(lengths), np.int64)
     tokens: list[np.ndarray] = []
+    routes = packed.get("routes", None)
+    if routes is not None:  # a prefix with other routes is another prefix
+        digests, first, route = np.unique(_digest(routes), return_index=True, return_inverse=True)
+        ids = ids * len(digests) + route
     base = int(ids.max()) + 1
     for column in range(nodes.shape[1]):
         live = np.flatnonzero(lengths > column)
@@ -121,7 +131,30 @@ def build_tree(packed: TensorDict) -> Tree:
     place = np.zeros(count, np.int64)
     place[rows[inside]] = np.flatnonzero(inside)
     depth = np.repeat(np.arange(len(tokens)), [len(column_tokens) for column_tokens in tokens])
-    return Tree(*map(torch.from_numpy, (np.concatenate(tokens), depth, rows, place, nodes[row, position])))
+    content = np.concatenate(tokens)
+    node_routes = None
+    if routes is not None:
+        content, index = np.divmod(content, len(digests))
+        node_routes = routes[torch.from_numpy(first[index])]
+    of_row = np.repeat(np.arange(len(lengths)), np.diff(offsets))
+    column_of_id = np.arange(len(of_row)) - offsets[of_row]
+    is_computed = column_of_id < lengths[of_row]
+    node_of_id = np.where(is_computed, nodes[of_row, np.where(is_computed, column_of_id, 0)], -1)
+    parts = map(torch.from_numpy, (content, depth, rows, place, nodes[row, position]))
+    return Tree(*parts, routes=node_routes, node_of_id=torch.from_numpy(node_of_id))
+
+
+def _digest(routes: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a 64-bit digest of the routes of each token.
+
+    The digest is a polynomial of the indices, modulo 2^64: sorting whole routes would take longer than a forward pass.
+    """
+    import numpy as np
+
+    digests = np.zeros(len(routes), np.uint64)
+    for column in routes.flatten(1).numpy().T:
+        digests = digests * np.uint64(DIGEST) + column.astype(np.uint64)
+    return digests
 
 
 def prepare(module: Any) -> None:

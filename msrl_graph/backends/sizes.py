@@ -115,12 +115,23 @@ class Sizes:
 
     @cached_property
     def rows(self) -> int:
-        """Bytes of a micro-batch's rows: 64-bit ids and indices, and float32 columns."""
+        """Bytes of a micro-batch's rows: 64-bit ids and indices, float32 columns, and routes."""
         work = self.work
         row_tokens = work.rows * work.fed
         scored = work.rows * work.response
         own = 3 * self.tokens + self.row_tokens + self.scored * (1 if work.layout.cp == 1 else 2)
-        return 8 * (row_tokens + 3 * scored + own) + 4 * 6 * scored
+        replayed = work.replays_routes * (self.routes + self.routes_of(row_tokens))
+        recorded = work.records_routes * self.routes
+        return 8 * (row_tokens + 3 * scored + own) + 4 * 6 * scored + replayed + recorded
+
+    def routes_of(self, tokens: int) -> int:
+        """Return the bytes of the routes of `tokens` tokens, of 16-bit indices."""
+        return 2 * tokens * self.work.model.route_length
+
+    @cached_property
+    def routes(self) -> int:
+        """Bytes of the routes of all tokens that the rank computes."""
+        return self.routes_of(self.tokens)
 
     @cached_property
     def last(self) -> int:

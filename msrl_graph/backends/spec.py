@@ -98,7 +98,8 @@ class Capabilities:
     - `options`: the engine's own options (`EngineOptions`, ir/options.py). `EVERY`: the options that every engine has.
     - `off_host`: axes and features of models that a plan for host cores can use, but a run on host cores cannot.
     - `supported_attributes`: the supported node attributes (None: all). A run rejects others. `opt_in`: the supported
-      attributes among those that few engines know (`Attribute.opt_in`).
+      attributes among those that few engines know (`Attribute.opt_in`). `routes`: whether the engine returns the routes
+      of tokens, and a trainer also replays them (`MicroBatch`, engine_protocols.py).
     - `settings`: environment variables for the engine's processes. `lints`: returns warnings about combinations of
       options that are known to fail or to be slow.
     - `chosen`: where the planner can choose this engine if a program names no engine ("host": host cores, "device").
@@ -112,6 +113,7 @@ class Capabilities:
     off_host: tuple[str, ...] = ()
     supported_attributes: tuple[str, ...] | None = None
     opt_in: tuple[str, ...] = ()
+    routes: bool = False
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     chosen: tuple[Where, ...] = ()

@@ -36,6 +36,7 @@ from . import (
     liveness,
     memory,
     optimizers,
+    routing,
     scope,
     sharing,
     staleness,
@@ -86,6 +87,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         Check(liveness.starved_nodes, When.COUNTED),
         Check(verb_columns.check_written_columns),
         Check(scope.result_types),
+        Check(routing.check_nodes),
         Check(verb_columns.too_long),
         Check(temperature.one_number),
         Check(temperature.greedy),
@@ -102,6 +104,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
     "evaluated": (Check(columns.unused),),
     "files": (
         Check(features.check),
+        Check(routing.check_sizes),
         Check(frozen_weights.check_models),
         Check(adapters.check_models),
         Check(tokenizers.check),

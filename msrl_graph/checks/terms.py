@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..analysis.sequences import find_response_column, is_tokens, sequences, temperature_exprs
+from ..analysis.sequences import find_response_column, is_tokens, routing_columns, sequences, temperature_exprs
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import ELEMENTS, Graph, Node
@@ -176,7 +176,8 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in _typed_updates(graph):
         used = loss_columns(node, library) | stale_logp_columns(graph, node)
         read = sequences(graph, node)
-        used |= {*read.context, *read.scored, *(str(expr.value) for expr in temperature_exprs(graph, node))}
+        used |= {*read.context, *read.scored, *routing_columns(graph, node.reads).values()}
+        used |= {str(expr.value) for expr in temperature_exprs(graph, node)}
         idle = [column for column in node.reads if column not in used and graph.column(column).element != "bool"]
         # A column is also needed if it decides which tokens are scored.
         idle = [

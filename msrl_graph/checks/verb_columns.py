@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..analysis.sequences import find_response_column, is_tokens, is_whole_conversation, sequences, temperature_exprs
+from ..analysis.sequences import (
+    find_response_column,
+    is_routing,
+    is_tokens,
+    is_whole_conversation,
+    sequences,
+    temperature_exprs,
+)
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Column, Graph, Node
@@ -68,14 +75,15 @@ def check_written_columns(graph: Graph, library: Library) -> list[Diagnostic]:
             ]
             for column in columns:
                 own = [*responses, *logps[:1], *masks[:1], *versions[:1]]
-                if column not in own and like and GenerateAttributes.of(node).partner is None:
+                is_produced = column in own or is_routing(column)
+                if not is_produced and like and GenerateAttributes.of(node).partner is None:
                     help = (
                         f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`, versions as "
-                        f"`i32[{like}]`; other columns are written by functions"
+                        f"`i32[{like}]`, routes as `i16[{like}, layers, k]`; other columns are written by functions"
                     )
                     wrong(node, f"writes `{column.name}`, which generation does not produce", help)
         elif node.verb == "infer":
-            _check_inferred(graph, node, columns, wrong)
+            _check_inferred(graph, node, [column for column in columns if not is_routing(column)], wrong)
         elif node.verb == "update" and columns:
             wrong(node, "cannot write columns: an update only changes weights", f"remove `-> {', '.join(node.writes)}`")
     return diagnostics
@@ -94,13 +102,20 @@ def _check_reads(graph: Graph, node: Node, wrong: Callable[[Node, str, str], Non
         is_option = is_option or any(
             (expr.kind, expr.value) == ("column", column.name) for expr in temperature_exprs(graph, node)
         )
+        is_option = is_option or (node.verb == "infer" and is_routing(column))  # routing.py checks it
         if node.verb != "update" and column.name not in tokens and not is_option:
             wrong(
                 node,
                 f"reads `{column.name}`, which is neither tokens nor text",
                 "a model reads columns such as `i32[<= 1024]`, and `text`",
             )
-        elif node.verb == "update" and column.dims and (like := column.dims[0].like) and like not in tokens:
+        elif (
+            node.verb == "update"
+            and not is_routing(column)
+            and column.dims
+            and (like := column.dims[0].like)
+            and like not in tokens
+        ):
             tokens.add(like)  # report it once
             wrong(
                 node,

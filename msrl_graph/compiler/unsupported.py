@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .. import algorithms
+from ..analysis.sequences import routing_columns
 from ..backends import ENGINES, SINGLE_DEVICE_KINDS, UNTESTED_KINDS, can_build
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
@@ -150,9 +151,36 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
                 help,
                 brief=f"the optimizer `{call.value}`",
             )
+    for feature, span, help in _list_route_conflicts(plan):
+        tell(feature, span, help)
     for feature, span in _list_partial_conflicts(plan):
         tell(f"{feature} together with `partial`", span, "leave one of the two out")
     return refusals
+
+
+def _list_route_conflicts(plan: Plan) -> Iterator[tuple[str, Span, str]]:
+    """Yield each use of routes that a run rejects.
+
+    A use is a description, a span and a help text.
+    """
+    graph = plan.graph
+    for placement in plan.placements:
+        node = graph.node(placement.node)
+        routes = [*routing_columns(graph, (*node.writes, *node.reads)).values()]
+        if not routes or placement.engine.name not in ENGINES:
+            continue
+        if not ENGINES[placement.engine.name].capabilities.routes:
+            able = [name for name, spec in ENGINES.items() if spec.capabilities.routes and node.verb in spec.verbs]
+            engine = f"the engine `{placement.engine.name}`"
+            help = f"`engine {node.name} = {able[0]}` supports it" if able else f"leave `{routes[0]}` out"
+            yield f"routes (`{routes[0]}`) of `{node.name}` with {engine}", node.span, help
+        attributes = GenerateAttributes.of(node)
+        partner = "environment" if attributes.environment is not None else "agent"
+        if node.verb == "generate" and (node.cuts or attributes.partner is not None):
+            # Routes are those of one pass: they would have to be kept from turn to turn, or by the driver.
+            key = "partial" if node.cuts else partner
+            help = f"leave `{routes[0]}` or `{key}` out"
+            yield f"routes (`{routes[0]}`) together with `{key}` of `{node.name}`", node.span_of(key), help
 
 
 def _list_partial_conflicts(plan: Plan) -> Iterator[tuple[str, Span]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .. import algorithms
 from ..analysis.async_schedule import fetched_edges, skipping_edges
-from ..analysis.sequences import bound, conversations, scores_texts, sequences
+from ..analysis.sequences import bound, conversations, routing_columns, scores_texts, sequences
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import ClusterSpec, Figure
@@ -175,6 +175,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
     generates = graph_node.verb == "generate"
     attributes = UpdateAttributes.of(graph_node)
     row = sequences(plan.graph, graph_node)
+    reads = [*map(plan.graph.column, graph_node.reads)]
     response = (
         written_tokens(plan, node) if generates else max((bound(plan.graph, name) for name in row.scored), default=1)
     )
@@ -221,10 +222,9 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         optimizer=algorithms.optimizer(attributes.optimizer) if graph_node.verb == "update" else None,
         on_host=plan.cluster.device.kind.is_host,
         scores_other_ids=graph_node.verb == "update"
-        and any(
-            column.element == "i32" and column.dims and column.dims[0].like
-            for column in map(plan.graph.column, graph_node.reads)
-        ),
+        and any(column.element == "i32" and column.dims and column.dims[0].like for column in reads),
+        replays_routes=bool(routing_columns(plan.graph, graph_node.reads)),
+        records_routes=bool(routing_columns(plan.graph, graph_node.writes)),
     )
 
 

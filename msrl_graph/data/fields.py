@@ -41,6 +41,7 @@ class NumberField:
 
 _FINITE = NumberField("float32", frozenset((int, float)), "a finite number", "finite numbers")
 NUMBERS = {
+    "i16": NumberField("int16", frozenset((int,)), "a whole number of 16 bits", "whole numbers of 16 bits"),
     "i32": NumberField("int32", frozenset((int,)), "a whole number of 32 bits", "whole numbers of 32 bits"),
     "i64": NumberField("int64", frozenset((int,)), "a whole number of 64 bits", "whole numbers of 64 bits"),
     "f32": _FINITE,

@@ -142,17 +142,14 @@ class Declarations:
                 kind.dims[0].span,
                 "as in `text[<= 1024]`",
             )
-        if len(kind.dims) > 2:
-            raise mistake(
-                "bad-value", "a column has at most two dimensions", kind.dims[2].span, "use a column for each"
-            )
-        if len(kind.dims) == 2 and (kind.dims[1].at_most or self._is_column(kind.dims[1].value)):
-            raise mistake(
-                "bad-value",
-                "the second dimension is one number for all rows",
-                kind.dims[1].span,
-                "as in `f32[response, 64]`",
-            )
+        most, words = (3, "three") if element == "i16" else (2, "two")  # routes have layers and experts
+        if len(kind.dims) > most:
+            message = f"a column of `{element}` has at most {words} dimensions"
+            raise mistake("bad-value", message, kind.dims[most].span, "use a column for each")
+        for number, dim in zip(("second", "third"), kind.dims[1:], strict=False):
+            if dim.at_most or self._is_column(dim.value):
+                message = f"the {number} dimension is one number for all rows"
+                raise mistake("bad-value", message, dim.span, "as in `f32[response, 64]`")
         if element == "bool" and kind.dims and (len(kind.dims) > 1 or not self._is_column(kind.dims[0].value)):
             raise mistake(
                 "bad-value", "a mask takes the length of a column of tokens", kind.span, "as in `bool[response]`"

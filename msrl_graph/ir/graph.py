@@ -19,7 +19,7 @@ from .flow import Flow
 from .views import GraphViews
 from .worker import Worker as Worker
 
-ELEMENTS = {"i32": 4, "i64": 8, "f32": 4, "bf16": 2, "bool": 1, "text": 1, "json": 1}
+ELEMENTS = {"i16": 2, "i32": 4, "i64": 8, "f32": 4, "bf16": 2, "bool": 1, "text": 1, "json": 1}
 KINDS = {
     "policy": ("generate", "infer", "update"),
     "value": ("infer", "update"),

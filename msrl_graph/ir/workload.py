@@ -33,6 +33,7 @@ class Workload:
     - `entropy` (of an update): whether the loss uses the entropy.
     - `scores_other_ids` (of an update): whether the loss uses log-probabilities of token ids other than the row's
       tokens.
+    - `replays_routes`: whether routes are given to the model's routers. `records_routes`: whether they are returned.
     - `optimizer` (of an update): the optimizer.
     """
 
@@ -53,6 +54,8 @@ class Workload:
     optimizer_away: int = 0
     entropy: bool = False
     scores_other_ids: bool = False
+    replays_routes: bool = False
+    records_routes: bool = False
     optimizer: OptimizerSpec | None = None
     on_host: bool = False
 

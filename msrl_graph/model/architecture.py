@@ -176,6 +176,11 @@ class Model:
         )
 
     @cached_property
+    def route_length(self) -> int:
+        """The number of experts that routers choose for a token, in all layers together."""
+        return sum(count * experts.active for experts, count in self.experts.items())
+
+    @cached_property
     def fewest_heads(self) -> int:
         """The number of heads of the layers that have the fewest heads."""
         return min(mixer.heads for mixer in self.mixers)

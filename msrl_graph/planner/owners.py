@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ..analysis.sequences import routing_columns
 from ..backends import can_build
 from ..backends.divisibility import find_misfits
 from ..backends.spec import EngineSpec
@@ -147,6 +148,9 @@ def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     if features := model.list_lacking(spec.capabilities.features):
         return f"lacks {', '.join(features)}"
     lacking = []
+    nodes = map(plan.graph.node, owner.nodes)
+    if not spec.capabilities.routes and any(routing_columns(plan.graph, (*node.reads, *node.writes)) for node in nodes):
+        lacking.append("no routes")
     if layout is not None:
         lacking += [f"no {axis}" for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.capabilities.axes]
         trains = any(plan.graph.node(node).verb == "update" for node in owner.nodes)

@@ -38,6 +38,12 @@ class Network(Protocol):
         The logits are float32. The tokens `ids` [sequences, tokens] are appended to the KV cache.
         """
 
+    def routes(self) -> NDArray[np.int16]:
+        """Return the routes of the last call of `logits`, [sequences x tokens, layers, k].
+
+        They exist only while a request asks for routes.
+        """
+
     def draw(
         self, logits: torch.Tensor, keys: NDArray[np.uint64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -60,6 +66,7 @@ class SequenceBatch:
 
         self.network = network
         self.prompts = request.prompts
+        self.returns_routes = request.routes
         self.sampling = request.sampling
         keys = self.keys = request.keys
         self.samples_per_prompt = request.samples_per_prompt
@@ -72,6 +79,8 @@ class SequenceBatch:
         self.logps = np.zeros((len(keys), self.room.max()), np.float32)
         self.lengths = np.zeros(len(keys), np.int64)
         self.reported = np.zeros(len(keys), np.int64)  # per row: tokens that were returned to the caller
+        self.prompt_routes: list[NDArray[np.int16]] = []  # of the started prompts, if the request asks for routes
+        self.routes: NDArray[np.int16] | None = None  # [rows, tokens, layers, k], of the drawn tokens
         self.started_prompts = 0  # number of prompts that have started
         self.running = np.zeros(0, np.int64)  # row indices
         self.places = np.zeros(0, np.int64)  # per running row: its place in the batch, which is an index into:
@@ -96,8 +105,26 @@ class SequenceBatch:
         spans = [(int(row), slice(self.reported[row], self.lengths[row])) for row in rows]
         self.reported[rows] = self.lengths[rows]
         return [
-            Response(row, self.tokens[row, span].copy(), self.logps[row, span].copy(), ended) for row, span in spans
+            Response(row, self.tokens[row, span].copy(), self.logps[row, span].copy(), ended, self._find_routes(row))
+            for row, span in spans
         ]
+
+    def _find_routes(self, row: int) -> NDArray[np.int16] | None:
+        """Return the routes of a response and its prompt, without those of the last token."""
+        import numpy as np
+
+        if not self.returns_routes:
+            return None
+        prompt = self.prompt_routes[row // self.samples_per_prompt]
+        return prompt if self.routes is None else np.concatenate([prompt, self.routes[row, : self.lengths[row] - 1]])
+
+    def _keep_routes(self, routes: NDArray[np.int16]) -> None:
+        """Store the routes [places, layers, k] of the last token of each running response."""
+        import numpy as np
+
+        if self.routes is None:
+            self.routes = np.zeros((len(self.keys), self.tokens.shape[1], *routes.shape[1:]), np.int16)
+        self.routes[self.running, self.lengths[self.running] - 1] = routes[self.places]
 
     @property
     def unfinished(self) -> bool:
@@ -131,10 +158,15 @@ class SequenceBatch:
         ids = ids.to(place, non_blocking=True)
         mask = mask.to(place, non_blocking=True)
         logits = self.network.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
-        places = np.repeat(
-            np.searchsorted(first, [first_by_content[new_prompt.tobytes()] for new_prompt in new_prompts]),
-            self.samples_per_prompt,
-        )
+        places_of_prompts = np.searchsorted(first, [first_by_content[prompt.tobytes()] for prompt in new_prompts])
+        places = np.repeat(places_of_prompts, self.samples_per_prompt)
+        if self.returns_routes:
+            by_prompt = self.network.routes()
+            by_prompt = by_prompt.reshape(len(first), width, *by_prompt.shape[1:])
+            self.prompt_routes += [
+                by_prompt[place, width - len(prompt) :]
+                for place, prompt in zip(places_of_prompts, new_prompts, strict=True)
+            ]
         rows = np.arange(
             self.started_prompts * self.samples_per_prompt, (self.started_prompts + count) * self.samples_per_prompt
         )
@@ -207,6 +239,8 @@ class SequenceBatch:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(inputs), 1)], 1)
         position = self.mask.sum(1, keepdim=True) - 1
         self.logits = self.network.logits(self._to_device(inputs)[:, None], self.mask, position, self.cache)
+        if self.returns_routes:
+            self._keep_routes(self.network.routes())
         return ended
 
     def _join_text(self, row: int) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...analysis.rowsets import Numbers, Rowsets, chain, rowsets
-from ...analysis.sequences import begins_columns, is_tokens, sequences
+from ...analysis.sequences import begins_columns, is_routing, is_tokens, routing_columns, sequences
 from ...diagnostics import Diagnostic, Fault
 from ...diagnostics.surface import name_option
 from ...files.paths import is_folder
@@ -145,15 +145,14 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         message = f"`{name}` is the name of a column that every recording has"
         help = f"give the column another name, or leave out {name_option('record', True)}"
         diagnostics.append(Diagnostic("bad-value", message, declared[name].span, help))
-    for node in (
-        other for other in plan.graph.verb("generate") if replay and GenerateAttributes.of(other).partner is not None
-    ):
+    for node in plan.graph.verb("generate") if replay else ():
         partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
-        message = (
-            f"`{node.name}` cannot take its responses from a recording, which does not contain what its {partner} does"
-        )
-        help = f"leave out {name_option('replay')}"
-        diagnostics.append(Diagnostic("bad-value", message, node.span_of(partner), help))
+        has_partner = GenerateAttributes.of(node).partner is not None
+        if has_partner or routing_columns(plan.graph, node.writes):
+            lacks = f"what its {partner} does" if has_partner else "routes"
+            message = f"`{node.name}` cannot take its responses from a recording, which does not contain {lacks}"
+            help = f"leave out {name_option('replay')}"
+            diagnostics.append(Diagnostic("bad-value", message, node.span_of(partner), help))
     if replay and not is_folder(Path(replay) / FOLDER):
         message = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         help = f"name the folder of a run that was made with {name_option('record', True)}"
@@ -262,7 +261,8 @@ def _build_table(
     for name in (*(column for column in declared if column in pieces), *sorted(pieces.keys() - declared.keys())):
         rowset = sets.get(name, 0)
         piece = pieces[name]
-        if not any(rowset in chain(row_sets.sets, own_set) for own_set in rows_by_set):
+        is_of_rows = any(rowset in chain(row_sets.sets, own_set) for own_set in rows_by_set)
+        if not is_of_rows or (name in declared and is_routing(declared[name])):  # routes are large, and of no use here
             continue
         # A verdict (how often a row continues) is written at the row only, not at its repeats.
         row_ids = row_numbers(rowset, only=rowset in rows_by_set and isinstance(piece, Verdicts))

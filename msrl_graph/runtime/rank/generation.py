@@ -17,7 +17,14 @@ import numpy as np
 
 from ... import noise
 from ...analysis.rowsets import rowsets
-from ...analysis.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
+from ...analysis.sequences import (
+    begins_columns,
+    find_response_column,
+    routing_columns,
+    sequences,
+    temperature_exprs,
+    temperature_name,
+)
 from ...backends.engine_protocols import GenerateRequest, Response, Sampling, collect_responses, fill_fields
 from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
@@ -35,6 +42,7 @@ from .multi_turn import EnvironmentPartner
 from .packing import apply_mask, count_distinct
 from .partial_rollout import PartialRollout
 from .rollout import MixedResponses, Rollout, response_rows
+from .token_routes import split_routes
 
 Columns = dict[str, ColumnRows]
 
@@ -125,12 +133,17 @@ class GeneratorRole:
             temperature=self._temperature(work, draw, samples),
             ends=self.ends[node.name],
         )
-        contexts = self._contexts(work)
+        columns = self._contexts(work)
+        # If the node reads no tokens, an agent or an environment reads the row.
+        no_tokens = np.zeros(0, np.int32)
+        parts = [*columns.values()]
+        contexts = [np.concatenate([part[i] for part in parts] or [no_tokens]) for i in range(len(work.batch.rows))]
         if attributes.partner is None:  # a partner's conversations are never empty, or are rejected
             self.context.watch.check_input(node, work.task, work.batch.rows, np.fromiter(map(len, contexts), int))
         metric_prefix = "" if first else f"{node.name}/"  # only the first generation's metrics have no prefix
         stream = self.random_stream(node, work.task)
-        return Rollout(node, work.task, work.batch, work.report, contexts, sampling, stream, metric_prefix)
+        lengths = {name: column.lengths for name, column in columns.items()}
+        return Rollout(node, work.task, work.batch, work.report, contexts, sampling, stream, metric_prefix, lengths)
 
     def random_stream(self, node: Node, task: Task) -> noise.RandomStream:
         """Return the random stream from which a generation's tokens are sampled."""
@@ -147,12 +160,14 @@ class GeneratorRole:
             recorded = (node, columns, task.number, rollout.contexts, rows, rollout.sampling.samples)
             ended = map(Response, range(len(rows)), *self.recording.responses(*recorded))
         else:
-            request = GenerateRequest(rollout.contexts, rollout.keys, rollout.sampling)
+            routes = bool(routing_columns(self.context.plan.graph, node.writes))
+            request = GenerateRequest(rollout.contexts, rollout.keys, rollout.sampling, routes=routes)
             ended = _count_progress(self.engines.generators[node.name].generate(request), len(rows))
         for part in self._split_stream(node, ended):
             places = np.sort([sample.place for sample in part])
             tokens, logps = collect_responses(part)
-            yield self._columns(rollout, rows[places], (ragged(tokens, np.int32), ragged(logps, np.float32)))
+            written = self._columns(rollout, rows[places], (ragged(tokens, np.int32), ragged(logps, np.float32)))
+            yield written | self._routes(rollout, rows[places], part)
 
     def _count(self, rollout: Rollout, responses: ColumnRows, last_starts: Array | None) -> None:
         """Report lengths, and how many tokens and rows are distinct.
@@ -246,6 +261,24 @@ class GeneratorRole:
             columns[name] = replace(mask, values=current) if versions is None else versions
         return {name: ColumnRows(rows, column) for name, column in columns.items()}
 
+    def _routes(self, rollout: Rollout, rows: Array, responses: list[Response]) -> Columns:
+        """Return the routing columns of the rows `rows`.
+
+        `responses` are the responses of these rows, in any order.
+        """
+        graph = self.context.plan.graph
+        routing = routing_columns(graph, rollout.node.writes)
+        if not routing:
+            return {}
+        ordered = sorted(responses, key=lambda response: response.place)
+        routes = [response.routes for response in ordered if response.routes is not None]
+        prompts = np.array([response.place for response in ordered]) // rollout.sampling.samples
+        lengths = {name: counts[prompts] for name, counts in rollout.context_lengths.items()}
+        response, _ = numerics.sampled_columns(graph, rollout.node)
+        lengths[response] = np.array([len(drawn.tokens) for drawn in ordered])
+        columns = split_routes(routes, lengths)
+        return {column: ColumnRows(rows, columns[name]) for name, column in routing.items()}
+
     def _mixed_columns(self, rollout: Rollout, mixed: MixedResponses) -> Columns:
         """Return the columns of responses that contain tokens not sampled by the policy."""
         node = rollout.node
@@ -296,10 +329,7 @@ class GeneratorRole:
         self.context.watch.check_temperature(work.node, work.task, work.batch.rows, str(stated[0].value), temperatures)
         return np.repeat(temperatures, samples)
 
-    def _contexts(self, work: NodeBatch) -> list[Array]:
-        """Return for each row the tokens that its responses continue."""
+    def _contexts(self, work: NodeBatch) -> dict[str, ColumnData]:
+        """Return the token columns that responses continue, in order."""
         columns = tokenise_columns(self.context.plan, work.node, work.batch.columns)
-        parts = [columns[name] for name in sequences(self.context.plan.graph, work.node).context]
-        # If the node reads no tokens, an agent or an environment reads the row.
-        no_tokens = np.zeros(0, np.int32)
-        return [np.concatenate([part[i] for part in parts] or [no_tokens]) for i in range(len(work.batch.rows))]
+        return {name: columns[name] for name in sequences(self.context.plan.graph, work.node).context}

@@ -16,6 +16,7 @@ import torch
 from ...analysis.sequences import (
     begins_columns,
     drawn_name,
+    routing_columns,
     scores_texts,
     sequences,
     temperature,
@@ -32,6 +33,7 @@ from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
 from ..data.tokens import tokenise_columns
 from ..dock.messages import Batch
 from .micro_batches import pack
+from .token_routes import TokenRoutes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class PreparedBatch(Sequence[MicroBatch]):
       conversation.
     - `temperatures`: for each scored column, the temperature at which its tokens were sampled.
     - `given`: the columns of other token ids whose log-probabilities are computed.
+    - `routes`: the routes to replay.
     - `after`: whether a model reads a whole sequence before it computes a token's result (`pack`).
     """
 
@@ -68,6 +71,7 @@ class PreparedBatch(Sequence[MicroBatch]):
     temperatures: Mapping[str, Expr] = field(default_factory=dict)
     given: Sequence[ir.Column] = ()
     after: bool = False
+    routes: TokenRoutes = field(default_factory=TokenRoutes)
 
     def __len__(self) -> int:
         return len(self.micro)
@@ -77,6 +81,8 @@ class PreparedBatch(Sequence[MicroBatch]):
         masks = [self.masks.get(name) for name in self.scored]
         begins = [self.begins.get(name) for name in self.scored]
         packed = pack(self.contexts, [*self.scored.values()], rows, masks, self.after, begins)
+        if self.routes.known:
+            packed["routes"] = self.routes.pack(rows, len(packed["ids"]))
         if self.given:
             packed["given"] = torch.cat([self._given_ids(column, rows) for column in self.given], 1)
         if self._temperatures_differ:
@@ -145,6 +151,14 @@ class PreparedBatch(Sequence[MicroBatch]):
             )
         return ColumnData(joined, offsets_from_lengths(self.lengths[scored][self.order]) if scored else None)
 
+    def join_routes(self, outputs: list[Outputs]) -> dict[str, ColumnData]:
+        """Join the routes of forward passes into a column for each token column.
+
+        The rows of the result are in the order of the micro-batches.
+        """
+        routes = (output.routes.numpy() for output in outputs if output.routes is not None)
+        return self.routes.unpack([*zip(self.micro, routes, strict=True)])
+
     def _given_ids(self, column: ir.Column, rows: Array) -> torch.Tensor:
         """Return the k token ids that a column has for each scored token, as [tokens, k].
 
@@ -180,6 +194,11 @@ def prepare_batch(
     names = [*roles.context, *roles.scored]
     tokens, unknown = numerics.clip_tokens([columns.pop(name) for name in names], plan.model(node.name).vocabulary)
     token_columns = dict(zip(names, tokens, strict=True))
+    routes = TokenRoutes(
+        {name: token_columns[name].lengths for name in roles.context},
+        {name: token_columns[name].lengths for name in roles.scored},
+        {name: columns.pop(column) for name, column in routing_columns(graph, node.reads).items()},
+    )
     conversation_starts = {
         scored_name: columns.pop(name, None) for scored_name, name in begins_columns(graph, node).items()
     }
@@ -210,6 +229,7 @@ def prepare_batch(
         temperatures={name: temperature(graph, name) for name in roles.scored},
         given=given,
         after=scores_texts(graph, node),
+        routes=routes,
     )
 
 

@@ -5,7 +5,8 @@ Invariant: the responses to a prompt are adjacent, and all ranks of a data-paral
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,12 +29,14 @@ class Rollout(NodeBatch):
     - `contexts`: for each prompt, the tokens that its responses continue.
     - `stream`: the random stream from which tokens are sampled.
     - `metric_prefix`: the beginning of the names of this generation's metrics.
+    - `context_lengths`: by the columns of tokens that the contexts consist of, their lengths for each prompt.
     """
 
     contexts: list[Array]
     sampling: Sampling
     stream: noise.RandomStream
     metric_prefix: str = ""
+    context_lengths: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def rows(self) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ... import algorithms, noise
-from ...analysis.sequences import is_whole_conversation
+from ...analysis.sequences import is_whole_conversation, routing_columns
 from ...backends.engine_protocols import ForwardRequest, Outputs, StepRequest, fill_fields
 from ...cost import holdings
 from ...ir import graph as ir
@@ -58,15 +58,19 @@ class TrainerRole:
         node = work.node
         batch = self._prepare(work)
         written = [self.context.plan.graph.column(name) for name in node.writes]
-        best = max((column.dims[1].size for column in written if len(column.dims) > 1), default=0)
-        request = ForwardRequest(batch.pass_temperature, best=best, node=node, adapter=not node.base_of)
+        best = max((column.dims[1].size for column in written if len(column.dims) == 2), default=0)
+        routing = routing_columns(self.context.plan.graph, node.writes)
+        adapter = not node.base_of
+        request = ForwardRequest(batch.pass_temperature, best=best, routes=bool(routing), node=node, adapter=adapter)
         outputs = self.engines.trainers[node.worker].score(batch, request)
         if not len(batch.rows) or not outputs:
             return {}
-        columns = {}
+        columns: dict[str, ColumnData] = {}
         rows = batch.rows[batch.order]
         wrong = batch.wrong[batch.order]
-        for column in written:
+        routes = batch.join_routes(outputs) if routing else {}
+        columns |= {column: routes[name] for name, column in routing.items()}
+        for column in [column for column in written if column.name not in columns]:
             data = columns[column.name] = batch.join_outputs(column, outputs)
             if column.element != "i32":
                 wrong = self._check_rows(work, batch, column, data, wrong)
