@@ -21,36 +21,40 @@ from .stage import PlanContext
 
 def check_nodes(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes that read or write routes of tokens that they do not compute."""
-    return [
-        Diagnostic("bad-value", f"`{node.name}` {message}", node.span, help)
-        for node in graph.nodes
-        if kind_of(graph, node.worker) != "function"
-        and all(graph.column(name).element in ELEMENTS for name in (*node.reads, *node.writes))
-        for message, help in _find_misuses(graph, node)
-    ]
+    diagnostics: dict[str, Diagnostic] = {}  # by column: its first mistake may be the reason for others
+    for node in graph.nodes:
+        if kind_of(graph, node.worker) == "function" or any(
+            graph.column(name).element not in ELEMENTS for name in (*node.reads, *node.writes)
+        ):
+            continue
+        for column, message, help in _find_misuses(graph, node):
+            diagnostics.setdefault(column, Diagnostic("bad-value", f"`{node.name}` {message}", node.span, help))
+    return [*diagnostics.values()]
 
 
-def _find_misuses(graph: Graph, node: Node) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the routing columns of a node, with a help text."""
+def _find_misuses(graph: Graph, node: Node) -> Iterator[tuple[str, str, str]]:
+    """Yield the routing columns of a node that are wrong: a message and a help text."""
     computed = sequences(graph, node)
     for does, names in (("reads", node.reads), ("writes", node.writes)):
         seen: dict[str, str] = {}
         for column in filter(is_routing, map(graph.column, names)):
             like = column.dims[0].like
+            message = ""
+            help = f"leave `{column.name}` out"
             if node.verb == "source" or kind_of(graph, node.worker) != "policy":
-                yield f"{does} routes, `{column.name}`, but only a policy has them", f"leave `{column.name}` out"
+                message = f"{does} routes, `{column.name}`, but only a policy has them"
             elif like not in (*computed.context, *computed.scored):
                 message = f"{does} `{column.name}`, the routes of `{like}`, but its model does not read `{like}`"
-                yield message, f"leave `{column.name}` out, or add `{like}` to what it reads"
+                help += f", or add `{like}` to what it reads"
             elif not is_tokens(graph, like):
                 message = f"{does} `{column.name}`, the routes of `{like}`, which is text: its number of tokens is open"
-                yield message, f"leave `{column.name}` out, or declare `{like}` as `i32[<= n]`"
+                help += f", or declare `{like}` as `i32[<= n]`"
             elif like in seen:
                 message = f"{does} two columns of routes of `{like}`, `{seen[like]}` and `{column.name}`"
-                yield message, "leave one of them out"
             elif does == "writes" and len(computed.scored) > 1 and like not in computed.scored:
                 message = f"scores {plural(len(computed.scored), 'column')}, so `{like}` has no one route in each row"
-                yield message, f"leave `{column.name}` out"
+            if message:
+                yield column.name, message, help
             seen[like] = column.name
 
 
