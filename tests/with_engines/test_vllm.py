@@ -36,11 +36,10 @@ def model(dtype=None):
     return models.load("./model", EXAMPLE, dtype, NOWHERE)
 
 
-def vllm(layout=engines.ALONE, rank=0, rows=2, samples=4, of=None):
+def vllm(layout=engines.ALONE, rank=0, rows=2, samples=4, of=None, **more):
     of = of or model()
-    work = Workload(
-        of, layout, of.dtype, rows=rows, prompts=rows, prompt=26, response=20, samples=samples, on_host=True
-    )
+    sizes = {"rows": rows, "prompts": rows, "prompt": 26, "response": 20, "samples": samples}
+    work = Workload(of, layout, of.dtype, **sizes, on_host=True, **more)
     return engines.built("vllm", of, layout, rank, engines.mesh(layout), work=work)
 
 
@@ -231,6 +230,29 @@ def test_latent_attention_draws_alike(layout, tmp_path):
     """With groups of experts, shared ones, and an epsilon that norms of latents do not have."""
     made = latent(tmp_path, rms_norm_eps=1e-4, moe_intermediate_size=WIDTH)
     ranks.run(layout.devices, _divided, layout, models.load(made, Path("/"), None, NOWHERE))
+
+
+def _routed_on_rank(rank, _, layout, of):
+    """Routes of rows that share requests, blocks of the cache, and prompts that begin alike."""
+    one = filled(vllm(layout, rank, of=of, records_routes=True), of)
+    other = filled(engines.generator(of), of)
+    prompts = [PROMPTS[0], PROMPTS[0][:5], PROMPTS[0], np.concatenate([PROMPTS[0]] * 4), PROMPTS[1]]
+    for _ in range(2):
+        request = GenerateRequest(prompts, np.arange(20), PLAIN, routes=True)
+        found, wanted = (sorted(e.generate(request), key=lambda r: r.place) for e in (one, other))
+        for drawn, right in zip(found, wanted, strict=True):
+            assert drawn.tokens.tolist() == right.tokens.tolist()
+            assert len(drawn.routes) == len(prompts[drawn.place // 4]) + len(drawn.tokens) - 1
+            assert (np.sort(drawn.routes, -1) == np.sort(right.routes, -1)).all()
+        assert all(response.routes is None for response in one.generate(replace(request, routes=False)))
+
+
+@pytest.mark.parametrize("made", [mixture, latent])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2)], ids=str)
+def test_it_returns_the_routes_of_the_light_engine(layout, made, tmp_path):
+    changes = {"moe_intermediate_size": WIDTH} if made is latent else {"width": WIDTH}
+    of = models.load(made(tmp_path, **changes), Path("/"), None, NOWHERE)
+    ranks.run(layout.devices, _routed_on_rank, layout, of)
 
 
 def test_latent_attention_turns_plain_positions_alike(tmp_path):

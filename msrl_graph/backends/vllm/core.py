@@ -281,7 +281,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
         # Share of a device that must be free at the start; the plan has counted all users of the device.
         gpu_memory_utilization=0.01,
         async_scheduling=False,  # draw before the next step starts; vLLM's default only on the CPU
-        enforce_eager=work.on_host,
+        enforce_eager=work.on_host or work.records_routes,  # a graph calls no router
         enable_sleep_mode=not work.on_host,
         compilation_config={} if work.on_host else GRAPHS,
         tensor_parallel_size=work.layout.tp,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from ...sharding.layout import shard
 from .. import hf_modules
@@ -31,6 +32,7 @@ from .core import (
     repack_weights,
 )
 from .memory import EngineMemory, ResizedMemory, SleepingMemory
+from .route_capture import RouteCapture
 from .spec import SPEC
 from .transformers_models import shard_fused_mlps
 
@@ -77,6 +79,7 @@ class VllmEngine:
         padded = [tensor.name for tensor in weights.model.weights if tensor.padded and tensor.name in named]
         self._padding = [named[name][boxes[name][0][1] - boxes[name][0][0] :] for name in padded]
         self._padding += [parameter for parameter in dict.fromkeys(named.values()) if parameter.ndim == 3]
+        self._routes = RouteCapture(runner, weights.model) if weights.work.records_routes else None
         self.module = runner.model
         self.runner = runner
         self.turned = bool(kind.plugin)
@@ -113,23 +116,29 @@ class VllmEngine:
             return
         self._memory.cache()
         drawn = self.generation.call = SampledBatch(request)
+        self._capture = self._routes if request.routes else None
+        if self._routes is not None:
+            self._routes.active = request.routes
         self._prompts = request.response_prompts
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
+        self._ended_routes: dict[int, NDArray[np.int16]] = {}  # by row
         self._numbers = count()
+        self._salts: dict[int, str] = {}  # by request
         rows_by_prompt: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(self._prompts):
             rows_by_prompt.setdefault(prompt.tobytes(), []).append(i)
         try:
             with self._activate():
                 for rows in rows_by_prompt.values():
-                    self._add_request(np.array(rows))
+                    self._add_request(np.array(rows), None)
             while self._running:
                 with self._activate():
                     ended = self._step()
                 for i in ended.tolist():
                     end = drawn.lengths[i]
-                    yield Response(i, drawn.tokens[i, :end].copy(), drawn.logps[i, :end].copy())
+                    routes = self._ended_routes.pop(i, None)
+                    yield Response(i, drawn.tokens[i, :end].copy(), drawn.logps[i, :end].copy(), routes=routes)
         finally:
             with self._activate():
                 self.core.abort_requests(list(self._running))  # none, unless a step raised or the caller stopped
@@ -145,8 +154,11 @@ class VllmEngine:
         with torch.inference_mode(), self.replica.activate():
             yield
 
-    def _add_request(self, rows: NDArray[np.int64]) -> None:
-        """Add one request for `rows`, which have the same tokens up to the current step."""
+    def _add_request(self, rows: NDArray[np.int64], parent: int | None) -> None:
+        """Add one request for `rows`, which have the same tokens up to the current step.
+
+        `parent` is the request that computed these tokens; None at the beginning.
+        """
         import numpy as np
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -169,6 +181,11 @@ class VllmEngine:
             )
         params = copy(self._params[room])  # cheaper than a new one
         params.extra_args = {"number": number}
+        salt = None
+        if self._capture is not None:
+            self._capture.add(number, len(tokens) + room, parent)
+            # No block of another prompt is reused, for the routes of its tokens are not known here.
+            salt = self._salts[number] = str(uuid4()) if parent is None else self._salts[parent]
         request = EngineCoreRequest(
             request_id=str(number),
             prompt_token_ids=tokens.tolist(),
@@ -177,7 +194,7 @@ class VllmEngine:
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
-            cache_salt=None,
+            cache_salt=salt,
             data_parallel_rank=None,
         )
         drawn.rows_by_request[number] = rows
@@ -213,6 +230,10 @@ class VllmEngine:
             ]
             continuing[continuing] = ~stops(texts)
         ended_rows: NDArray[np.int64] = rows[~continuing]
+        if self._capture is not None:
+            for row, index in zip(ended_rows.tolist(), request_index[~continuing].tolist(), strict=True):
+                computed = len(self._prompts[row]) + int(drawn.lengths[row]) - 1
+                self._ended_routes[row] = self._capture.get(numbers[index], computed)
         rows = rows[continuing]
         request_index = request_index[continuing]
         tokens = tokens[continuing]
@@ -225,7 +246,7 @@ class VllmEngine:
                 drawn.rows_by_request[numbers[request]] = rows[group]
                 without_rows.remove(numbers[request])
             else:
-                self._add_request(rows[group])
+                self._add_request(rows[group], numbers[request])
         ended = {str(number) for number in without_rows}
         self._running -= ended
         self.core.abort_requests(
@@ -233,4 +254,6 @@ class VllmEngine:
         )
         for number in without_rows:
             del drawn.rows_by_request[number]
+            if self._capture is not None:
+                self._capture.drop(number)
         return ended_rows

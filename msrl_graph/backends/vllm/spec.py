@@ -208,6 +208,7 @@ SPEC = EngineSpec(
         features=SUPPORTED - {"sliding_window", "mixed_layers"},
         planned_features=SUPPORTED,
         opt_in=("min_p",),
+        routes=True,
         off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
         lints=_lints,
         settings=_settings,
