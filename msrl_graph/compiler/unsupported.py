@@ -174,7 +174,8 @@ def _list_route_conflicts(plan: Plan) -> Iterator[tuple[str, Span, str]]:
             engine = f"the engine `{placement.engine.name}`"
             help = f"`engine {node.name} = {able[0]}` supports it" if able else f"leave `{routes[0]}` out"
             yield f"routes (`{routes[0]}`) of `{node.name}` with {engine}", node.span, help
-        if placement.layout.pp > 1:  # a rank computes only the layers of its stage
+        written = routing_columns(graph, node.writes)
+        if written and placement.layout.pp > 1:  # a rank computes only the layers of its stage
             yield f"routes (`{routes[0]}`) with `pp = {placement.layout.pp}`", placement.layout.span, "leave `pp` out"
         attributes = GenerateAttributes.of(node)
         partner = "environment" if attributes.environment is not None else "agent"

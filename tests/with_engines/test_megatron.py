@@ -77,16 +77,44 @@ def trained(engine, batches, scores):
     return told, norms, {s.name: (s.box, s.tensor.clone()) for s in engine.shards()}
 
 
-def _alike(rank, _, layout, of, name):
+def routed(batches, of):
+    """The micro-batches with routes at random, of each row its own; every tenth token's are the router's."""
+    experts = next(iter(of.experts))
+    for packed in batches:
+        draw = np.random.default_rng(int(packed["ids"].sum()))
+        size = (len(packed["ids"]), len(of.expert_layers))
+        routes = np.argsort(draw.random((*size, experts.number)), -1)[..., : experts.active].astype(np.int16)
+        routes[::10] = -1
+        packed["routes"] = torch.from_numpy(routes)
+    return batches
+
+
+def _replays(rank, folder, layout, of, recompute):
+    _alike(rank, folder, layout, of, "megatron", lambda batches: routed(batches, of), recompute=recompute)
+
+
+def _records(rank, folder, layout, of):
+    """What a layout returns of the routers of one rank."""
+    engine = engines.built("megatron", of, layout, rank, engines.mesh(layout))
+    alone = engines.trainer(of)
+    batches = micro_batches(rank, layout)
+    asked = ForwardRequest(0.8, routes=True)
+    for found, wanted in zip(engine.score(batches, asked), alone.score(batches, asked), strict=True):
+        assert torch.equal(found.routes.sort(-1).values, wanted.routes.sort(-1).values)
+        assert torch.allclose(found.logp, wanted.logp, atol=1e-5)
+
+
+def _alike(rank, _, layout, of, name, prepare=lambda batches: batches, **options):
     scores = of.scores
     alone = engines.trainer(of, optimizer=sgd(lr=0.0, momentum=0.9)) if rank == 0 else None
-    engine = engines.built(name, of, layout, rank, engines.mesh(layout), sgd(lr=0.0, momentum=0.9))
-    found, norms, weights = trained(engine, micro_batches(rank, layout, scores), scores)
+    engine = engines.built(name, of, layout, rank, engines.mesh(layout), sgd(lr=0.0, momentum=0.9), **options)
+    found, norms, weights = trained(engine, prepare(micro_batches(rank, layout, scores)), scores)
     everyone = [None] * layout.devices
     dist.all_gather_object(everyone, (found, norms, weights))
     if rank:
         return
     batches = [b for dp in range(layout.dp) for b in micro_batches(layout.rank(tp=0, dp=dp), layout, scores)]
+    batches = prepare(batches)
     before = {s.name: (s.box, s.tensor.clone()) for s in alone.shards()}
     wanted, want_norms, want_weights = trained(alone, batches, scores)
     told = [layout.rank(tp=0, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
@@ -145,6 +173,21 @@ MIXED = [
 def test_a_mixture_computes_and_steps_as_fsdp_on_one_rank(layout, tmp_path):
     of = models.load(mixture(tmp_path), Path("/"), None, NOWHERE)
     ranks.run(layout.devices, _alike, layout, of, "megatron")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layout", [Layout(tp=2, ep=2), Layout(pp=2), Layout(dp=2, ep=2)], ids=str)
+def test_it_replays_routes_as_fsdp_on_one_rank(layout, recompute, tmp_path):
+    """With stages, a layer is recomputed after passes of other micro-batches, whose routes are others."""
+    of = models.load(mixture(tmp_path), Path("/"), None, NOWHERE)
+    ranks.run(layout.devices, _replays, layout, of, recompute)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, ep=2), Layout(cp=2)], ids=str)
+def test_it_replays_and_records_routes_of_grouped_experts(layout, tmp_path):
+    of = models.load(latent(tmp_path), Path("/"), None, NOWHERE)
+    ranks.run(layout.devices, _replays, layout, of, "none")
+    ranks.run(layout.devices, _records, layout, of)
 
 
 LATENT = [

@@ -27,7 +27,7 @@ from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard,
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..spec import offloads
-from . import chunk, cpu, latent_attention
+from . import chunk, cpu, latent_attention, stage_routers
 from .chunk_spec import ChunkSpec
 from .spec import SPEC
 
@@ -80,6 +80,8 @@ class MegatronEngine:
                 variable_seq_lengths=True,
             )
             self.chunks = []
+            self._routers = []
+            sharding_group = self.groups.tp if layout.tp > 1 else None
             specs = []
             for i, layers in enumerate(chunk_layers):
                 first = self.first and i == 0
@@ -90,6 +92,7 @@ class MegatronEngine:
                 spec = ChunkSpec(model, hf_model, config, layers, first, last, self.groups, self.place)
                 specs.append(spec)
                 module = chunk.build_stage(spec)
+                self._routers += stage_routers.install(module, layers, model.expert_layers, sharding_group)
                 module.config = self.config
                 module.model_type = _get_model_type()
                 module.vp_stage = i if layout.vpp > 1 else None
@@ -152,6 +155,7 @@ class MegatronEngine:
         Without a `loss`, run forward passes and return their outputs. With a `loss`, run forward and backward passes
         and return an empty list.
         """
+        import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -163,13 +167,19 @@ class MegatronEngine:
             i = next(numbers)
             micro_batch = micro_batches[i]
             # tp ranks must share the nodes evenly.
-            tree, known = self.context.share(prefix_tree.build_tree(micro_batch), micro_batch, self.layout.tp)
+            whole = prefix_tree.build_tree(micro_batch)
+            tree, known = self.context.share(whole, micro_batch, self.layout.tp)
             tree = tree.to(self.place)
+            for router in self._routers:
+                router.records = request.routes
             with module.forward_context():
                 hidden = module(tree)
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 gathered = self.context.gather_outputs(self._outputs(module, hidden, known, request), tree)
+                if request.routes:
+                    routes = torch.stack([router.take_recorded() for router in self._routers], 1)
+                    gathered = gathered._replace(routes=self.context.gather_routes(routes, whole).cpu())
                 # Megatron divides by the number of micro-batches.
                 return gathered if loss is None else (loss(gathered, i) * number, {})
 

@@ -61,6 +61,7 @@ SPEC = EngineSpec(
         axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
         options=("micro_batch", "recompute", "dtype", "offload", "activations"),
         zero=(0, 1),
+        routes=True,
         features=SUPPORTED - LACKING,
         planned_features=SUPPORTED,
         chosen=("device",),
