@@ -25,6 +25,26 @@ def mixture(folder, width=32, **changes):
     return saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **({"num_hidden_layers": 2} | routed | changes))
 
 
+def tied(folder):
+    """A Qwen3-MoE whose routers score experts in pairs, up to the rounding of a float32.
+
+    Of eight experts a token has three: both of the best pair, and one of the next, as rounding decides. The experts of
+    a pair differ by so little that the probe of delivered weights accepts another choice.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = mixture(folder, num_experts=8, num_experts_per_tok=3)
+    weights = load_file(f"{path}/model.safetensors")
+    for name, value in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            value[1::2] = value[::2] * (1 + 1e-7 * torch.randn(value[::2].shape).sign())
+        elif ".experts." in name and (number := int(name.split(".experts.")[1].split(".")[0])) % 2:
+            even = weights[name.replace(f".experts.{number}.", f".experts.{number - 1}.")]
+            value.copy_(even + 0.003 * even.std() * torch.randn(even.shape))
+    save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
+    return path
+
+
 def dense(folder, **changes):
     """A Qwen3 of four layers; its attention has no biases, unless it is asked for."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
