@@ -115,7 +115,10 @@ class Sizes:
 
     @cached_property
     def rows(self) -> int:
-        """Bytes of a micro-batch's rows: 64-bit ids and indices, float32 columns, and routes."""
+        """Bytes of a micro-batch's rows.
+
+        They have 64-bit ids and indices, float32 columns, and routes.
+        """
         work = self.work
         row_tokens = work.rows * work.fed
         scored = work.rows * work.response

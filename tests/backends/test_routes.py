@@ -15,7 +15,6 @@ from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.runtime.rank.token_routes import TokenRoutes
 from msrl_graph.sharding.layout import Layout, slices
 
 ASKED = ForwardRequest(routes=True)
@@ -80,34 +79,6 @@ def test_a_generator_returns_the_routes_that_the_trainer_takes_of_the_same_weigh
     chosen = np.concatenate([response.routes for response in drawn])
     assert (np.sort(chosen, -1) == np.sort(output.routes.numpy(), -1)).all()
     assert len(np.unique(chosen)) > 2
-
-
-def test_columns_of_routes_become_those_of_the_ids_and_back():
-    """Shifted by one, for a sequence's first token has no route."""
-    (prompts, responses), packed = packed_rows()
-    routes = TokenRoutes({"prompt": prompts.lengths}, {"response": responses.lengths})
-    of_ids = np.arange(len(packed["ids"]) * 6, dtype=np.int16).reshape(-1, 3, 2)
-    columns = routes.unpack([(np.arange(9), of_ids)])
-    assert {name: column.lengths.tolist() for name, column in columns.items()} == {
-        "prompt": prompts.lengths.tolist(),
-        "response": responses.lengths.tolist(),
-    }
-    assert (columns["prompt"][0][0] == UNKNOWN).all() and (columns["prompt"][0][1:] == of_ids[:2]).all()
-    assert (columns["response"][0] == of_ids[2:6]).all()
-    known = TokenRoutes(routes.contexts, routes.scored, columns)
-    again = known.pack(np.arange(9), len(of_ids)).numpy()
-    last = packed["offsets"].numpy()[[3, 9]] - 1  # rows without response: the last token predicts nothing
-    assert (again[last[:1]] == UNKNOWN).all()
-    computed = (again != UNKNOWN).all((1, 2))
-    assert (again[computed] == of_ids[computed]).all() and computed.sum() == len(of_ids) - 1
-    order = np.array([4, 2, 7])
-    sizes = packed["offsets"].numpy()
-    part = np.concatenate([again[sizes[row] : sizes[row + 1]] for row in order])
-    assert (known.pack(order, len(part)).numpy() == part).all()
-    only = TokenRoutes(routes.contexts, routes.scored, {"response": columns["response"]})
-    assert (only.pack(np.arange(9), len(of_ids)).numpy()[2:6] == of_ids[2:6]).all()
-    assert (only.pack(np.arange(9), len(of_ids)).numpy()[:2] == UNKNOWN).all()
-    assert only.pack(np.zeros(0, int), 1).shape == (1, 3, 2)
 
 
 def test_rows_with_other_routes_share_no_prefix_from_there_on(tmp_path):

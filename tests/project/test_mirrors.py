@@ -216,6 +216,7 @@ COVERED = {
         "backends/vllm/engine",
     ),
     "with_engines/test_experts.py": ("backends/megatron/cpu",),
+    "with_engines/test_vllm.py": ("backends/vllm/route_capture",),
     "with_engines/test_megatron.py": (
         "backends/megatron/latent_attention",
         "backends/megatron/peaks",

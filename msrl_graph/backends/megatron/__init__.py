@@ -4,6 +4,7 @@
 - engine.py: the engine.
 - chunk.py: the module of some consecutive layers of a model.
 - latent_attention.py: changes to Megatron's modules for latent attention.
+- stage_routers.py: routes in Megatron's routers, recorded or replayed.
 - cpu.py: patches that replace a CUDA device by host cores.
 - peaks.py: the bytes of memory at each moment of a pass.
 """

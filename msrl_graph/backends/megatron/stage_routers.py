@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RouterHook:
-    """The object that Megatron's router asks for its choice, in place of its own (`router_replay`).
+    """What Megatron's router asks for its choice (its attribute `router_replay`).
 
     - `index`: the number of the router's layer among the model's layers with experts.
     - `tp`: the group that shards the tokens of a layer; None if each rank has all tokens of its tree.
@@ -37,7 +37,10 @@ class RouterHook:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores and the indices of the experts of each token, with Megatron's signature."""
+        """Return the scores and the indices of each token's experts.
+
+        The signature is Megatron's.
+        """
         import torch
 
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -66,7 +69,10 @@ class RouterHook:
 
 
 def install(chunk: Any, layers: Sequence[int], expert_layers: Sequence[int], tp: Any) -> list[RouterHook]:
-    """Install hooks in the routers of a chunk, which has the layers `layers` of the model."""
+    """Install hooks in the routers of a chunk.
+
+    The chunk has the layers `layers` of the model.
+    """
     index = {number: i for i, number in enumerate(expert_layers)}
     numbered = zip(chunk.decoder.layers, layers, strict=True)
     return [RouterHook(layer, index[number], tp) for layer, number in numbered if number in index]
