@@ -174,9 +174,10 @@ def _list_route_conflicts(plan: Plan) -> Iterator[tuple[str, Span, str]]:
             engine = f"the engine `{placement.engine.name}`"
             help = f"`engine {node.name} = {able[0]}` supports it" if able else f"leave `{routes[0]}` out"
             yield f"routes (`{routes[0]}`) of `{node.name}` with {engine}", node.span, help
-        written = routing_columns(graph, node.writes)
-        if written and placement.layout.pp > 1:  # a rank computes only the layers of its stage
-            yield f"routes (`{routes[0]}`) with `pp = {placement.layout.pp}`", placement.layout.span, "leave `pp` out"
+        if node.verb == "infer" and routing_columns(graph, node.writes) and placement.layout.pp > 1:
+            # A rank records the layers of its stage.
+            where = f"written by `{node.name}` with `pp = {placement.layout.pp}`"
+            yield f"routes (`{routes[0]}`) {where}", placement.layout.span, "let the generation write them"
         attributes = GenerateAttributes.of(node)
         partner = "environment" if attributes.environment is not None else "agent"
         if node.verb == "generate" and (node.cuts or attributes.partner is not None):

@@ -248,7 +248,7 @@ def _routed_on_rank(rank, _, layout, of):
 
 
 @pytest.mark.parametrize("made", [mixture, latent])
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2), Layout(pp=2)], ids=str)
 def test_it_returns_the_routes_of_the_light_engine(layout, made, tmp_path):
     changes = {"moe_intermediate_size": WIDTH} if made is latent else {"width": WIDTH}
     of = models.load(made(tmp_path, **changes), Path("/"), None, NOWHERE)

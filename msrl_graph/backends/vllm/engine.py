@@ -79,7 +79,12 @@ class VllmEngine:
         padded = [tensor.name for tensor in weights.model.weights if tensor.padded and tensor.name in named]
         self._padding = [named[name][boxes[name][0][1] - boxes[name][0][0] :] for name in padded]
         self._padding += [parameter for parameter in dict.fromkeys(named.values()) if parameter.ndim == 3]
-        self._routes = RouteCapture(runner, weights.model) if weights.work.records_routes else None
+        self._routes = None
+        if weights.work.records_routes:
+            spans = placement.layout.stage_layers(placement.layout.coordinates(devices.rank).pp, weights.model.layers)
+            stage = {number for span in spans for number in range(*span)}
+            group = self.replica.group if placement.layout.pp > 1 else None
+            self._routes = RouteCapture(runner, weights.model, stage, group)
         self.module = runner.model
         self.runner = runner
         self.turned = bool(kind.plugin)
@@ -231,9 +236,10 @@ class VllmEngine:
             continuing[continuing] = ~stops(texts)
         ended_rows: NDArray[np.int64] = rows[~continuing]
         if self._capture is not None:
-            for row, index in zip(ended_rows.tolist(), request_index[~continuing].tolist(), strict=True):
-                computed = len(self._prompts[row]) + int(drawn.lengths[row]) - 1
-                self._ended_routes[row] = self._capture.get(numbers[index], computed)
+            ended_requests = [numbers[index] for index in request_index[~continuing]]
+            computed = [len(self._prompts[row]) + int(drawn.lengths[row]) - 1 for row in ended_rows]
+            routes = self._capture.collect([*zip(ended_requests, computed, strict=True)])
+            self._ended_routes |= dict(zip(ended_rows.tolist(), routes, strict=True))
         rows = rows[continuing]
         request_index = request_index[continuing]
         tokens = tokens[continuing]

@@ -7,7 +7,6 @@ from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.runtime.rank.token_routes import TokenRoutes
 
-
 LENGTHS = ((3, 6, 1, 3, 6, 1, 3, 6, 1), (4, 1, 0, 3, 4, 2, 4, 4, 1))  # of prompts and of responses
 
 
