@@ -189,6 +189,9 @@ bench-pipelined: $(VENV)/ready #: measure generation ahead of the update on the 
 bench-corrected: $(VENV)/ready #: compare learning from stale rows with and without a corrected loss: about 25 minutes
 	$(BIN)/python bench/corrected.py
 
+bench-router-replay: $(VENV)/ready #: compare drift on a mixture of experts with and without router replay: about 6 minutes
+	$(BIN)/python bench/router_replay.py
+
 bench-proof: $(VENV)/ready #: measure the time that the verification of weights takes: about 2 minutes
 	$(BIN)/python bench/proof.py
 

@@ -46,6 +46,7 @@ FIGURES = {
     "proof": {"proof_share", "digest_f32_ns", "sum_f32_ns", "digest_bf16_ns", "sum_bf16_ns"},
     "reshard": {"gather_fraction_of_bare", "swap_fraction_of_bare", "peak_over_bound", "naive_peak_over_ours"},
     "reshard_engines": {"pairs", "peak_over_plan_most"},
+    "router_replay": {"drift"},
     "seconds": {"ratios", "worst", "same_order", "told_apart", "noise"},
     "simulate": {"rows", "seconds_384", "bar", "pass"},
     "staleness": {"iterations", "rows", "oldest", "allowed", "by_age"},
@@ -65,7 +66,7 @@ NONE_OF = (
 )
 QUICK = ("compile", "controller", "dry", "functions", "planner", "simulate", "staleness")
 # Of these another bench's smoke goes nearly the same way: make test-long.
-LONG = ("asynchrony", "chaos", "conformance", "corrected", "engines", "invariance", "points")
+LONG = ("asynchrony", "chaos", "conformance", "corrected", "engines", "invariance", "points", "router_replay")
 NAMESPACES = ("dock", "hosts", "lost_hosts")
 PARTS = {  # files that are no benches, by who takes them
     "disturbed": "chaos",

@@ -1,8 +1,10 @@
 """Router replay from end to end: routes that rounding decides are those of the generator in the trainer too."""
 
+import re
 from dataclasses import replace
 
 import pytest
+from folders import ROOT
 from mixture import mixture, tied
 from place import ONE_RANK, TRAINED, Place, assert_alike, weights
 from routed import BY_GENERATOR, BY_INFER, TIED, declared, run
@@ -10,6 +12,7 @@ from routed import BY_GENERATOR, BY_INFER, TIED, declared, run
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.unsupported import find_unsupported
+from msrl_graph.cost import holdings
 
 
 @pytest.mark.slow
@@ -59,3 +62,24 @@ def test_an_engine_without_routes_is_refused(monkeypatch, tmp_path):
     infer, update = find_unsupported(plan)
     assert infer.message.startswith("routes (`routing`) of `actor.infer` with the engine `fsdp` can be planned")
     assert update.help == "`engine actor.update = megatron` supports it"
+
+
+def test_the_program_of_the_guide_is_planned_with_the_bytes_of_its_routes(tmp_path):
+    guide = (ROOT / "docs" / "guides" / "router_replay.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```rlg\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    (tmp_path / "p.rlg").write_text(program)
+    plan = compile(tmp_path / "p.rlg")
+    graph = plan.graph
+    per_token = 2 * 48 * 8
+    assert f"{per_token} bytes for a token of Qwen3-30B-A3B" in guide
+    assert graph.row_bytes("routing") == per_token * graph.bound("response")
+    assert graph.row_bytes("prompt_routing") == per_token * graph.bound("prompt")
+    read = sum(graph.column_bytes[name] for name in ("prompt", "response", "routing", "prompt_routing"))
+    assert next(item.bytes for item in plan.traffic if item.dst == "actor.infer") == read
+    work = holdings.work(plan, ENGINES, "actor.update")
+    engine = ENGINES[plan.placement("actor.update").engine.name]
+    with_routes, without = (
+        max(items["rows"] for items in engine.memory.peaks("update", sized).values() if "rows" in items)
+        for sized in (work, replace(work, replays_routes=False))
+    )
+    assert with_routes - without >= per_token * work.rows * work.fed // work.layout.cp
