@@ -11,12 +11,11 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..files.weights import weight_files
 from ..model.architecture import HEAD, Model
-from ..model.models import read_engine_fields
-from ..sharding.layout import elements, full_box, slices
+from ..model.models import read_engine_fields, read_folder_weights
+from ..sharding.layout import full_box
 from ..sharding.tensors import Box, Tensor
-from . import adapters
+from . import adapters, weight_reader
 from .engine_protocols import Shard
 
 if TYPE_CHECKING:
@@ -160,12 +159,12 @@ def parameter_path(name: str) -> str:
 def fill(model: Model, shards: Sequence[Shard]) -> None:
     """Copy a model's weights from its folder into shards, one tensor at a time.
 
-    The folder contains safetensors files. Only the bytes of the shards' boxes (index ranges) are read. If the folder
-    contains no score head, the shard of the score head is set to zero: a critic that starts from the weights of a
-    policy has no score head yet. An adapter gets its first values.
+    Only the bytes of the shards' boxes (index ranges) are read. Values are converted to the type of the shards, from
+    any of the formats in which weights are published (quantization.py). If the folder contains no score head, the shard
+    of the score head is set to zero: a critic that starts from the weights of a policy has no score head yet. An
+    adapter gets its first values.
     """
     import torch
-    from safetensors import safe_open
 
     by_name = {model_tensor.name: model_tensor for model_tensor in model.tensors}
     read = adapters.fill(model, shards)
@@ -174,17 +173,16 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
         for shard in read
         for name, index, box in by_name.get(shard.name, Tensor(shard.name, ())).in_files(shard.box)
     )
-    missing: dict[str, list[tuple[torch.Tensor, Box]]] = {}
+    wanted: dict[str, list[tuple[torch.Tensor, Box]]] = {}
     for name, tensor, box in parts:
-        missing.setdefault(name, []).append((tensor, box))
+        wanted.setdefault(name, []).append((tensor, box))
+    weights = read_folder_weights(model)
+    missing = wanted.keys() - weights.keys()
     with torch.no_grad():
-        for file, named in weight_files(model.path).read.items():
-            with safe_open(file, framework="pt") as weights:
-                for name in missing.keys() & {*weights.keys()} & ({*missing} if named is None else named):
-                    for tensor, box in missing.pop(name):
-                        if elements(box):
-                            tensor.copy_(weights.get_slice(name)[slices(box)])
-        for tensor, _ in missing.pop(HEAD, ()):
-            tensor.zero_()
+        weight_reader.copy_boxes(weights, {name: part for name, part in wanted.items() if name in weights})
+        if HEAD in missing:
+            for tensor, _ in wanted[HEAD]:
+                tensor.zero_()
+            missing -= {HEAD}
     if missing:
         raise FileNotFoundError(f"{model.path} has no weights for {min(missing)} ({len(missing)} missing)")

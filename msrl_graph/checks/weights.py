@@ -6,28 +6,24 @@ a score head.
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Collection
-from pathlib import Path
-from typing import Any
 
 from ..diagnostics import Diagnostic, Span
 from ..files import fix_commands
-from ..files.weights import INDEX, WHOLE, UnclearError, WeightFiles, weight_files
+from ..files.weight_headers import UnreadableFile, read_bytes
+from ..files.weights import UnclearError, WeightFiles, weight_files
 from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model import models as model_files
 from ..model.architecture import HEAD, Model
+from ..model.quantization import FolderWeight
 
 BIAS = "score.bias"
 LOGITS = "lm_head.weight"
 ANGLES = "rotary_emb.inv_freq"  # old folders hold it next to the weights of each layer
-# Bytes per element, by the types that weights may have.
-SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 SCORING = "AutoModelForSequenceClassification with num_labels = 1"
-Held = dict[str, tuple[Path, dict[str, Any]]]  # by tensor name: its file, and its entry in the header of the file
+Held = dict[str, FolderWeight]
 
 
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
@@ -46,33 +42,31 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
             users[model.path].append((worker, model))
     updated = {node.worker for node in graph.verb("update")}
     for path, uses in users.items():
-        stored = Held()
         span = uses[0][1].span
-        file = Path(path)
         try:
             files = weight_files(path)
-            for file, named in files.read.items():
-                header = _read_header(file)
-                stored |= {name: (file, entry) for name, entry in header.items() if named is None or name in named}
+            if not files.read:
+                continue
+            stored = model_files.read_folder_weights(uses[0][1])
         except UnclearError as error:
             diagnostics.append(Diagnostic("missing-file", str(error), span, error.help))
             continue
-        except (OSError, ValueError, RecursionError) as error:
-            message = f"the weights in {file} cannot be read: {error}"
-            diagnostics.append(
-                Diagnostic("missing-file", message, span, fix_commands.lfs(file) or "copy the file again")
-            )
+        except UnreadableFile as error:
+            help = fix_commands.lfs(error.file) or error.help
+            diagnostics.append(Diagnostic("missing-file", str(error), span, help))
             continue
-        if files.read:
-            wrong = [
-                diagnostic
-                for worker, model in uses
-                for diagnostic in _check_worker(worker, model, stored, worker.name in updated)
-            ]
-            diagnostics += wrong or [
-                *_warn_unread_files(files, span),
-                *_warn_unused_weights(stored, [model for _, model in uses]),
-            ]
+        except OSError as error:
+            diagnostics.append(Diagnostic("missing-file", f"the weights in {path} cannot be read: {error}", span))
+            continue
+        wrong = [
+            diagnostic
+            for worker, model in uses
+            for diagnostic in _check_worker(worker, model, stored, worker.name in updated)
+        ]
+        diagnostics += wrong or [
+            *_warn_unread_files(files, span),
+            *_warn_unused_weights(stored, [model for _, model in uses]),
+        ]
     return diagnostics
 
 
@@ -81,8 +75,8 @@ def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
     if not files.unread:
         return []
     more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
-    by = WHOLE if len(files.read) == 1 and next(iter(files.read)).name == WHOLE else INDEX
-    message = f"{files.unread[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of {by}"
+    message = f"{files.unread[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of "
+    message += files.named_by
     help = "move files that do not belong to the model to another folder"
     return [Diagnostic("unused-weight", message, span, help, "warning")]
 
@@ -107,7 +101,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
         return []
     more = f" and {len(unused) - 1:,} more" if len(unused) > 1 else ""
     name = min(unused)
-    message = f"{stored[name][0]} holds `{name}`{more}, which the config.json next to it does not describe"
+    message = f"{stored[name].values.file} holds `{name}`{more}, which the config.json next to it does not describe"
     help = "config.json and weights must be of the same model: copy both again, or remove what is not the model's"
     return [Diagnostic("unused-weight", message, model.span, help, "warning")]
 
@@ -126,63 +120,22 @@ def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> 
             help = prefixes or "name a folder with a language model's weights"
         return [Diagnostic("missing-file", message, model.span, help)]
     for name, shape in wanted.items():
-        file, entry = stored.get(name, (Path(), {"shape": shape}))
-        if entry["shape"] != shape:
-            message = f"`{name}` in {file} has the shape {entry['shape']}, but `{worker.name}` needs {shape}"
+        if (weight := stored.get(name)) is None:
+            continue
+        if weight.problem:
+            message = f"`{name}` in {weight.values.file} {weight.problem}"
+            help = "copy the folder again, with all its weights and its config.json"
+            return [Diagnostic("missing-file", message, model.span, help)]
+        if [*weight.shape] != shape:
+            message = f"`{name}` in {weight.values.file} has the shape {[*weight.shape]}, but `{worker.name}` needs "
+            message += f"{shape}"
             help = (
                 f"name a folder that {SCORING} saved"
                 if name == HEAD
                 else "the folder's config.json belongs to another model"
             )
             return [Diagnostic("missing-file", message, model.span, help)]
-        if entry.get("dtype", "F32") not in SIZES:
-            message = f"`{name}` in {file} has the type {entry['dtype']}; weights must be {', '.join(SIZES)}"
-            return [
-                Diagnostic("missing-file", message, model.span, "name a folder with weights that are not quantized")
-            ]
-    if model.scores and BIAS in stored and any(_read_bytes(*stored[BIAS])):
-        message = f"`{BIAS}` in {stored[BIAS][0]} is not zero, but `{worker.name}` has no bias"
+    if model.scores and BIAS in stored and any(read_bytes(stored[BIAS].values)):
+        message = f"`{BIAS}` in {stored[BIAS].values.file} is not zero, but `{worker.name}` has no bias"
         return [Diagnostic("missing-file", message, model.span, f"name a folder that {SCORING} saved")]
     return []
-
-
-def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the header entries of the tensors in a safetensors file, by tensor name.
-
-    A safetensors file consists of the length of a JSON object in eight bytes, the JSON object, and the bytes of all
-    tensors. Raises ValueError if the file is not a safetensors file or is incomplete.
-    """
-    if not file.is_file():
-        raise ValueError("it is not a regular file")
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 0 < length <= size - 8:
-            raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
-        entries = json.loads(opened.read(length))
-    if not isinstance(entries, dict):
-        raise ValueError("its header is not a JSON object")
-    entries.pop("__metadata__", None)
-    end = 0
-    for name, entry in entries.items():
-        match entry:
-            case {"dtype": str(dtype), "shape": shape, "data_offsets": [int(start), int(stop)]} if all(
-                isinstance(extent, int) for extent in shape
-            ):
-                if not 0 <= start <= stop or stop - start != math.prod(shape) * SIZES.get(
-                    dtype, (stop - start) / max(math.prod(shape), 1)
-                ):
-                    raise ValueError(f"the bytes of `{name}` do not match its shape")
-            case _:
-                raise ValueError(f"its header does not describe `{name}`")
-        end = max(end, stop)
-    if 8 + length + end != size:
-        raise ValueError(f"its tensors end at byte {8 + length + end:,}, the file has {size:,}")
-    return entries
-
-
-def _read_bytes(file: Path, entry: dict[str, Any]) -> bytes:
-    start, stop = entry["data_offsets"]
-    with file.open("rb") as opened:
-        opened.seek(8 + int.from_bytes(opened.read(8), "little") + start)
-        return opened.read(stop - start)

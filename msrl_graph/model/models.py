@@ -22,14 +22,16 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.tensors import Tensor
-from . import presets
+from . import presets, quantization
 from .architecture import Model
 from .families import FAMILIES, Family, find_family
 from .features import FEATURES
 from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
 from .layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer
+from .quantization import FolderWeight
 
-DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
+# The type in which a model of a type is trained. float16 would need scaled losses; bfloat16 has the range of float32.
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "bf16", "f32": "f32", "bf16": "bf16"}
 SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL before a run fetches all of it
 
 
@@ -97,12 +99,11 @@ def _load_url(url: str, dtype: str | None, span: Span) -> Model:
 
 def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
     stated = read_config(folder, target, span)
-    if stated.get("quantization_config") is not None:
-        message = (
-            f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json, so the model "
-        )
-        message += "can be neither planned nor run"
-        raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
+    if isinstance(method := quantization.read_method(stated), str):
+        message = f"the weights of `{target}` are quantized by the method `{method}`, which is not supported"
+        read = " and ".join(f"`{known}`" for known in quantization.METHODS)
+        help = f"name a folder with weights in float32, bfloat16 or float16; of quantized weights, {read} can be read"
+        raise Fault(Diagnostic("not-yet", message, span, help))
     return _make_model(target, path, stated, dtype, span)
 
 
@@ -184,6 +185,16 @@ def read_engine_fields(model: Model) -> dict[str, Any]:
     The model is not a preset: it has a folder.
     """
     return engine_fields(_read_fields(model))
+
+
+def read_folder_weights(model: Model) -> dict[str, FolderWeight]:
+    """Return the weights in the files of a model's folder, by name.
+
+    The model is not a preset: it has a folder. Raises UnclearError if the files are incomplete or ambiguous, and
+    UnreadableFile if a file cannot be read.
+    """
+    method = quantization.read_method(read_config(Path(model.path), model.name, model.span))
+    return quantization.read_folder(model.path, None if isinstance(method, str) else method)
 
 
 def find_position_limit(model: Model) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import published
 import pytest
 import torch
 from folders import ROOT
@@ -67,6 +70,11 @@ def indexed(change: Callable[[dict[str, str]], object]) -> Change:
     return apply
 
 
+def pickled(model: Path, files: int = 1) -> None:
+    """The weights as torch saves them, without safetensors."""
+    published.pickle(model, files)
+
+
 RIGHT: dict[str, tuple[Change, ...]] = {
     "one file": (),
     "a copy that comes first by its name": (stale("backup.safetensors"),),
@@ -76,6 +84,14 @@ RIGHT: dict[str, tuple[Change, ...]] = {
     "shards, and those of a save that had fewer": (sharded, stale("model-00001-of-00001.safetensors")),
     "an index of an earlier save": (
         sharded,
+        lambda model: shutil.copy(ARITHMETIC / "model" / "model.safetensors", model),
+    ),
+    "a file of torch": (pickled,),
+    "shards of torch": (partial(pickled, files=3),),
+    "a file of torch, and another library's": (pickled, stale("consolidated.safetensors")),
+    "both formats": (
+        pickled,
+        lambda model: torch.save({}, model / "pytorch_model.bin"),
         lambda model: shutil.copy(ARITHMETIC / "model" / "model.safetensors", model),
     ),
 }
@@ -123,11 +139,23 @@ WRONG: dict[str, tuple[tuple[Change, ...], str]] = {
     ),
     "a file outside the folder": (
         (sharded, indexed(lambda names: names.update({"model.norm.weight": "../weights.safetensors"}))),
-        "names '../weights.safetensors', which is not a safetensors file in the same folder",
+        "names '../weights.safetensors', which is not a file `*.safetensors` in the same folder",
     ),
     "no index": (
         (sharded, lambda model: (model / "model.safetensors.index.json").write_text("[]")),
         "is not an index of weights",
+    ),
+    "a shard of torch that is not there": (
+        (partial(pickled, files=2), lambda model: next(model.glob("pytorch_model-00002-*")).unlink()),
+        "names pytorch_model-00002-of-",
+    ),
+    "a file of torch that is cut": (
+        (pickled, lambda model: os.truncate(model / "pytorch_model.bin", 1000)),
+        "pytorch_model.bin cannot be read: it is not a complete file of torch",
+    ),
+    "a file of torch with another tensor": (
+        (pickled, lambda model: torch.save({}, model / "pytorch_model.bin")),
+        "hold no `model.embed_tokens.weight`",
     ),
     "an empty one": ((sharded, indexed(lambda names: names.clear())), "names no tensor"),
 }  # fmt: skip

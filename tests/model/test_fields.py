@@ -173,7 +173,7 @@ def headed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def quantized(header: dict[str, Any]) -> dict[str, Any]:
-    header["model.norm.weight"]["dtype"] = "F8_E4M3"
+    header["model.norm.weight"] |= {"dtype": "F8_E4M3", "shape": [4 * 128]}
     return header
 
 
@@ -200,7 +200,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         config("architectures", ["MambaForCausalLM"]),
         "models of architecture `MambaForCausalLM` can be neither planned nor run",
     ),
-    "quantized": (config("quantization_config", {"bits": 4}), "the weights of `./model` are quantized"),
+    "quantized": (
+        config("quantization_config", {"bits": 4}),
+        "the weights of `./model` are quantized by the method `unknown`",
+    ),
     "no JSON": (lambda m: (m / "config.json").write_text("{"), "`./model/config.json` cannot be read"),  # type: ignore[arg-type, return-value]
     "no object": (lambda m: (m / "config.json").write_text("[1]"), "`./model/config.json` is not a JSON object"),  # type: ignore[arg-type, return-value]
     "vocabulary": (config("vocab_size", 12), "; its `vocab_size` is 12"),

@@ -15,6 +15,7 @@ from ...backends.packages import make_install_hint
 from ...compiler.unsupported import find_unsupported, find_untested
 from ...diagnostics.quantities import plural, size
 from ...files.paths import hub_name
+from ...files.weights import PATTERNS
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import Plan
 from ...model import presets
@@ -190,7 +191,7 @@ def _check_files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]
         if kind == "model" and not models[name].path:
             continue
         if kind == "model" and len(paths) == 1:
-            message = f"{title}: {models[name].path} holds no *.safetensors"
+            message = f"{title}: {models[name].path} holds no weights ({' or '.join(PATTERNS)})"
             yield Finding("plan-files", message, "wrong", "put the weights there, in the format of Hugging Face")
         affected_hosts = tuple(
             host.title for host in hosts if any(host.seen["sizes"].get(file, -1) < 0 for file in paths)

@@ -16,6 +16,7 @@ from ...diagnostics import NOWHERE, Diagnostic, Fault, nearest
 from ...diagnostics.surface import by_surface, name_option
 from ...files.paths import is_folder
 from ...files.urls import is_url
+from ...files.weights import is_weight_file
 from ...ir.plan import Plan
 from ...model.architecture import Model
 from ..weights import checkpoint, hf_export
@@ -165,7 +166,7 @@ def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: 
         return []
     now = run_inputs.companions(Path(model.path), name)
     of_model = {key: entry for key, entry in before.files.items() if key.startswith(f"model {name}: ")}
-    was = {key: entry for key, entry in of_model.items() if ".safetensors" not in key}
+    was = {key: entry for key, entry in of_model.items() if not is_weight_file(key.rpartition(": ")[2])}
     changes = run_inputs.differences(run_inputs.RunInputs(was, {}), run_inputs.RunInputs(now, {}))
     if changes.model:
         message = f"the checkpoint {path} is of another model: {'; '.join(changes.model)}"

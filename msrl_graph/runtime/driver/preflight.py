@@ -21,6 +21,7 @@ from ...compiler.unsupported import find_unsupported
 from ...diagnostics import Diagnostic, Fault
 from ...files import fix_commands
 from ...files.paths import hub_name
+from ...files.weights import PATTERNS, candidate_weight_files
 from ...ir.plan import Placement, Plan
 from ...model import presets
 from ...model.architecture import Model
@@ -67,11 +68,12 @@ def _check_models(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
             help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
             yield Diagnostic("unknown-model", message, model.span, help)
             continue
-        for pattern in ("*.safetensors", "tokenizer.json"):
-            if not list(Path(model.path).glob(pattern)):
-                message = f"the model folder {model.path} holds no {pattern}"
-                help = fix_commands.tokenizer(model.path) if pattern == "tokenizer.json" else ""
-                yield Diagnostic("missing-file", message, model.span, help)
+        if not candidate_weight_files(model.path):
+            message = f"the model folder {model.path} holds no weights ({' or '.join(PATTERNS)})"
+            yield Diagnostic("missing-file", message, model.span)
+        if not (Path(model.path) / "tokenizer.json").exists():
+            message = f"the model folder {model.path} holds no tokenizer.json"
+            yield Diagnostic("missing-file", message, model.span, fix_commands.tokenizer(model.path))
         yield from _links(model)
 
 

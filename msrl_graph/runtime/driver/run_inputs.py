@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from ...data.data_files import titled_paths
-from ...files.weights import candidate_weight_files
+from ...files.weights import candidate_weight_files, is_weight_file
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters
 from ..weights.tensor_files import companion_files
@@ -223,7 +223,8 @@ def describe_edit(inputs: RunInputs) -> str:
     other files were copied when the run began, and every restart uses these copies (shipping.py).
     """
     for name, entry in inputs.files.items():
-        if not (name.startswith(("data ", "replay ")) or ".safetensors" in name or name.endswith(": config.json")):
+        file = name.rpartition(": ")[2]
+        if not (name.startswith(("data ", "replay ")) or is_weight_file(file) or file == "config.json"):
             continue
         now = _read_file(Path(entry.path))
         if not has_same_content(entry, now):
@@ -281,7 +282,7 @@ def _is_model(name: str) -> bool:
     if not kind.startswith("model ") or not file:
         return False
     vocabulary = file.startswith(("vocab", "merges")) or file.endswith((".model", ".tiktoken"))
-    return file == "config.json" or file in _TOKENIZER or vocabulary or ".safetensors" in file
+    return file == "config.json" or file in _TOKENIZER or vocabulary or is_weight_file(file)
 
 
 # Complete digests of large files
