@@ -7,11 +7,14 @@ tensor that they are copied to.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..model.quantization import GROUP, FolderWeight
 from ..sharding.layout import elements, slices
@@ -19,8 +22,9 @@ from ..sharding.tensors import Box
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
-AT_ONCE = 1 << 22  # elements that are multiplied by their scales at one time
+AT_ONCE = 1 << 19  # elements that are multiplied by their scales at one time
 # The values of the 16 numbers of 4 bits (e2m1): a sign, two bits of exponent and one of mantissa.
 E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 EXPONENT_BIAS = 127
@@ -73,46 +77,62 @@ def _copy_box(
         target.copy_(values[slices(box)])
         return
     scales = open_file(weight.scales.file)(weight.scales.name)
-    copy = _copy_mxfp4 if weight.is_mxfp4 else _copy_fp8
-    for part, index in _split_box(box):
+    copy, dim = (_copy_mxfp4, -1) if weight.is_mxfp4 else (_copy_fp8, max(-2, -len(box)))
+    for part, index in _split_box(box, dim):
         copy(weight, values, scales, target[index], part)
 
 
-def _split_box(box: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
+def _split_box(box: Box, dim: int) -> Iterator[tuple[Box, tuple[slice, ...]]]:
     """Yield parts of a box, each with its index in the box.
 
-    A part has at most AT_ONCE elements, or is one row. It has one index in each dim but the last two.
+    A part has one index in each dim but the last two. It has at most AT_ONCE elements, or one index in the dim `dim`,
+    -1 or -2.
     """
-    if len(box) > 2:
-        for place, first in enumerate(range(*box[0])):
-            for part, index in _split_box(box[1:]):
-                yield ((first, first + 1), *part), (slice(place, place + 1), *index)
-        return
-    start, stop = box[0] if len(box) > 1 else (0, 1)
-    rows = max(1, AT_ONCE // max(1, elements(box[-1:])))
-    for row in range(start, stop, rows):
-        end = min(row + rows, stop)
-        if len(box) > 1:
-            yield ((row, end), *box[1:]), (slice(row - start, end - start),)
-        else:
-            yield box, ()
+    leading, matrix = box[:-2], box[-2:]
+    start, stop = matrix[dim]
+    step = max(1, AT_ONCE * (stop - start) // max(1, elements(matrix)))
+    cuts = [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    for place in itertools.product(*(range(*extent) for extent in leading)):
+        for cut in cuts:
+            part = (*((first, first + 1) for first in place), *matrix[:dim], cut, *matrix[len(matrix) + dim + 1 :])
+            yield part, tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(part, box, strict=True))
+
+
+@cache
+def _fp8_table() -> NDArray[Any]:
+    """Make a table of the 256 numbers of float8_e4m3fn, as float32.
+
+    With it, a CPU is about four times as fast as with torch's conversion.
+    """
+    import torch
+
+    table: NDArray[Any] = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
+    return table
+
+
+@cache
+def _pair_table() -> NDArray[Any]:
+    """Make a table of the two numbers in each of the 256 bytes of MXFP4.
+
+    Two numbers in float32 are one entry of 64 bits.
+    """
+    return np.array([(E2M1[byte & 0xF], E2M1[byte >> 4]) for byte in range(256)], np.float32).view(np.int64).ravel()
 
 
 def _copy_fp8(weight: FolderWeight, values: Any, scales: Any, target: torch.Tensor, box: Box) -> None:
     import torch
 
-    numbers = values[slices(box)].to(torch.float32)
+    numbers = _fp8_table().take(values[slices(box)].view(torch.uint8).numpy(), mode="clip")
     if weight.block is None:
         assert weight.scales is not None
-        whole = tuple(slice(None) for _ in weight.scales.shape)
-        target.copy_(numbers * scales[whole or ...].to(torch.float32))
-        return
-    blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(box[-2:], weight.block, strict=True)]
-    part = scales[slices((*box[:-2], *blocks))].to(torch.float32)
-    for dim, (start, stop), size in zip((-2, -1), box[-2:], weight.block, strict=True):
-        block_of = torch.arange(start, stop) // size - start // size
-        part = part.index_select(dim, block_of)
-    target.copy_(numbers.mul_(part))
+        factors = scales[tuple(slice(None) for _ in weight.scales.shape) or ...].to(torch.float32).numpy()
+    else:
+        blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(box[-2:], weight.block, strict=True)]
+        factors = scales[slices((*box[:-2], *blocks))].to(torch.float32).numpy()
+        for dim, (start, stop), size in zip((-2, -1), box[-2:], weight.block, strict=True):
+            factors = factors.take(np.arange(start, stop) // size - start // size, axis=dim)
+    numbers *= factors
+    target.copy_(torch.from_numpy(numbers))
 
 
 def _copy_mxfp4(weight: FolderWeight, blocks: Any, scales: Any, target: torch.Tensor, box: Box) -> None:
@@ -120,10 +140,10 @@ def _copy_mxfp4(weight: FolderWeight, blocks: Any, scales: Any, target: torch.Te
 
     expert, (start, stop), outputs = box
     groups = (start // GROUP, -(-stop // GROUP))
-    packed = blocks[slices((expert, outputs, groups, (0, GROUP // 2)))]
-    exponents = scales[slices((expert, outputs, groups))].to(torch.int32) - EXPONENT_BIAS
-    table = torch.tensor(E2M1)
-    pairs = torch.stack((packed & 0xF, packed >> 4), -1).to(torch.int32)
-    numbers = torch.ldexp(table[pairs].flatten(-2), exponents[..., None]).flatten(-2)
+    packed = blocks[slices((expert, outputs, groups, (0, GROUP // 2)))].numpy()
+    exponents = scales[slices((expert, outputs, groups))].numpy().astype(np.int32) - EXPONENT_BIAS
+    numbers = _pair_table().take(packed, mode="clip").view(np.float32)
+    numbers *= np.ldexp(np.float32(1.0), exponents)[..., None]
     first = groups[0] * GROUP
-    target.copy_(numbers[..., start - first : stop - first].transpose(-1, -2))
+    inputs = numbers.reshape(*numbers.shape[:2], -1)[..., start - first : stop - first]
+    target.copy_(torch.from_numpy(inputs).transpose(-1, -2))

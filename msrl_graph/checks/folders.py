@@ -6,14 +6,18 @@ a config.json is enough for planning.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..analysis.sequences import bound, is_tokens, sequences
 from ..diagnostics import Diagnostic, Fault
+from ..ir.attributes import GenerateAttributes
 from ..ir.plan import Plan
 from ..model import models
 from ..model.architecture import Model
 from ..model.end_tokens import read_end_tokens
+from ..model.sampling_settings import read_sampling
 from . import weights
 from .stage import PlanContext
 
@@ -28,6 +32,8 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         *vocabulary.values(),
         *too_short,
         *endless,
+        *(diagnostic for name in folders if (diagnostic := _check_sampling(plan, name))),
+        *(diagnostic for model in folders.values() if (diagnostic := _check_type(model))),
         *weights.check(plan, {model.path for model in folders.values()} - vocabulary.keys()),
     ]
 
@@ -99,6 +105,49 @@ def _check_end_tokens(plan: Plan, name: str) -> Diagnostic | None:
     message = f"no file in {model.path} names an end token, so every response has the maximum length"
     help = 'add `"eos_token_id": NUMBER` to its generation_config.json, or `eos_token` to its tokenizer_config.json'
     return Diagnostic("no-end-token", message, model.span, help, "warning")
+
+
+def _check_sampling(plan: Plan, name: str) -> Diagnostic | None:
+    """Report settings for sampling in a model's folder that no run uses.
+
+    `name` is the name of the model. Settings that each of its generations states are not reported.
+    """
+    model = plan.deploy.models[name]
+    nodes = [node for node in plan.graph.verb("generate") if plan.graph.worker(node.worker).model == name]
+    try:
+        settings = read_sampling(Path(model.path)) if nodes else {}
+    except (OSError, ValueError, RecursionError):  # the code that needs the file reports it
+        return None
+    unused = {
+        setting: value for setting, value in settings.items() if any(node.stated(setting) is None for node in nodes)
+    }
+    if not unused:
+        return None
+    known = {field.name for field in dataclasses.fields(GenerateAttributes)}
+    node = nodes[0].name
+    message = f"`{node}` does not use these settings of the generation_config.json of `{model.name}`: "
+    message += _format_settings(unused)
+    can_state = {setting: value for setting, value in unused.items() if setting in known}
+    help = f"to sample with them, write `node {node} {{ {_format_settings(can_state)} }}`" if can_state else ""
+    if without := [f"`{setting}`" for setting in unused if setting not in known]:
+        help += f"{'; ' if help else ''}no program can state {', '.join(without)}: no update would compute the "
+        help += "probabilities of such tokens"
+    return Diagnostic("unused-setting", message, model.span, help, "hint")
+
+
+def _format_settings(settings: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in settings.items())
+
+
+def _check_type(model: Model) -> Diagnostic | None:
+    """Report weights that are published in a type in which no engine trains."""
+    if (published := models.find_published_type(model)) is None:
+        return None
+    message = (
+        f"the weights of `{model.name}` are in {published}: the run converts them to {model.dtype}, and trains in it"
+    )
+    help = "" if model.dtype == "f32" else "to train in float32, write `{ dtype = f32 }` after the model's name"
+    return Diagnostic("converted-weights", message, model.span, help, "hint")
 
 
 def _check_vocabulary(model: Model) -> Diagnostic | None:

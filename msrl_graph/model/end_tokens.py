@@ -14,14 +14,15 @@ def read_end_tokens(folder: Path) -> tuple[list[int], str]:
     tokenizer_config.json, or "" if that file has no `eos_token`. A caller needs `eos_token` only if the number of ids
     is not 1. Raises OSError and ValueError for a file that cannot be read. A missing file counts as an empty file.
     """
-    stated = (_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+    stated = (read_settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
     ids: int | list[int] = next((ids for ids in stated if ids is not None), [])
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    token = read_settings(folder / "tokenizer_config.json").get("eos_token")
     text = token["content"] if isinstance(token, dict) else token
     return ids if isinstance(ids, list) else [ids], text or ""
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; {} if there is no such file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

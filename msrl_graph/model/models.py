@@ -197,6 +197,14 @@ def read_folder_weights(model: Model) -> dict[str, FolderWeight]:
     return quantization.read_folder(model.path, None if isinstance(method, str) else method)
 
 
+def find_published_type(model: Model) -> str | None:
+    """Return the type of a folder's weights if no engine trains in it, or else None."""
+    config = read_config(Path(model.path), model.name, model.span)
+    if isinstance(method := quantization.read_method(config), quantization.Quantization):
+        return method.method
+    return "float16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) and model.dtype != "f32" else None
+
+
 def find_position_limit(model: Model) -> int:
     """Return the largest number of positions that a sequence can have.
 

@@ -108,6 +108,8 @@ def test_a_tensor_in_fp8_may_have_one_scale(tmp_path, shape):
     save_file({"w.weight": values, "w.weight_scale_inv": torch.full(shape, 0.3)}, tmp_path / "model.safetensors")
     found = read(tmp_path, Quantization("fp8", None), "w.weight", ((1, 4), (2, 8)))
     assert torch.equal(found, values[1:4, 2:].float() * torch.tensor(0.3))
+    save_file({"w": values[0].clone(), "w_scale_inv": torch.full(shape, 0.3)}, tmp_path / "model.safetensors")
+    assert torch.equal(read(tmp_path, Quantization("fp8", None), "w", ((3, 7),)), values[0, 3:7].float() * 0.3)
 
 
 def test_experts_in_one_tensor_of_fp8(tmp_path):

@@ -21,7 +21,7 @@ PACKAGE = codes.FOLDER.parent.parent
 PAGE = re.compile(r"# ([\w-]+)\n\n(.+?)\n\n(.+?)\n\n## Example\n\n(.+?)\n\n## Instead\n\n(.+)\n", re.DOTALL)
 PROGRAM = re.compile(r"```rlg\n(.*?)```", re.DOTALL)
 # What one sees on a command line, as messages of a run are.
-SCENE = re.compile(r"```text\n\$ .*?\n(?:error|warning)\[([\w-]+)\]: .*?\n```", re.DOTALL)
+SCENE = re.compile(r"```text\n\$ .*?\n(?:error|warning|hint)\[([\w-]+)\]: .*?\n```", re.DOTALL)
 CODES = sorted(codes.known())
 
 

@@ -81,6 +81,30 @@ def test_weights_in_fp8_are_planned_as_weights_of_the_runs_type(
     assert code == 0 and "warning" not in text and "error" not in text, text
 
 
+TYPES = {
+    "fp8": (published.fp8, {}, "fp8: the run converts them to bf16"),
+    "fp8 in float32": (published.fp8, {"dtype": "f32"}, "fp8: the run converts them to f32"),
+    "float16": (published.halve, {}, "float16: the run converts them to bf16, and trains in it"),
+    "float16 in float32": (published.halve, {"dtype": "f32"}, ""),
+    "bfloat16": (lambda model: published.configure(model, dtype="bfloat16"), {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_the_type_that_a_run_trains_in_is_told_once(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert, options, message = TYPES[case]
+    mixture.llama(folder / "model")
+    convert(folder / "model")
+    text = PROGRAM.replace('"./model"', '"./model" { dtype = f32 }') if options else PROGRAM
+    (folder / "p.rlg").write_text(text)
+    for dry in (False, True):
+        code, text = told(capsys, dry)
+        assert code == 0 and text.count("hint[converted-weights]") == bool(message), text
+        assert message in text and ("write `{ dtype = f32 }`" in text) == ("to bf16" in message)
+
+
 def change(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def apply(model: Path) -> None:
         held = load_file(model / "model.safetensors")

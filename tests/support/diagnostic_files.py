@@ -19,6 +19,8 @@ ELSEWHERE = {
     "unguarded-run",
     "unused-weight",
     "no-end-token",
+    "converted-weights",
+    "unused-setting",
     "port-taken",
     "clashing-packages",  # of engines of one's own: those of this package go together (test_interpreters.py)
 }

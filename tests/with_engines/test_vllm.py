@@ -8,6 +8,7 @@ from pathlib import Path
 import engines
 import numpy as np
 import psutil
+import published
 import pytest
 import ranks
 import torch
@@ -298,3 +299,11 @@ def test_a_program_trains_alike(axis, reference, place):
     assert_alike(place.folder / "out", reference)
     place.assert_clean()
     assert shared() <= before
+
+
+def test_a_folder_in_fp8_is_generated_from_in_the_type_of_the_run(tmp_path, alone):
+    """Its config.json would have vLLM compute in fp8, which no trained weights are in."""
+    mixture(tmp_path, WIDTH)
+    published.fp8(tmp_path, (16, 16))
+    of = models.load(str(tmp_path), Path(), "f32", NOWHERE)
+    compare(filled(vllm(of=of), of), filled(engines.generator(of), of), PROMPTS[:2], np.arange(2), PLAIN)

@@ -265,6 +265,8 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
 
     # vLLM's own rule would place layers that do not divide evenly on other stages than the plan does.
     envs.VLLM_PP_LAYER_PARTITION = ",".join(map(str, work.layout.chunks(model.layers)))
+    overrides = ROUTERS.get(model.expert_mlp.router, {}) if model.expert_mlp else {}
+    overrides = {**overrides, "quantization_config": None}  # the weights that a run delivers are never quantized
     sequences, blocks = count_sequences_and_blocks(work)
     arguments = EngineArgs(
         model=model.path,
@@ -289,7 +291,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
         distributed_executor_backend="external_launcher",
         logits_processors=[_make_processor(sampler)],
         seed=0,
-        hf_overrides=ROUTERS.get(model.expert_mlp.router, {}) if model.expert_mlp else {},
+        hf_overrides=overrides,
         enable_expert_parallel=work.layout.ep > 1,
         disable_log_stats=True,
     )

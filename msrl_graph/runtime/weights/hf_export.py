@@ -55,8 +55,10 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
             for file in (config, partial / "generation_config.json"):  # those of the model that it belongs to
                 file.unlink(missing_ok=True)
         else:
+            saved_type = str(next(iter(named.values())).dtype).removeprefix("torch.")
             named |= hf_modules.load_buffers(model)
             tensor_files.write_tensors(partial / "model.safetensors", named, {"format": "pt"})
+            tensor_files.state_saved_type(partial, saved_type)
             if model.scores:
                 _write_json(config, hf_modules.make_scoring_config(json.loads(config.read_text())))
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was resumed

@@ -8,6 +8,7 @@ folder is copied later, links that lead out of the folder are left out.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -93,6 +94,20 @@ def copy_companions(source: Path, target: Path) -> None:
         # The mode is not copied: a cache's files may be read-only.
         with suppress(OutsideError), open_inside(file, source) as reader, copy.open("wb") as writer:
             shutil.copyfileobj(reader, writer)
+
+
+def state_saved_type(folder: Path, dtype: str) -> None:
+    """State the type of saved weights in a copy of the original config.json.
+
+    The file is changed only if the original states a format in which no weights are saved: a quantization, or float16.
+    `dtype` is torch's name of the type.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_bytes())
+    is_quantized = config.pop("quantization_config", None) is not None
+    if is_quantized or "float16" in (config.get("torch_dtype"), config.get("dtype")):
+        config.pop("torch_dtype", None)
+        file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 def companion_files(source: Path) -> Iterator[Path]:

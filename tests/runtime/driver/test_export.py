@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import published
 import pytest
 import torch
 from dense_families import phi3
@@ -130,6 +131,21 @@ def test_a_models_folder_that_is_read_and_written_again_has_the_same_tensors(tmp
     hf_export.write_folder(model, weights, tmp_path / "again")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_folder_that_was_published_in_fp8_is_exported_in_the_type_of_the_weights(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder(tmp_path, "mixture")
+    published.fp8(folder)
+    plan = plan_of(folder)
+    _, weights = save(tmp_path / "run", plan, "one rank", torch.bfloat16)
+    assert run_main(["--export", str(tmp_path / "run"), "--worker", "actor", "--to", str(tmp_path / "to")]) == 0
+    stated = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert stated["dtype"] == "bfloat16" and not {"quantization_config", "torch_dtype"} & stated.keys()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "to").state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(loaded[name], weights["actor"][name]) and loaded[name].dtype == torch.bfloat16
 
 
 def test_one_worker_and_an_older_checkpoint(tmp_path, capsys):
