@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..hardware.device_kinds import HOST
 from ..model.quantization import GROUP, FolderWeight
 from ..sharding.layout import elements, slices
 from ..sharding.tensors import Box
@@ -64,7 +63,7 @@ def _open_file(file: Path, stack: ExitStack) -> Callable[[str], Any]:
         return stack.enter_context(safe_open(file, framework="pt")).get_slice  # type: ignore[no-any-return]
     import torch
 
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    state: dict[str, Any] = torch.load(file, map_location=HOST.torch, weights_only=True, mmap=True)
     stack.callback(state.clear)
     return state.__getitem__
 
@@ -116,10 +115,13 @@ def _pair_table() -> NDArray[Any]:
 
     Two numbers in float32 are one entry of 64 bits.
     """
+    import numpy as np
+
     return np.array([(E2M1[byte & 0xF], E2M1[byte >> 4]) for byte in range(256)], np.float32).view(np.int64).ravel()
 
 
 def _copy_fp8(weight: FolderWeight, values: Any, scales: Any, target: torch.Tensor, box: Box) -> None:
+    import numpy as np
     import torch
 
     numbers = _fp8_table().take(values[slices(box)].view(torch.uint8).numpy(), mode="clip")
@@ -136,6 +138,7 @@ def _copy_fp8(weight: FolderWeight, values: Any, scales: Any, target: torch.Tens
 
 
 def _copy_mxfp4(weight: FolderWeight, blocks: Any, scales: Any, target: torch.Tensor, box: Box) -> None:
+    import numpy as np
     import torch
 
     expert, (start, stop), outputs = box

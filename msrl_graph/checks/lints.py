@@ -42,18 +42,21 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
 
 
 def _check_dies(plan: Plan) -> Iterator[Diagnostic]:
-    """Warn of a cluster that counts dies, although its device is a package of dies.
+    """Warn of a cluster with more devices on a host than such hosts have.
 
-    A die is one of the chips in a package. The `devices_per_node` of the cluster must be the number of packages.
+    The reason may be that the cluster counts dies, although its device is a package of dies. A die is one of the chips
+    in a package. The `devices_per_node` of the cluster must be the number of packages.
     """
     cluster = plan.cluster
     device = plan.cluster.device
     per_host = cluster.devices_per_node
     dies = cluster.devices_per_node * device.dies
-    if device.dies > 1 and dies > device.host_dies > 0:
+    if dies > device.host_dies > 0:
         packages = device.host_dies // device.dies
-        message = f"hosts have {packages} `{device.name}` of {device.dies} dies each, but {per_host} are stated"
-        help = f'`devices_per_node = {packages}`, or `device = "{device.name}-die"` to count dies'
+        kind = f"`{device.name}` of {device.dies} dies each" if device.dies > 1 else f"`{device.name}`"
+        message = f"hosts have {packages} {kind}, but {per_host} are stated"
+        help = f"`devices_per_node = {packages}`"
+        help += f', or `device = "{device.name}-die"` to count dies' if device.dies > 1 else ""
         yield Diagnostic("known-bad", message, cluster.span, help, "warning")
 
 

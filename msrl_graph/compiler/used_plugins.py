@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from .. import algorithms, trackers
 from ..backends import ENGINES
 from ..files.plugins import PlugIn, find_entry_points
-from ..hardware.cluster import DEVICES
 from ..hardware.device_kinds import DEVICE_KINDS
+from ..hardware.device_presets import DEVICES
 from ..ir.graph import Expr
 from ..ir.plan import FUNCTIONS, Plan
 from ..model.families import FAMILIES

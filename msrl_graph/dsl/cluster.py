@@ -10,17 +10,13 @@ from dataclasses import replace
 
 from ..diagnostics import nearest
 from ..hardware import calibration
-from ..hardware.cluster import DEVICES, NETWORK, ClusterSpec, Figure, find_preset
+from ..hardware.cluster import NETWORK, ClusterSpec, Figure
+from ..hardware.device_presets import DEVICES, find_preset, normalize_name
+from ..hardware.other_devices import EXAMPLE, describe_other_device
 from ..ir.options import ClusterOptions
 from . import ast
 from .attributes import read_attributes
 from .expressions import Names, Problems
-
-OTHER_DEVICE_HELP = (
-    'for another device, name the preset of its kind and state its figures: `device = "h100", memory = 192 GB, '
-    "memory_bandwidth = 5.3 TB/s, flops_bf16 = 1300 TFLOP/s, host_link = 64 GB/s, device_link = 448 GB/s, fabric = 50 "
-    "GB/s`"
-)
 
 
 def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec | None:
@@ -40,9 +36,9 @@ def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec |
     target = attributes["device"]
     preset = find_preset(str(target.value))
     if not preset:
-        help = nearest(str(target.value).lower(), DEVICES)
-        if not help.startswith("did"):
-            help = f"the presets are {', '.join(f'`{device_name}`' for device_name in DEVICES)}; {OTHER_DEVICE_HELP}"
+        help = describe_other_device(normalize_name(str(target.value))) or nearest(str(target.value).lower(), DEVICES)
+        if not help.startswith(("did", "it has no preset")):
+            help = f"the presets are {', '.join(f'`{device_name}`' for device_name in DEVICES)}; {EXAMPLE}"
         problems.report("unknown-device", f"no device is called `{target.value}`", target.span, help)
         return None
     stated = {

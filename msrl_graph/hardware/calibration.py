@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from .cluster import DEVICES, ClusterSpec, Collective, Curve, Device, Figure, Overheads, rate_at
+from .cluster import ClusterSpec, Collective, Curve, Device, Figure, Overheads, rate_at
+from .device_presets import DEVICES
 
 VERSION = 1
 CURVES = ("f32", "bf16", "memory_bandwidth", "layer", "attention")

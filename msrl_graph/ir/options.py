@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..diagnostics import NOWHERE, Span
-from ..hardware.cluster import DEVICES, NETWORK, Figure
+from ..hardware.cluster import NETWORK, Figure
+from ..hardware.device_presets import DEVICES
 from ..sharding.layout import Layout
 from .attribute_schema import DeclaredAttributes, attr
 from .evaluation import Draw

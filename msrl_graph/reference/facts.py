@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from .. import algorithms
 from ..dsl import expressions
-from ..hardware.cluster import DEVICES, SHARES, Device, Figure
+from ..hardware.cluster import SHARES, Device, Figure
+from ..hardware.device_presets import DEVICES
 from ..ir.attribute_schema import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
 from ..ir.kinds import FlagKind, FormKind, QuantityKind, TrackersKind, WordsKind, join_words

@@ -14,7 +14,8 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.cost.collectives import Collectives
 from msrl_graph.cost.lengths import Rows
 from msrl_graph.cost.time import Costs
-from msrl_graph.hardware.cluster import DEVICES, SHARES, ClusterSpec, Figure
+from msrl_graph.hardware.cluster import SHARES, ClusterSpec, Figure
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.plan import EngineChoice, Placement
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout

@@ -15,7 +15,8 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.cost.lengths import Rows
 from msrl_graph.cost.operators import ForwardWork
 from msrl_graph.cost.time import Costs
-from msrl_graph.hardware.cluster import DEVICES, SHARES, Device
+from msrl_graph.hardware.cluster import SHARES, Device
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.plan import EngineChoice, Plan
 
 PLAN = page.plan(page.start(engines={"actor.update": EngineChoice("fsdp", {"recompute": "none"})}))

@@ -11,7 +11,8 @@ from language import PROGRAMS, TESTS, context, diagnose, lowered
 
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import LoweredProgram
-from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.hardware.cluster import Figure
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph
 from msrl_graph.ir.metrics import RESERVED

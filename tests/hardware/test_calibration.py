@@ -21,7 +21,8 @@ from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import Diagnostic
 from msrl_graph.hardware import calibration
 from msrl_graph.hardware.calibration import CURVES, VERSION, BusyRates, Calibration
-from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure, rate_at
+from msrl_graph.hardware.cluster import ClusterSpec, Figure, rate_at
+from msrl_graph.hardware.device_presets import DEVICES
 
 CURVE = ((1e3, 1e9), (1e6, 5e10), (1e9, 1e11))
 KINDS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "broadcast"), (1e-4, 2e9))

@@ -4,15 +4,14 @@ import ast
 import os
 from dataclasses import asdict
 
-import pytest
 import torch
 from folders import ROOT
 
 from msrl_graph.backends import ENGINES, SINGLE_DEVICE_KINDS, UNTESTED_KINDS, devices, packages
 from msrl_graph.backends.devices import Lane, TorchDevice
 from msrl_graph.hardware.adaptors import Adaptor
-from msrl_graph.hardware.cluster import DEVICES, find_preset
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
+from msrl_graph.hardware.device_presets import DEVICES
 
 PACKAGE = ROOT / "msrl_graph"
 
@@ -91,24 +90,6 @@ def test_what_a_process_may_not_see_is_not_here(monkeypatch):
         assert kind.visible_count() == 0 <= there
 
 
-@pytest.mark.parametrize(
-    ("names", "preset"),
-    [
-        (("H100", "nvidia h100", "NVIDIA-H100-SXM5-80GB"), "h100"),
-        (("a100-80gb", "A100_SXM4"), "a100"),
-        (("A100-40GB", "a100-sxm4-40gb"), "a100-40gb"),
-        (("910b", "Ascend910B", "ascend_910b3", "A2", "Atlas A2"), "ascend-910b"),
-        (("910C", "a3"), "ascend-910c"),
-        (("RTX-4090", "4090", "NVIDIA GeForce RTX 4090"), "rtx4090"),
-        (("h20-96gb",), "h20"),
-        (("CPU",), "cpu"),
-        (("h100-nvl", "h100-94gb", "h100-pcie", "gpu", "nvidia", "ascend", "", "910"), ""),
-    ],
-)
-def test_a_preset_has_the_names_that_people_write(names, preset):
-    assert {find_preset(name) for name in names} == {preset}
-
-
 def test_an_engine_is_installed_for_the_devices_of_the_plan():
     found = [packages.make_install_hint("vllm", ["vllm"], kind) for kind in ("cuda", "cpu", "ascend")]
     found.append(packages.make_install_hint("mine", ["a", "b"], "cpu"))
@@ -120,13 +101,9 @@ def test_an_engine_is_installed_for_the_devices_of_the_plan():
     ]
 
 
-def test_one_name_is_one_presets():
-    assert all(find_preset(name) == name for name in DEVICES)
-
-
 # A preset is called as a kind is; torch's dispatcher has this key for a host's kernels.
 NAMED = {
-    "hardware/cluster.py": {"cpu"},
+    "hardware/device_presets.py": {"cpu"},
     "reference/facts.py": {"cpu"},
     "runtime/process/memory.py": {"CPU"},
     "backends/kernels/ascend.py": {"torch_npu"},

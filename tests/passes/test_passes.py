@@ -17,7 +17,8 @@ from msrl_graph.checks import sharing as sharing_check
 from msrl_graph.checks.stage import PlanContext
 from msrl_graph.cost import groups, holdings
 from msrl_graph.diagnostics import Span
-from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
+from msrl_graph.hardware.cluster import ClusterSpec, Figure
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.graph import Dimension, Edge, Graph, Node, Value, Worker
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.options import ReshardOptions

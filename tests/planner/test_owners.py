@@ -10,7 +10,7 @@ import pytest
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.pipeline import PASSES
-from msrl_graph.hardware.cluster import DEVICES
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.plan import EngineChoice, Plan
 from msrl_graph.model.models import load
 from msrl_graph.planner.owners import engines, owners

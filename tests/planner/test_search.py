@@ -29,7 +29,8 @@ from msrl_graph.checks import staleness as staleness_check
 from msrl_graph.checks.stage import PlanContext
 from msrl_graph.compiler.pipeline import PASSES, search_unstated
 from msrl_graph.emit.search_report import why_text
-from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
+from msrl_graph.hardware.cluster import ClusterSpec, Figure
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.plan import EngineChoice, Plan, Pool
 from msrl_graph.model.architecture import Model

@@ -30,7 +30,8 @@ from msrl_graph.cli import compile_main
 from msrl_graph.cost import transfers as costs
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.text import plan_text
-from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.hardware.cluster import Figure
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.attributes import LOOKS, UpdateAttributes
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller

@@ -21,7 +21,7 @@ from msrl_graph.compiler.sources import ProgramSource, collect_texts
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, codes, render, render_json
 from msrl_graph.diagnostics.terminal_text import make_printable
 from msrl_graph.dsl.syntax_errors import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
-from msrl_graph.hardware.cluster import DEVICES
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.options import LayoutOptions
 from msrl_graph.ir.statements import STATEMENTS
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
+from msrl_graph.hardware.cluster import ClusterSpec, Figure
+from msrl_graph.hardware.device_presets import DEVICES
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.options import Run

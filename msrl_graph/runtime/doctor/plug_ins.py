@@ -17,8 +17,8 @@ from ...backends import ENGINES
 from ...diagnostics import Fault
 from ...files import plugins
 from ...files.plugins import GROUPS, PlugInTable
-from ...hardware.cluster import DEVICES
 from ...hardware.device_kinds import DEVICE_KINDS
+from ...hardware.device_presets import DEVICES
 from ...model.families import FAMILIES
 from .findings import ExaminedHost, Finding, Rule, asking, failed
 from .machine import ABSENT, LONG, OWN, PYTHON, Command

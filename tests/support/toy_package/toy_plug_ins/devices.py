@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.hardware.cluster import Figure
 from msrl_graph.hardware.device_kinds import CUDA
+from msrl_graph.hardware.device_presets import DEVICES
 
 KIND = replace(CUDA, name="toy", torch="toy", resource="TOY", asked_as="", collectives="toyccl")
 DEVICE = replace(
