@@ -124,7 +124,17 @@ _TERMS = {
     **dict.fromkeys(("nll", "cross_entropy", "lm"), "write `sft()`"),
     "entropy_loss": "write `entropy()`, which is added with a minus: `- 0.01 * entropy()`",
 }
-_WORDS = {"k3": "low_var", "low_var_kl": "low_var", "k2": "mse", "kl": "k1"}
+# Types in which models are published, but not trained.
+_PUBLISHED = ("fp8", "f8", "float8", "mxfp4", "fp4", "f16", "fp16", "half", "float16", "int8", "int4")
+_WORDS = {
+    "float32": "f32",
+    "fp32": "f32",
+    "bfloat16": "bf16",
+    "k3": "low_var",
+    "low_var_kl": "low_var",
+    "k2": "mse",
+    "kl": "k1",
+}
 
 
 def term(name: str) -> str:
@@ -134,6 +144,8 @@ def term(name: str) -> str:
 
 def word(text: str, words: Collection[str]) -> str:
     """Return help for a wrong word, where one of `words` is expected."""
+    if text in _PUBLISHED and "bf16" in words:
+        return f"nothing is trained in `{text}`; published weights are converted when they are read: write `bf16`"
     return f"it is called `{_WORDS[text]}` here" if _WORDS.get(text) in words else nearest(text, words)
 
 

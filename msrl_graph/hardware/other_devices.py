@@ -78,7 +78,8 @@ OTHER_DEVICES = (
 def describe_other_device(letters: str) -> str:
     """Return how to state a known device without a preset.
 
-    The result is "" if the device is not known. `letters` is the name of the device as `device_presets.normalize_name` returns it.
+    The result is "" if the device is not known. `letters` is the name of the device as `device_presets.normalize_name`
+    returns it.
     """
     device = next((other for other in OTHER_DEVICES if letters in other.names), None)
     if device is None:

@@ -105,6 +105,18 @@ def test_the_type_that_a_run_trains_in_is_told_once(
         assert message in text and ("write `{ dtype = f32 }`" in text) == ("to bf16" in message)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp4", "f16", "float16"])
+def test_training_in_a_published_type_is_refused(folder: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture.llama(folder / "model")
+    published.fp8(folder / "model")
+    text = PROGRAM.replace('"./model"', f'"./model" {{ dtype = {dtype} }}')
+    (folder / "p.rlg").write_text(text)
+    code, message = told(capsys)
+    assert code == 1 and f"nothing is trained in `{dtype}`; published weights are converted" in message
+    (folder / "p.rlg").write_text(text.replace(dtype, "bf16"))
+    assert told(capsys)[0] == 0
+
+
 def change(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def apply(model: Path) -> None:
         held = load_file(model / "model.safetensors")
