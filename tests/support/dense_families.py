@@ -108,5 +108,7 @@ WRITTEN = {
     "glm4": glm4,
     "olmo3": olmo3,
     "gemma2": gemma2,
+    "gemma2 without windows": partial(gemma2, layer_types=["full_attention"] * 2, attn_logit_softcapping=None),
     "gemma3_text": gemma3,
+    "gemma3_text without windows": partial(gemma3, layer_types=["full_attention"] * 4),
 }

@@ -198,6 +198,8 @@ EXPERTS = ExpertPlacement(
     lambda layout: layout.ep * layout.etp == layout.tp,
     lambda layout: layout.ep * layout.etp > layout.tp,
 )
+# Features of models that can be planned, not run. vLLM's CPU kernel caps scores by other numbers than transformers.
+LACKING = {"sliding_window", "mixed_layers", "attention_cap"}
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
@@ -205,7 +207,7 @@ SPEC = EngineSpec(
     capabilities=Capabilities(
         axes=("tp", "pp", "dp", "ep", "etp"),
         options=("micro_batch", "dtype", "memory"),
-        features=SUPPORTED - {"sliding_window", "mixed_layers"},
+        features=SUPPORTED - LACKING,
         planned_features=SUPPORTED,
         opt_in=("min_p",),
         routes=True,
