@@ -30,9 +30,7 @@ EXPONENT_BIAS = 127
 Read = Callable[[Box], "torch.Tensor"]
 
 
-def copy_boxes(
-    weights: Mapping[str, FolderWeight], wanted: Mapping[str, Sequence[tuple[torch.Tensor, Box]]]
-) -> None:
+def copy_boxes(weights: Mapping[str, FolderWeight], wanted: Mapping[str, Sequence[tuple[torch.Tensor, Box]]]) -> None:
     """Copy boxes of weights into tensors, one file after the other.
 
     `wanted` has, by the name of a weight, tensors and the box of the weight that each of them gets. Raises ValueError
