@@ -492,7 +492,7 @@ class Data:
     def __init__(self, plan: Plan, rows: int) -> None:
         self.plan = plan
         self.rows = rows
-        self.too_long = 0
+        self.excluded = 0
 
     def __len__(self) -> int:
         return self.rows
