@@ -43,6 +43,7 @@ LACKING = {
     "residual_scale",
     "logits_scale",
     "attention_cap",
+    "lora",
     "logits_cap",
     "rope_by_window",
     "offset_norms",
