@@ -26,7 +26,7 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
 class Letters:
     """A tokenizer of one id a letter, as the runtime calls it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *settings):
         assert folder == "letters"
 
     def decode(self, rows):
