@@ -241,7 +241,7 @@ def plain(part: Any, without: Collection[str] = UNLIKE) -> Any:
     The fields in `without` are left out. The default is the fields that can differ between two equal plans.
     """
     if isinstance(part, msgspec.Struct):
-        return msgspec.to_builtins(part)
+        return plain(msgspec.to_builtins(part), without)  # its tuples stay tuples
     if is_dataclass(part):
         return {
             field.name: plain(getattr(part, field.name), without) for field in fields(part) if field.name not in without
