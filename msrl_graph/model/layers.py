@@ -17,6 +17,9 @@ import msgspec
 
 from ..sharding.tensors import Tensor
 
+# What Mixtral's files call a layer's experts, and an expert's projections.
+BLOCK_SPARSE = "block_sparse_moe"
+BLOCK_SPARSE_PROJECTIONS = {"gate": "w1", "up": "w3", "down": "w2"}
 KV_HEADS = "key-value heads"  # a size that some engines need not divide, because they replicate heads
 MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp shards, options of Tensor)
 
@@ -258,6 +261,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
     - `router`: `softmax` scores all experts. `grouped_sigmoid` first chooses groups of experts, and a bias corrects its
       scores (arXiv:2412.19437).
+    - `block_sparse`: whether experts and projections have other names in the files, those of Mixtral's.
     """
 
     number: int
@@ -265,6 +269,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     intermediate: int
     shared: int = 0
     router: Literal["softmax", "grouped_sigmoid"] = "softmax"
+    block_sparse: bool = False
 
     @property
     def width(self) -> int:
@@ -301,9 +306,15 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
         The experts form one tensor per projection. The bias that corrects the router's scores is a buffer.
         """
-        yield make("mlp.gate.weight", (self.number, hidden))
+
+        def name_in_files(name: str) -> dict[str, str]:
+            """Return the option `file_name` of a tensor, if it has another name in the files."""
+            return {"file_name": f"{BLOCK_SPARSE}.{name}"} if self.block_sparse else {}
+
+        yield make("mlp.gate.weight", (self.number, hidden), **name_in_files("gate.weight"))
         for name, size, tp_dim in _projections(hidden, self.intermediate):
-            yield make(f"mlp.experts.*.{name}_proj.weight", (self.number, *size), tp_dim + 1, experts=True)
+            more = {"experts": True, **name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")}
+            yield make(f"mlp.experts.*.{name}_proj.weight", (self.number, *size), tp_dim + 1, **more)
         for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
             yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
         if self.corrected:

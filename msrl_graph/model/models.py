@@ -283,4 +283,7 @@ def _iterate_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[L
 
 
 def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp_dim: int = -1, **more: Any) -> Tensor:
-    return Tensor(f"model.layers.{layer}.{name}", shape, tp_dim, layer=layer, layers=layers, **more)
+    prefix = f"model.layers.{layer}."
+    if "file_name" in more:
+        more["file_name"] = f"{prefix}{more['file_name']}"
+    return Tensor(f"{prefix}{name}", shape, tp_dim, layer=layer, layers=layers, **more)

@@ -54,6 +54,7 @@ _SMALL_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "at
 _GRANITE = _SMALL_GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 _SMALL_GRANITE |= {"logits_scaling": 8.0}
 _MISTRAL = {"head_dim": 128, "sliding_window": None}
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _PHI4_MINI = {"partial_rotary_factor": 0.75, "sliding_window": 262144}
 _GLM = {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
 _GEMMA = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", **_TIED}
@@ -104,6 +105,9 @@ PRESETS: dict[str, dict[str, object]] = {
     "mistral-small-22b": _preset("Mistral", 6144, 56, 48, 8, 16384, 32768, **_MISTRAL),
     "mistral-small-24b": _preset("Mistral", 5120, 40, 32, 8, 32768, 131072, **_MISTRAL),
     "mistral-large-123b": _preset("Mistral", 12288, 88, 96, 8, 28672, 32768, **_MISTRAL),
+    "mixtral-8x7b-v0.1": _preset("Mixtral", 4096, 32, 32, 8, 14336, 32000, **_MIXTRAL),
+    "mixtral-8x22b-v0.1": _preset("Mixtral", 6144, 56, 48, 8, 16384, 32000, **_MIXTRAL),
+    "mixtral-8x22b-v0.3": _preset("Mixtral", 6144, 56, 48, 8, 16384, 32768, **_MIXTRAL),
     "olmo2-1b": _preset("Olmo2", 2048, 16, 16, 16, 8192, 100352),
     "olmo2-7b": _preset("Olmo2", 4096, 32, 32, 32, 11008, 100352),
     "olmo2-13b": _preset("Olmo2", 5120, 40, 40, 40, 13824, 100352),
@@ -145,6 +149,9 @@ _SIZES = {
     "deepseek-r1": "deepseek-r1-671b",
     "mistral-nemo": "mistral-nemo-12b",
     "mistral-large": "mistral-large-123b",
+    "mixtral-8x7b": "mixtral-8x7b-v0.1",
+    "mixtral-8x22b": "mixtral-8x22b-v0.1",
+    "mixtral-8x22b-instruct-v0.1": "mixtral-8x22b-v0.3",  # with more tokens than the base model
     "gemma1.1-2b": "gemma-2b",
     "gemma1.1-7b": "gemma-7b",
     "olmo3.1-32b": "olmo3-32b",
@@ -179,6 +186,8 @@ TOKENIZERS = {
     "mistral-large": "Mistral v3",
     "mistral-nemo": "Mistral Tekken v3",
     "mistral-small-24b": "Mistral Tekken v7",
+    "mixtral": "Mistral v1",
+    "mixtral-8x22b-v0.3": "Mistral v3",
     "olmo2": "OLMo 2",
     "smollm3": "SmolLM3",
     "granite3": "Granite 3",

@@ -32,6 +32,7 @@ class Tensor:
       of an expert's tensor is `name` with the number of the expert in place of `*`.
     - `fused`: the files have the tensor as rows of a larger one, from row `start` on. The name of the larger tensor has
       `fused` in place of the name of the tensor's module.
+    - `file_name`: the name in the files, if it is another one.
     - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
     - `tied`: the tensor is an embedding that is also on the last stage.
     """
@@ -45,6 +46,7 @@ class Tensor:
     experts: bool = False
     fused: str = ""
     start: int = 0
+    file_name: str = ""
     tied: bool = False
     layer: int = 0
     layers: int = 1
@@ -55,6 +57,10 @@ class Tensor:
     def is_trained(self) -> bool:
         """Whether an optimizer step changes the tensor."""
         return self.role != "buffer" and not self.frozen
+
+    @property
+    def name_in_files(self) -> str:
+        return self.file_name or self.name
 
     @property
     def elements(self) -> int:
@@ -69,12 +75,16 @@ class Tensor:
             yield f"{owner}.{self.fused}.{kind}", (), ((self.start + first, self.start + stop), *box[1:])
             return
         if not self.experts:
-            yield self.name, (), box
+            yield self.name_in_files, (), box
             return
         for i, expert in enumerate(range(*box[0])):
-            yield self.name.replace("*", str(expert)), (i,), box[1:]
+            yield self.name_in_files.replace("*", str(expert)), (i,), box[1:]
 
     @cached_property
     def stripped(self) -> Tensor:
         """The tensor without its name and layer, which do not change boxes."""
-        return self if not (self.name or self.layer) and self.layers == 1 else replace(self, name="", layer=0, layers=1)
+        return (
+            self
+            if not (self.name or self.layer) and self.layers == 1
+            else replace(self, name="", file_name="", layer=0, layers=1)
+        )

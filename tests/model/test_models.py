@@ -54,6 +54,9 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
         ("mistral-small-22b", 22_247_282_688),
         ("mistral-small-24b", 23_572_403_200),
         ("mistral-large-123b", 122_610_069_504),
+        ("mixtral-8x7b-v0.1", 46_702_792_704),
+        ("mixtral-8x22b-v0.1", 140_620_634_112),
+        ("mixtral-8x22b-v0.3", 140_630_071_296),
         ("olmo2-1b", 1_484_916_736),
         ("olmo2-7b", 7_298_617_344),
         ("olmo2-13b", 13_716_198_400),
@@ -156,6 +159,9 @@ NAMES = {
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
     "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
     "mistralai/Mistral-Nemo-Instruct-2407": "mistral-nemo-12b",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b-v0.1",
+    "Mixtral-8x22B": "mixtral-8x22b-v0.1",
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": "mixtral-8x22b-v0.3",
     "allenai/OLMo-2-1124-7B-Instruct": "olmo2-7b",
     "allenai/OLMo-2-0325-32B-DPO": "olmo2-32b",
     "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
@@ -266,6 +272,10 @@ FAMILIES = {
     "GlmForCausalLM": ("glm", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}),
     "Glm4ForCausalLM": ("glm4", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}),
     "Olmo2ForCausalLM": ("olmo2", {"num_key_value_heads": 2}),
+    "MixtralForCausalLM": (
+        "mixtral",
+        {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
     "DeepseekV3ForCausalLM": (
         "deepseek_v3",
@@ -301,7 +311,9 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
         if "rotary" not in n and "inv_freq" not in n and "embed_scale" not in n
     }
     model = load("./", tmp_path)
-    ours = {name: tuple(shape) for name, shape in model.shapes_in_files.items() if ".experts." not in name}
+    # Transformers renames what Mixtral's files call `block_sparse_moe`.
+    shapes = {name.replace(".block_sparse_moe.", ".mlp."): shape for name, shape in model.shapes_in_files.items()}
+    ours = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
     for layer in {t.layer for t in model.tensors if t.experts}:
         stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
         number, width, hidden = stacked["gate_proj"]
@@ -380,7 +392,7 @@ def test_dtype_overrides() -> None:
         ("qwen2.5-8b", None, "unknown-model", "the presets, for plans, are"),
         ("./nowhere", None, "unknown-model", "config.json"),
         ("./here", None, "unknown-model", "config.json"),
-        ("./here", {"architectures": ["MixtralForCausalLM"]}, "not-yet", "`Qwen2ForCausalLM`"),
+        ("./here", {"architectures": ["JambaForCausalLM"]}, "not-yet", "`Qwen2ForCausalLM`"),
         ("./here", {**PRESETS["qwen2.5-7b"], "layer_types": ["mamba"] * 28}, "not-yet", "layers of `mamba`"),
         ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "longrope"}}, "not-yet", "`longrope`"),
         ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "mine"}}, "unknown-model", ""),

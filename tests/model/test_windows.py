@@ -22,6 +22,7 @@ SMALL = {
     "intermediate_size": 32,
     "vocab_size": 16,
     "num_experts": 2,
+    "num_local_experts": 2,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 16,
     "pad_token_id": 0,  # some classes have a default beyond this vocabulary
@@ -36,7 +37,7 @@ STATED = {
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3", "gemma2", "gemma3_text"]
+    "name", ["mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3", "gemma2", "gemma3_text"]
 )
 @examples(60)
 @given(stated=st.fixed_dictionaries({}, optional=STATED))
@@ -44,7 +45,7 @@ def test_windows_are_those_of_the_layers_that_are_built(name: str, stated: dict[
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     family = FAMILIES[name]
-    alike = name in ("mistral", "phi3")  # all layers
+    alike = name in ("mistral", "mixtral", "phi3")  # all layers
     if alike:
         stated.pop("layer_types", None)
     fields = read_fields({**SMALL, **stated}, family.config)

@@ -26,6 +26,7 @@ FIGURES = {
     "conformance": {"cells", "logits", "logp", "gradient", "step"},
     "controller": {"rows", "rows_per_second"},
     "corrected": {"held_out_reward"},
+    "data": {"forms"},
     "dock": {"payload_mb", "ours"},
     "driver_memory": {"iterations", "bytes_an_iteration", "status"},
     "dry": {"programs", "stale_iterations", "oldest"},

@@ -20,6 +20,7 @@ from types import FunctionType, MethodType
 import dense_families
 import engines
 import mixture
+import mixture_families
 import numpy as np
 import ranks
 import torch
@@ -57,6 +58,7 @@ WRITTEN = {
     "qwen2 with windows": partial(mixture.qwen2, **mixture.WINDOWED),
     "qwen3_moe with mixed layers": partial(mixture.mixture, width=64, **mixture.MIXED),
     **dense_families.WRITTEN,
+    **mixture_families.WRITTEN,
 }
 LAYOUTS = {
     "one rank": Layout(),

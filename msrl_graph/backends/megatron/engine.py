@@ -320,7 +320,7 @@ def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute
             "moe_router_topk": experts.active,
             "moe_ffn_hidden_size": experts.intermediate,
             # Whether the weights of a token's experts are a softmax over all experts, or over the chosen experts only.
-            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+            "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.etp,

@@ -17,6 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from ...model.layers import BLOCK_SPARSE
 from ...sharding.layout import shard
 from .. import hf_modules
 from ..engine_protocols import GenerateRequest, Response, Shard, Weights
@@ -65,7 +66,9 @@ class VllmEngine:
         )
         side = SPEC.side(placement.layout)
         boxes = {tensor.name: shard(tensor, side, devices.rank) for tensor in weights.model.weights}
-        named = dict(runner.model.named_parameters())
+        # As in the files, vLLM has another name for the experts of Mixtral.
+        parameters = runner.model.named_parameters()
+        named = {name.replace(f".{BLOCK_SPARSE}.", ".mlp."): parameter for name, parameter in parameters}
         for parameter in named.values():
             parameter.requires_grad_(False)
         apply_model_settings(runner.model, kind.is_host)

@@ -56,7 +56,8 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
                 file.unlink(missing_ok=True)
         else:
             saved_type = str(next(iter(named.values())).dtype).removeprefix("torch.")
-            named |= hf_modules.load_buffers(model)
+            buffers = hf_modules.load_buffers(model)
+            named |= {tensor.name_in_files: buffers[tensor.name] for tensor in model.buffers}
             tensor_files.write_tensors(partial / "model.safetensors", named, {"format": "pt"})
             tensor_files.state_saved_type(partial, saved_type)
             if model.scores:
