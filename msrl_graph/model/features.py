@@ -22,6 +22,7 @@ FEATURES = {
     "latent_bias": "biases in latent attention",
     "softmax_router": "experts with a softmax router",
     "grouped_sigmoid_router": "experts with a sigmoid router that chooses groups",
+    "sigmoid_router": "experts with a sigmoid router without groups",
     "shared_experts": "shared experts",
     "mixed_layers": "layers of several kinds in turn",  # other than some without experts before the others
     "post_norms": "norms of outputs instead of inputs",

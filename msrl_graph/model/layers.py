@@ -259,8 +259,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     - `active`: the number of experts that the router picks for each token.
     - `intermediate`: the intermediate size of one expert.
     - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
-    - `router`: `softmax` scores all experts. `grouped_sigmoid` first chooses groups of experts, and a bias corrects its
-      scores (arXiv:2412.19437).
+    - `router`: `softmax` scores all experts. `sigmoid` does so, too, and a bias corrects its scores. `grouped_sigmoid`
+      also first chooses groups of experts (arXiv:2412.19437).
     - `block_sparse`: whether experts and projections have other names in the files, those of Mixtral's.
     """
 
@@ -268,7 +268,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     active: int
     intermediate: int
     shared: int = 0
-    router: Literal["softmax", "grouped_sigmoid"] = "softmax"
+    router: Literal["softmax", "sigmoid", "grouped_sigmoid"] = "softmax"
     block_sparse: bool = False
 
     @property
@@ -279,7 +279,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     @property
     def corrected(self) -> bool:
         """Whether a bias corrects the router's scores."""
-        return self.router == "grouped_sigmoid"
+        return self.router in ("sigmoid", "grouped_sigmoid")
 
     def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
         """Return how many elements per token are saved for a backward pass.
@@ -313,12 +313,16 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
         yield make("mlp.gate.weight", (self.number, hidden), **name_in_files("gate.weight"))
         for name, size, tp_dim in _projections(hidden, self.intermediate):
-            more = {"experts": True, **name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")}
-            yield make(f"mlp.experts.*.{name}_proj.weight", (self.number, *size), tp_dim + 1, **more)
+            file_name = name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")
+            stacked = (self.number, *size)
+            yield make(f"mlp.experts.*.{name}_proj.weight", stacked, tp_dim + 1, experts=True, **file_name)
         for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
             yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
         if self.corrected:
-            yield make("mlp.gate.e_score_correction_bias", (self.number,), role="buffer")
+            # Transformers has the bias next to the router if the files do.
+            owner = "mlp" if self.block_sparse else "mlp.gate"
+            file_name = name_in_files("e_score_correction_bias")
+            yield make(f"{owner}.e_score_correction_bias", (self.number,), role="buffer", **file_name)
 
 
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention

@@ -241,7 +241,7 @@ def _find_family(name: str, config: Mapping[str, object], span: Span) -> Family:
         known = ", ".join(f"`{known.architecture}`" for known in FAMILIES.values())
         message = f"models of architecture `{architecture}` can be neither planned nor run"
         raise Fault(Diagnostic("not-yet", message, span, f"supported: {known}"))
-    if kind is not None and kind != family.name:
+    if kind not in (None, family.name, *family.other_names):
         named = f"has the architecture `{architecture}`, but {kind!r} for its `model_type`"
         raise _config_fault(name, f"{named}, which must be {family.name!r}", span)
     return family

@@ -50,11 +50,53 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
+_MOONLIGHT = _DEEPSEEK | {
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.446,
+}
+_KIMI_K2 = _DEEPSEEK | {
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
+_GLM_EXPERTS = {
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+_GLM_LARGE = _GLM_EXPERTS | {
+    "use_qk_norm": True,
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+}
+_GLM_AIR = _GLM_EXPERTS | {
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+}
 _SMALL_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
 _GRANITE = _SMALL_GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 _SMALL_GRANITE |= {"logits_scaling": 8.0}
 _MISTRAL = {"head_dim": 128, "sliding_window": None}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_MINIMAX = {"head_dim": 128, "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8}
 _PHI4_MINI = {"partial_rotary_factor": 0.75, "sliding_window": 262144}
 _GLM = {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
 _GEMMA = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", **_TIED}
@@ -84,6 +126,8 @@ PRESETS: dict[str, dict[str, object]] = {
     ),
     "deepseek-v3-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
     "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
+    "moonlight-16b-a3b": _preset("DeepseekV3", 2048, 27, 16, 16, 11264, 163840, **_MOONLIGHT),
+    "kimi-k2-1t": _preset("DeepseekV3", 7168, 61, 64, 64, 18432, 163840, **_KIMI_K2),
     "deepseek-r1-distill-qwen-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936),
     "deepseek-r1-distill-qwen-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
     "deepseek-r1-distill-qwen-14b": _preset("Qwen2", 5120, 48, 40, 8, 13824, 152064),
@@ -108,6 +152,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "mixtral-8x7b-v0.1": _preset("Mixtral", 4096, 32, 32, 8, 14336, 32000, **_MIXTRAL),
     "mixtral-8x22b-v0.1": _preset("Mixtral", 6144, 56, 48, 8, 16384, 32000, **_MIXTRAL),
     "mixtral-8x22b-v0.3": _preset("Mixtral", 6144, 56, 48, 8, 16384, 32768, **_MIXTRAL),
+    "minimax-m2-230b-a10b": _preset("MiniMaxM2", 3072, 62, 48, 8, 1536, 200064, **_MINIMAX),
     "olmo2-1b": _preset("Olmo2", 2048, 16, 16, 16, 8192, 100352),
     "olmo2-7b": _preset("Olmo2", 4096, 32, 32, 32, 11008, 100352),
     "olmo2-13b": _preset("Olmo2", 5120, 40, 40, 40, 13824, 100352),
@@ -128,6 +173,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "glm4-9b-hf": _preset("Glm", 4096, 40, 32, 2, 13696, 151552, **_GLM),
     "glm4-9b-0414": _preset("Glm4", 4096, 40, 32, 2, 13696, 151552, **_GLM),
     "glm4-32b-0414": _preset("Glm4", 6144, 61, 48, 2, 23040, 151552, **_GLM | {"attention_bias": False}),
+    "glm4.5-355b-a32b": _preset("Glm4Moe", 5120, 92, 96, 8, 12288, 151552, **_GLM_LARGE),
+    "glm4.5-air-106b-a12b": _preset("Glm4Moe", 4096, 46, 96, 8, 10944, 151552, **_GLM_AIR),
     "olmo3-7b": _preset("Olmo3", 4096, 32, 32, 32, 11008, 100278, sliding_window=4096),
     "olmo3-32b": _preset("Olmo3", 5120, 64, 40, 8, 27648, 100278, sliding_window=4096),
     "gemma-2b": _preset("Gemma", 2048, 18, 8, 1, 16384, 256000, **_GEMMA),
@@ -147,11 +194,20 @@ _SIZES = {
     "deepseek-v3": "deepseek-v3-671b",
     "deepseek-v3.1": "deepseek-v3-671b",
     "deepseek-r1": "deepseek-r1-671b",
+    "moonlight": "moonlight-16b-a3b",
+    "kimi-k2": "kimi-k2-1t",
+    "kimi-k2-0905": "kimi-k2-1t",
+    "glm4.5": "glm4.5-355b-a32b",
+    "glm4.6": "glm4.5-355b-a32b",
+    "glm4.5-air": "glm4.5-air-106b-a12b",
     "mistral-nemo": "mistral-nemo-12b",
     "mistral-large": "mistral-large-123b",
     "mixtral-8x7b": "mixtral-8x7b-v0.1",
     "mixtral-8x22b": "mixtral-8x22b-v0.1",
     "mixtral-8x22b-instruct-v0.1": "mixtral-8x22b-v0.3",  # with more tokens than the base model
+    "minimax-m2": "minimax-m2-230b-a10b",
+    "minimax-m2.1": "minimax-m2-230b-a10b",
+    "minimax-m2.5": "minimax-m2-230b-a10b",
     "gemma1.1-2b": "gemma-2b",
     "gemma1.1-7b": "gemma-7b",
     "olmo3.1-32b": "olmo3-32b",
@@ -176,6 +232,8 @@ TOKENIZERS = {
     "qwen2.5": "Qwen2.5",
     "qwen3": "Qwen3",
     "deepseek": "DeepSeek-V3",
+    "moonlight": "Moonlight",
+    "kimi-k2": "Kimi K2",
     "deepseek-r1-distill-qwen": "DeepSeek-R1-Distill-Qwen",
     "deepseek-r1-distill-llama": "DeepSeek-R1-Distill-Llama",
     "llama3": "Llama 3",
@@ -188,6 +246,7 @@ TOKENIZERS = {
     "mistral-small-24b": "Mistral Tekken v7",
     "mixtral": "Mistral v1",
     "mixtral-8x22b-v0.3": "Mistral v3",
+    "minimax-m2": "MiniMax-M2",
     "olmo2": "OLMo 2",
     "smollm3": "SmolLM3",
     "granite3": "Granite 3",
@@ -199,6 +258,7 @@ TOKENIZERS = {
     "phi4-14b": "Phi-4",
     "phi4-mini": "Phi-4-mini",
     "glm4": "GLM-4",
+    "glm4.5": "GLM-4.5",
 }
 
 

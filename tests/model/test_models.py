@@ -14,7 +14,7 @@ from msrl_graph.diagnostics import Fault, Span
 from msrl_graph.ir.workload import kv_elements
 from msrl_graph.model.families import find_family
 from msrl_graph.model.fields import ConfigError, engine_fields, read_fields
-from msrl_graph.model.models import load
+from msrl_graph.model.models import load, read_engine_fields
 from msrl_graph.model.presets import PRESETS, find_tokenizer_name
 from msrl_graph.runtime.driver import preflight
 from msrl_graph.sharding.layout import Layout
@@ -69,6 +69,10 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
         ("seed-oss-36b", 36_151_104_512),
         ("olmo3-7b", 7_298_011_136),
         ("olmo3-32b", 32_233_522_176),
+        ("moonlight-16b-a3b", 15_960_110_208),
+        # Without the layer for multi-token prediction: a layer, an embedding, a head, a projection and three norms.
+        ("glm4.5-355b-a32b", 358_337_791_296 - 5120 * (2 * 151552 + 2 * 5120 + 3) - 3_935_625_632),
+        ("glm4.5-air-106b-a12b", 110_468_824_832 - 4096 * (2 * 151552 + 2 * 4096 + 3) - 2_341_492_864),
         ("gemma-2b", 2_506_172_416),
         ("gemma-7b", 8_537_680_896),
         ("gemma2-2b", 2_614_341_888),
@@ -104,6 +108,50 @@ def test_what_a_token_passes() -> None:
     assert 36.5e9 < load("deepseek-r1-671b", Path()).active_parameters - 129280 * 7168 < 37.5e9
     assert 3.2e9 < load("qwen3-30b-a3b", Path()).active_parameters < 3.4e9
     assert load("qwen2.5-7b", Path()).active_parameters == 7_615_616_512
+    # "1.04 trillion-parameter [...] with 32 billion activated" (arXiv:2507.20534, section 2.3).
+    assert 1.02e12 < load("kimi-k2-1t", Path()).parameters < 1.045e12
+    assert 32e9 < load("kimi-k2-1t", Path()).active_parameters < 33e9
+    # "230 billion total parameters with 10 billion active" (https://huggingface.co/MiniMaxAI/MiniMax-M2).
+    assert 228e9 < load("minimax-m2-230b-a10b", Path()).parameters < 231e9
+    assert 9.5e9 < load("minimax-m2-230b-a10b", Path()).active_parameters - 200064 * 3072 < 10.5e9
+
+
+# Fields of published configs that no preset has.
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "attention_bias": False,
+    "ep_size": 1,
+    "max_position_embeddings": 131072,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_method": "noaux_tc",
+}
+MOONLIGHT = KIMI_K2 | {"model_type": "deepseek_v3", "max_position_embeddings": 8192, "rope_scaling": None}
+
+
+@pytest.mark.parametrize(("preset", "more"), [("kimi-k2-1t", KIMI_K2), ("moonlight-16b-a3b", MOONLIGHT)])
+def test_published_configs_of_deepseek_v3s_architecture_are_read_as_they_are(
+    preset: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS[preset] | more))
+    model = load("./", tmp_path)
+    assert model.tensors == load(preset, Path()).tensors
+    fields = read_engine_fields(model)
+    assert fields["rope_parameters"]["rope_type"] == ("yarn" if more["rope_scaling"] else "default")
+    assert fields["rope_parameters"]["rope_theta"] == 50000.0
 
 
 def test_what_a_token_leaves_in_the_cache() -> None:
@@ -162,6 +210,17 @@ NAMES = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b-v0.1",
     "Mixtral-8x22B": "mixtral-8x22b-v0.1",
     "mistralai/Mixtral-8x22B-Instruct-v0.1": "mixtral-8x22b-v0.3",
+    "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight-16b-a3b",
+    "moonshotai/Kimi-K2-Instruct": "kimi-k2-1t",
+    "moonshotai/Kimi-K2-Base": "kimi-k2-1t",
+    "moonshotai/Kimi-K2-Instruct-0905": "kimi-k2-1t",
+    "MiniMaxAI/MiniMax-M2": "minimax-m2-230b-a10b",
+    "MiniMaxAI/MiniMax-M2.5": "minimax-m2-230b-a10b",
+    "zai-org/GLM-4.5": "glm4.5-355b-a32b",
+    "zai-org/GLM-4.5-Base": "glm4.5-355b-a32b",
+    "zai-org/GLM-4.5-Air": "glm4.5-air-106b-a12b",
+    "zai-org/GLM-4.6": "glm4.5-355b-a32b",
+    "zai-org/GLM-4.5V": "",  # it reads images
     "allenai/OLMo-2-1124-7B-Instruct": "olmo2-7b",
     "allenai/OLMo-2-0325-32B-DPO": "olmo2-32b",
     "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
@@ -277,6 +336,34 @@ FAMILIES = {
         {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
+    "MiniMaxM2ForCausalLM": (
+        "minimax_m2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+        },
+    ),
+    "Glm4MoeForCausalLM": (
+        "glm4_moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            **MOE,
+        },
+    ),
     "DeepseekV3ForCausalLM": (
         "deepseek_v3",
         {

@@ -380,6 +380,12 @@ def remove_norms_of_outputs(engine):
         norm.forward = lambda x: x
 
 
+def remove_router_corrections(engine):
+    for name, value in engine.module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            value.zero_()
+
+
 def swap_gate_and_up(engine):
     for layer in engine.module.model.layers:
         layer.mlp.gate_up_proj.args[1].reverse()

@@ -106,14 +106,13 @@ def latent(folder, **more):
     tokens = {**TOKENS, "max_position_embeddings": 64}
     stated = {"initializer_range": 0.2, "rope_parameters": stretch, **sizes, **heads, **routed, **tokens}
     torch.manual_seed(0)
-    made = DeepseekV3ForCausalLM(DeepseekV3Config(dtype="float32", **(stated | more)))
-    for name, value in made.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(value, std=0.3)
-    return _written(made, folder)
+    return _written(DeepseekV3ForCausalLM(DeepseekV3Config(dtype="float32", **(stated | more))), folder)
 
 
 def _written(made, folder):
+    for name, value in made.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(value, std=0.3)
     for value in made.parameters():
         # Biases of zero and norms of one would hide an engine that ignores them.
         if value.unique().numel() == 1:

@@ -53,6 +53,7 @@ LACKING = {
     "rope_interleaved",
     "post_norms",
     "sandwich_norms",
+    "sigmoid_router",
 }
 SPEC = EngineSpec(
     name="megatron",

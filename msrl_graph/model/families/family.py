@@ -21,6 +21,7 @@ class Family:
     - `features`: the features (features.py) that all models of the family have, beside those of their layers.
     - `positions`: the number of positions if a config has no `max_position_embeddings`; the default of the class.
     - `unused`: beginnings of the names of weights that no engine reads, for a number of layers.
+    - `other_names`: other values of `model_type` that published configs with this architecture have.
     """
 
     name: str
@@ -30,3 +31,4 @@ class Family:
     features: frozenset[str] = frozenset()
     positions: int = 32768
     unused: Callable[[int], tuple[str, ...]] = lambda layers: ()
+    other_names: tuple[str, ...] = ()

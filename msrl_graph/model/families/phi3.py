@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from ..fields import ConfigError, Count, Size, format_value
 from ..layers import DenseMlp, GroupedQueryAttention, Layer
 from .family import Family
-from .partial_rotary import PartialRotaryConfig
+from .partial_rotary import PartialRotaryConfig, count_rotated
 from .windows import check_window
 
 ORIGINAL = 4096  # transformers' default of `original_max_position_embeddings`
@@ -50,8 +50,8 @@ class Phi3Config(PartialRotaryConfig, frozen=True, kw_only=True):
         if kind == "longrope" and self.size_of_head * self.num_attention_heads != self.hidden_size:
             yield ConfigError("has `longrope` positions, whose heads must together have the hidden size")
         for name in FACTORS if kind == "longrope" else ():
-            if not _is_list_of_factors(factors := self.rope.get(name), self.rotated // 2):
-                words = f"a list of {self.rotated // 2} numbers above 0, one for each pair that is rotated"
+            if not _is_list_of_factors(factors := self.rope.get(name), count_rotated(self) // 2):
+                words = f"a list of {count_rotated(self) // 2} numbers above 0, one for each pair that is rotated"
                 yield ConfigError(f"has {format_value(factors)} for the `{name}` of rotary positions, not {words}")
 
 
