@@ -198,6 +198,7 @@ class _Exchanged(ContextShard):
         scaling: float,
         window: int | None,
         cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         import torch
 
@@ -213,7 +214,9 @@ class _Exchanged(ContextShard):
         )
         q, k, v = (tensor.transpose(0, 1).flatten(1, 2) for tensor in parts)
         del parts  # frees the received tensors
-        out = super().attend(q, k, v, scaling, window, cap)
+        if sinks is not None:
+            sinks = sinks.view(size, -1)[self.context.rank]
+        out = super().attend(q, k, v, scaling, window, cap, sinks)
         result: torch.Tensor = exchange(out.view(size, nodes, *out.shape[1:]), self.context.group)
         return result.transpose(0, 1).flatten(1, 2)
 
@@ -234,8 +237,9 @@ class _Ring(ContextShard):
         scaling: float,
         window: int | None,
         cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return ring_attention.attention(q, k, v, self.context, scaling, window, cap)
+        return ring_attention.attention(q, k, v, self.context, scaling, window, cap, sinks)
 
 
 @cache

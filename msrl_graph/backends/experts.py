@@ -9,6 +9,7 @@ still joins both collectives.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .adapters import DISABLED
@@ -66,10 +67,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     import torch
     from torch.distributed import _functional_collectives as collectives
 
-    width = theirs.intermediate_dim
-    hidden = theirs.hidden_dim
-    activation = theirs.act_fn
-    template = theirs.down_proj
+    activation: Any = getattr(theirs, "act_fn", None)
     swiglu = kernels.swiglu if is_silu(activation) else None
     split_tokens, gather_tokens = _make_exchanges()
 
@@ -78,9 +76,17 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
 
         def __init__(self) -> None:
             super().__init__()
-            for name, size in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-                values = torch.empty(number, *size, dtype=template.dtype, device=template.device)
-                self.register_parameter(f"{name}_proj", torch.nn.Parameter(values))
+            for name, template in self._list_parameters():
+                values = torch.empty(number, *template.shape[1:], dtype=template.dtype, device=template.device)
+                self.register_parameter(name, torch.nn.Parameter(values))
+
+        def _list_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+            """Yield the names of the parameters, each with a tensor.
+
+            The tensor has the shape of the parameter, for all experts.
+            """
+            gate, up = theirs.gate_up_proj.chunk(2, dim=1)
+            yield from (("gate_proj", gate), ("up_proj", up), ("down_proj", theirs.down_proj))
 
         def forward(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             """Return each token's weighted sum over its experts, [tokens, hidden].
@@ -154,7 +160,27 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 inner = swiglu(torch.cat([project(rows, "gate_proj"), project(rows, "up_proj")], dim=-1))
             return project(inner, "down_proj")
 
-    return Experts()
+    class ClampedExperts(Experts):
+        """Experts with biases (ClampedExpertMlp in layers.py)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.activate: Any = theirs._apply_gate
+
+        def _list_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from theirs.named_parameters()
+
+        def _apply_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0).to(torch.int32)
+
+            def product(inputs: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+                result: torch.Tensor = kernels.grouped(inputs, weight, ends) + bias.repeat_interleave(counts, dim=0)
+                return result
+
+            inner = self.activate(product(rows, self.gate_up_proj, self.gate_up_proj_bias))
+            return product(inner, self.down_proj, self.down_proj_bias)
+
+    return Experts() if hasattr(theirs, "act_fn") else ClampedExperts()
 
 
 def _make_exchanges() -> tuple[Any, Any]:

@@ -82,7 +82,7 @@ class FsdpEngine:
             hf_modules.count_local_heads(module, model, layout.tp)
             self._tie(module)
         adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
-        _mark_trained(module, {tensor.name for tensor in model.trained} if optimizer is not None else ())
+        _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = lambda *args: _outputs(module, *args)
         self._fsdp_modules = []
         if self.divided:
@@ -98,7 +98,9 @@ class FsdpEngine:
         self._attention = self.kernels.attention
         if is_compiled(placement):
             _compile(module.model.layers)
-            if {"sliding_window", "attention_cap"} & {*model.features}:  # a graph would have a fixed number of blocks
+            if {"sliding_window", "attention_cap", "attention_sinks"} & {
+                *model.features
+            }:  # a graph would have a fixed number of blocks
                 self._attention = torch.compiler.disable(self._attention)  # type: ignore[no-untyped-call]
         offloads_activations = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._forward_context = (
@@ -106,7 +108,7 @@ class FsdpEngine:
             if offloads_activations
             else nullcontext
         )
-        named = hf_modules.named_weights(module)
+        named = hf_modules.named_weights(module, model)
         self._shards = [
             Shard(tensor.name, shard(tensor, SPEC.side(layout), rank), get_local_tensor(named[tensor.name]).detach())
             for tensor in model.weights
@@ -195,9 +197,9 @@ class FsdpEngine:
         self._optimizer.restore(moments, steps)
 
 
-def _mark_trained(module: Any, trained: Container[str]) -> None:
+def _mark_trained(module: Any, model: Model, trained: Container[str]) -> None:
     """Let autograd compute gradients of the weights `trained` only."""
-    for name, parameter in hf_modules.named_weights(module).items():
+    for name, parameter in hf_modules.named_weights(module, model).items():
         parameter.requires_grad_(name in trained)
 
 
@@ -238,8 +240,10 @@ def _divide_weights(
 
 
 def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed | None) -> None:
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Shard as ShardedDim
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn import Parameter
 
     _distinguish_masks()
     for block in module.model.layers:
@@ -254,6 +258,9 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed 
                     linear: ColwiseParallel() if linear in COLUMNS else RowwiseParallel() for linear in names
                 }
                 parallelize_module(part, mesh, plan)
+        if hasattr(block.self_attn, "sinks"):  # each rank has those of its heads
+            sinks = distribute_tensor(block.self_attn.sinks, mesh, [ShardedDim(0)])
+            block.self_attn.sinks = Parameter(sinks)
         if hasattr(block.self_attn, "kv_a_proj_with_mqa"):
             _sum_rotary_key_gradients(block.self_attn, mesh)
     ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}

@@ -53,7 +53,7 @@ class HfEngine:
         experts.install(self.module, model, Layout(), devices, fused)
         install(self.module, model, fused)
         self.routers = Routers(self.module, model)
-        named = hf_modules.named_weights(self.module)
+        named = hf_modules.named_weights(self.module, model)
         dtype = next(iter(named.values())).dtype
         self._shards = []
         for tensor in model.weights:

@@ -129,21 +129,14 @@ def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def named_weights(module: Any) -> dict[str, Any]:
+def named_weights(module: Any, model: Model) -> dict[str, Any]:
     """Return a transformers module's parameters in a dictionary, by name.
 
     The keys are the names that msrl_graph uses for weights. A tied parameter is returned once.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=True))
-    return {_weight_name(name): parameter for name, parameter in parameters.items()}
-
-
-def _weight_name(path: str) -> str:
-    """Return the name of a weight, from the path of its parameter."""
-    if match := re.fullmatch(r"(.+\.experts\.)(\w+?)(?:_(lora_[AB]))?", path):
-        layer, projection, matrix = match.groups()
-        return f"{layer}*.{projection}{f'.{matrix}' if matrix else ''}.weight"
-    return path
+    names = {parameter_path(tensor.name): tensor.name for tensor in model.weights}
+    parameters = module.named_parameters(remove_duplicate=True)
+    return {names.get(path, path): parameter for path, parameter in parameters}
 
 
 def parameter_path(name: str) -> str:

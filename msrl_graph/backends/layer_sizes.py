@@ -61,8 +61,8 @@ class LayerSizes:
 
     @cached_property
     def is_capped(self) -> bool:
-        """Whether attention caps its scores (kernels/chunked_attention.py)."""
-        return isinstance(self.mixer, GroupedQueryAttention) and self.mixer.cap > 0
+        """Whether attention caps its scores or has sinks (kernels/chunked_attention.py)."""
+        return isinstance(self.mixer, GroupedQueryAttention) and self.mixer.scores_itself
 
     @cached_property
     def chunk_scores(self) -> int:

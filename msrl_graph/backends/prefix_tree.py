@@ -68,6 +68,7 @@ class Tree:
         scaling: float,
         window: int | None,
         cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute causal attention: each node attends to itself and to its ancestors.
 
@@ -75,7 +76,7 @@ class Tree:
         needs no mask, because it is at the end of the rows, and causal attention uses no later positions.
         """
         q, k, v = map(self._lay_out_rows, (query, key, value))
-        out = self.product(q, k, v, scaling, window, cap)
+        out = self.product(q, k, v, scaling, window, cap, sinks)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
     def _lay_out_rows(self, states: torch.Tensor) -> torch.Tensor:
@@ -91,12 +92,13 @@ class Tree:
         scaling: float,
         window: int | None,
         cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute attention on tensors that are laid out by row.
 
         The shape of the tensors is [rows, heads, width, size].
         """
-        return self.attention(q, k, v, scaling, window, cap)
+        return self.attention(q, k, v, scaling, window, cap, sinks)
 
 
 def build_tree(packed: TensorDict) -> Tree:
@@ -187,6 +189,7 @@ def attend(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention over the tree `prefixes`, with the signature of transformers.
@@ -198,6 +201,7 @@ def attend(
     that send keys and values together also require equal sizes.
     """
     import torch
+    from torch.distributed.tensor import DTensor
 
     size = max(query.shape[-1], value.shape[-1])
 
@@ -205,4 +209,5 @@ def attend(
         return tensor if tensor.shape[-1] == size else torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
 
     q, k, v = (pad_size(tensor[0]) for tensor in (query, key, value))
-    return prefixes.attend(q, k, v, scaling, sliding_window, softcap)[None, ..., : value.shape[-1]], None
+    sinks = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux  # with tp, those of this rank's heads
+    return prefixes.attend(q, k, v, scaling, sliding_window, softcap, sinks)[None, ..., : value.shape[-1]], None

@@ -29,12 +29,13 @@ def attention(
     scaling: float,
     window: int | None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention over the positions of all ranks.
 
     Inputs and output are [rows, heads, width, size] and have only this rank's positions.
     """
-    output: torch.Tensor = _make_function()(q, k, v, context, scaling, window, cap)
+    output: torch.Tensor = _make_function()(q, k, v, sinks, context, scaling, window, cap)
     return output
 
 
@@ -49,6 +50,7 @@ def _make_function() -> Any:
             q: torch.Tensor,
             k: torch.Tensor,
             v: torch.Tensor,
+            sinks: Any,
             context: Any,
             scaling: float,
             window: Any,
@@ -62,14 +64,16 @@ def _make_function() -> Any:
                 arriving = context.pass_on(keys_values) if step + 1 < context.size else None
                 _merge_block(out, lse, q, keys_values, *_find_visible_keys(q, step, context, window), scaling, cap)
                 keys_values = keys_values if arriving is None else arriving()
+            if sinks is not None:
+                out, lse = chunked_attention.add_sinks(out, lse, sinks)
             result = out.to(q.dtype)
-            saved.save_for_backward(q, k, v, result, lse)
+            saved.save_for_backward(q, k, v, sinks, result, lse)
             saved.settings = context, scaling, window, cap
             return result
 
         @staticmethod
         def backward(saved: Any, *grad_outputs: torch.Tensor) -> Any:
-            q, k, v, out, lse = saved.saved_tensors
+            q, k, v, sinks, out, lse = saved.saved_tensors
             context, scaling, window, cap = saved.settings
             keys_values = torch.stack([k, v])
             # Gradients of keys and values travel with the keys and values. One more step returns the gradients to the
@@ -90,7 +94,10 @@ def _make_function() -> Any:
                 )
                 keys_values = keys_values if arriving is None else arriving()
                 sums = context.pass_on(sums)()
-            return dq.to(q.dtype), *sums.to(k.dtype), None, None, None, None
+            dsinks = None
+            if sinks is not None:
+                dsinks = chunked_attention.compute_sink_gradients(grad_outputs[0], sinks, out, lse)
+            return dq.to(q.dtype), *sums.to(k.dtype), dsinks, None, None, None, None
 
     return Ring.apply
 

@@ -19,6 +19,7 @@ PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
 SCORING = 7
 DRAWING = 15
 # Bytes of the accesses to a capped attention score in float32. No fused kernel caps scores: ten operators access them.
+# Attention with sinks needs fewer operators, but is counted alike.
 CAPPED = 17 * 4
 
 

@@ -196,14 +196,14 @@ class Model:
         return sum(layer.count * layer.norms.number for layer in self.stack)
 
     def count_capped(self, tokens: float) -> float:
-        """Return how many attention scores of a sequence are capped.
+        """Return how many attention scores of a sequence no fused kernel computes.
 
         The sequence has `tokens` tokens. The result is the sum over all layers.
         """
         return sum(
             count * mixer.heads * tokens**2 / 2
             for mixer, count in self.mixers.items()
-            if isinstance(mixer, GroupedQueryAttention) and mixer.cap
+            if isinstance(mixer, GroupedQueryAttention) and mixer.scores_itself
         )
 
     @cached_property
@@ -341,10 +341,11 @@ class Model:
     def largest_read(self) -> int:
         """The number of elements of the largest tensor in the model's files.
 
-        The files have a separate tensor for each expert.
+        The files of most families have a separate tensor for each expert.
         """
         return max(
-            (tensor.elements // (tensor.shape[0] if tensor.experts else 1) for tensor in self.weights), default=0
+            (tensor.elements // (tensor.shape[0] if tensor.in_files_by_expert else 1) for tensor in self.weights),
+            default=0,
         )
 
     @cached_property

@@ -23,6 +23,7 @@ FEATURES = {
     "softmax_router": "experts with a softmax router",
     "grouped_sigmoid_router": "experts with a sigmoid router that chooses groups",
     "sigmoid_router": "experts with a sigmoid router without groups",
+    "clamped_experts": "experts with biases and a clamped activation",
     "shared_experts": "shared experts",
     "mixed_layers": "layers of several kinds in turn",  # other than some without experts before the others
     "post_norms": "norms of outputs instead of inputs",
@@ -32,6 +33,7 @@ FEATURES = {
     "residual_scale": "outputs that are scaled before they are added to the residual",
     "logits_scale": "logits that are scaled",
     "attention_cap": "capped attention scores",
+    "attention_sinks": "attention with sinks",
     "logits_cap": "capped logits",
     "offset_norms": "norms whose weights are offsets from 1",
     "tied_head": "a head that shares the embedding's weights",

@@ -18,7 +18,7 @@ PARTS = {
     "attention": ("model.layers.*.self_attn.*",),
     "mlp": ("model.layers.*.mlp.*",),
     "experts": ("model.layers.*.mlp.experts.*",),
-    "router": ("model.layers.*.mlp.gate.*",),
+    "router": ("model.layers.*.mlp.gate.*", "model.layers.*.mlp.router.*"),
     "norms": ("*norm.weight",),
     "head": ("lm_head.*", "score.*"),
 }

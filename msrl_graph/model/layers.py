@@ -9,19 +9,31 @@ Dim 1 of a projection is its input. So tensor parallelism shards dim 0 of q, k, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any, Literal
 
 import msgspec
 
 from ..sharding.tensors import Tensor
+from .mlps import ClampedExpertMlp, DenseMlp, ExpertMlp, MakeTensor, Mlp, iterate_linear
 
-# What Mixtral's files call a layer's experts, and an expert's projections.
-BLOCK_SPARSE = "block_sparse_moe"
-BLOCK_SPARSE_PROJECTIONS = {"gate": "w1", "up": "w3", "down": "w2"}
+__all__ = [
+    "BEFORE",
+    "KV_HEADS",
+    "ClampedExpertMlp",
+    "DenseMlp",
+    "ExpertMlp",
+    "GroupedQueryAttention",
+    "Layer",
+    "LayerNorms",
+    "MakeTensor",
+    "Mixer",
+    "Mlp",
+    "MultiHeadLatentAttention",
+    "group_layers",
+    "iterate_linear",
+]
 KV_HEADS = "key-value heads"  # a size that some engines need not divide, because they replicate heads
-MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp shards, options of Tensor)
 
 
 class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
@@ -32,6 +44,7 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     - `window`: how many tokens a token attends to; 0 for all tokens before it.
     - `no_rope`: whether queries and keys have no rotary positions.
     - `cap`: the cap of attention scores; 0 for none. A score s becomes cap · tanh(s / cap).
+    - `sinks`: whether each head has a sink, the score of a further key without a value.
     - `fused`: whether the files have the projections of queries, keys and values as one tensor, `qkv_proj`.
     """
 
@@ -46,6 +59,12 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     no_rope: bool = False
     cap: float = 0.0
     fused: bool = False
+    sinks: bool = False
+
+    @property
+    def scores_itself(self) -> bool:
+        """Whether the attention caps scores or has sinks, which no fused kernel does."""
+        return self.cap > 0 or self.sinks
 
     @property
     def query_key_size(self) -> int:
@@ -99,6 +118,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
             yield "no_rope"
         if self.cap:
             yield "attention_cap"
+        if self.sinks:
+            yield "attention_sinks"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the attention.
@@ -120,6 +141,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         if self.head_norms:
             yield make("self_attn.q_norm.weight", (q if self.joint_norms else unit,))
             yield make("self_attn.k_norm.weight", (kv if self.joint_norms else unit,))
+        if self.sinks:
+            yield make("self_attn.sinks", (self.heads,), 0)
 
 
 class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attention"):
@@ -215,118 +238,7 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
         yield from iterate_linear(make, "self_attn.o_proj", out, 1, self.qkv_bias, unit=self.value)
 
 
-class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
-    """A gated MLP.
-
-    With `fused`, the files have the projections gate and up as one tensor, `gate_up_proj`.
-    """
-
-    intermediate: int
-    bias: bool = False
-    fused: bool = False
-
-    @property
-    def width(self) -> int:
-        """The intermediate size that a token passes through."""
-        return self.intermediate
-
-    def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
-        """Return how many elements per token are saved for a backward pass.
-
-        The result is a pair: elements that each tp rank saves, and elements that are sharded over tp.
-        """
-        return 0, 4 * self.intermediate
-
-    def list_divided(self) -> Iterator[tuple[int, str]]:
-        """Yield the sizes that tp must divide, with their names."""
-        yield self.intermediate, "intermediate size"
-
-    def list_features(self) -> Iterator[str]:
-        if self.bias:
-            yield "mlp_bias"
-
-    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
-        starts = {"gate": 0, "up": self.intermediate} if self.fused else {}
-        for name, size, tp_dim in _projections(hidden, self.intermediate):
-            more = {"fused": "gate_up_proj", "start": starts[name]} if name in starts else {}
-            yield from iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias, **more)
-
-
-class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
-    """Experts, of which a router picks some for each token.
-
-    - `number`: the number of experts.
-    - `active`: the number of experts that the router picks for each token.
-    - `intermediate`: the intermediate size of one expert.
-    - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
-    - `router`: `softmax` scores all experts. `sigmoid` does so, too, and a bias corrects its scores. `grouped_sigmoid`
-      also first chooses groups of experts (arXiv:2412.19437).
-    - `block_sparse`: whether experts and projections have other names in the files, those of Mixtral's.
-    """
-
-    number: int
-    active: int
-    intermediate: int
-    shared: int = 0
-    router: Literal["softmax", "sigmoid", "grouped_sigmoid"] = "softmax"
-    block_sparse: bool = False
-
-    @property
-    def width(self) -> int:
-        """The intermediate size that a token passes through."""
-        return self.active * self.intermediate + self.shared
-
-    @property
-    def corrected(self) -> bool:
-        """Whether a bias corrects the router's scores."""
-        return self.router in ("sigmoid", "grouped_sigmoid")
-
-    def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
-        """Return how many elements per token are saved for a backward pass.
-
-        The result is a pair: the router's scores, which each tp rank saves, and elements that are sharded over tp. A
-        copy of each token is sent to each expert that the router chooses; the copies are spread evenly over ep. For
-        each copy, its input, its output and 4 f elements are saved, with the intermediate size f. Each of an expert's
-        `etp` ranks receives all of the expert's tokens, and has a part of the width.
-        """
-        return self.number, 4 * self.shared + self.active * (2 * hidden * etp + 4 * self.intermediate)
-
-    def list_divided(self) -> Iterator[tuple[int, str]]:
-        """Yield the sizes that tp must divide, with their names."""
-        if self.shared:
-            yield self.shared, "shared experts' size"
-
-    def list_features(self) -> Iterator[str]:
-        yield f"{self.router}_router"
-        if self.shared:
-            yield "shared_experts"
-
-    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
-        """Yield the tensors of the router and the experts.
-
-        The experts form one tensor per projection. The bias that corrects the router's scores is a buffer.
-        """
-
-        def name_in_files(name: str) -> dict[str, str]:
-            """Return the option `file_name` of a tensor, if it has another name in the files."""
-            return {"file_name": f"{BLOCK_SPARSE}.{name}"} if self.block_sparse else {}
-
-        yield make("mlp.gate.weight", (self.number, hidden), **name_in_files("gate.weight"))
-        for name, size, tp_dim in _projections(hidden, self.intermediate):
-            file_name = name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")
-            stacked = (self.number, *size)
-            yield make(f"mlp.experts.*.{name}_proj.weight", stacked, tp_dim + 1, experts=True, **file_name)
-        for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
-            yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
-        if self.corrected:
-            # Transformers has the bias next to the router if the files do.
-            owner = "mlp" if self.block_sparse else "mlp.gate"
-            file_name = name_in_files("e_score_correction_bias")
-            yield make(f"{owner}.e_score_correction_bias", (self.number,), role="buffer", **file_name)
-
-
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention
-Mlp = DenseMlp | ExpertMlp
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
@@ -358,8 +270,8 @@ BEFORE = LayerNorms()
 class Layer(msgspec.Struct, frozen=True):
     """A kind of layer, and how many such layers follow each other."""
 
-    mixer: GroupedQueryAttention | MultiHeadLatentAttention
-    mlp: DenseMlp | ExpertMlp
+    mixer: Mixer
+    mlp: Mlp
     count: int = 1
     norms: LayerNorms = BEFORE
 
@@ -389,18 +301,3 @@ def group_layers(layers: Iterable[tuple[Mixer, Mlp]], norms: LayerNorms = BEFORE
     """Yield layers, of which equal ones that follow each other are one item."""
     for (mixer, mlp), same in groupby(layers):
         yield Layer(mixer, mlp, len([*same]), norms)
-
-
-def iterate_linear(
-    make: MakeTensor, name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
-) -> Iterator[Tensor]:
-    """Yield the weight of a projection, and its bias if it has one."""
-    yield make(f"{name}.weight", size, tp_dim, **more)
-    if bias:
-        # The bias of a row-parallel projection is added once, after the sum, so every rank has it.
-        yield make(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
-
-
-def _projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """Return the (name, shape, sharded dim) of each projection of a gated MLP."""
-    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)

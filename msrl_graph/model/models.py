@@ -27,7 +27,7 @@ from .architecture import Model
 from .families import FAMILIES, Family, find_family
 from .features import FEATURES
 from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
-from .layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer
+from .layers import ExpertMlp, GroupedQueryAttention, Layer
 from .quantization import FolderWeight
 
 # The type in which a model of a type is trained. float16 would need scaled losses; bfloat16 has the range of float32.
@@ -256,11 +256,11 @@ def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) 
     """Yield the features of a model, each once, in the order of FEATURES."""
     features = {*family.features, *config.list_features()}
     features |= {feature for layer in stack for feature in layer.list_features()}
-    mlps = [type(mlp) for mlp, _ in groupby(layer.mlp for layer in stack)]
+    mlps = [isinstance(mlp, ExpertMlp) for mlp, _ in groupby(layer.mlp for layer in stack)]
     # Layers that differ only in rotary positions have the same sizes: a feature by itself ("no_rope").
     mixers = [layer.mixer for layer in stack]
     sizes = {replace(mixer, no_rope=False) if isinstance(mixer, GroupedQueryAttention) else mixer for mixer in mixers}
-    if len(sizes) > 1 or mlps not in ([DenseMlp], [ExpertMlp], [DenseMlp, ExpertMlp]):
+    if len(sizes) > 1 or mlps not in ([False], [True], [False, True]):
         features.add("mixed_layers")
     if config.tie_word_embeddings:
         features.add("tied_head")

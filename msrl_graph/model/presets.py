@@ -97,6 +97,7 @@ _SMALL_GRANITE |= {"logits_scaling": 8.0}
 _MISTRAL = {"head_dim": 128, "sliding_window": None}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _MINIMAX = {"head_dim": 128, "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8}
+_GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128}
 _PHI4_MINI = {"partial_rotary_factor": 0.75, "sliding_window": 262144}
 _GLM = {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
 _GEMMA = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", **_TIED}
@@ -153,6 +154,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "mixtral-8x22b-v0.1": _preset("Mixtral", 6144, 56, 48, 8, 16384, 32000, **_MIXTRAL),
     "mixtral-8x22b-v0.3": _preset("Mixtral", 6144, 56, 48, 8, 16384, 32768, **_MIXTRAL),
     "minimax-m2-230b-a10b": _preset("MiniMaxM2", 3072, 62, 48, 8, 1536, 200064, **_MINIMAX),
+    "gpt-oss-20b": _preset("GptOss", 2880, 24, 64, 8, 2880, 201088, num_local_experts=32, **_GPT_OSS),
+    "gpt-oss-120b": _preset("GptOss", 2880, 36, 64, 8, 2880, 201088, num_local_experts=128, **_GPT_OSS),
     "olmo2-1b": _preset("Olmo2", 2048, 16, 16, 16, 8192, 100352),
     "olmo2-7b": _preset("Olmo2", 4096, 32, 32, 32, 11008, 100352),
     "olmo2-13b": _preset("Olmo2", 5120, 40, 40, 40, 13824, 100352),
@@ -247,6 +250,7 @@ TOKENIZERS = {
     "mixtral": "Mistral v1",
     "mixtral-8x22b-v0.3": "Mistral v3",
     "minimax-m2": "MiniMax-M2",
+    "gpt-oss": "gpt-oss",
     "olmo2": "OLMo 2",
     "smollm3": "SmolLM3",
     "granite3": "Granite 3",

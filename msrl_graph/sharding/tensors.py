@@ -28,8 +28,8 @@ class Tensor:
     - `unit`: the number of consecutive rows along `tp_dim` that must remain together (a head).
     - `shared`: if there are more ranks than units, several ranks have a copy of one unit (key-value heads).
     - `padded`: the tensor has a row per vocabulary entry, and engines pad the vocabulary.
-    - `experts`: dim 0 counts the experts of a layer, and ep shards it. The files have one tensor per expert. The name
-      of an expert's tensor is `name` with the number of the expert in place of `*`.
+    - `experts`: dim 0 counts the experts of a layer, and ep shards it. If `name` has a `*`, the files have one tensor
+      per expert, whose name has the number of the expert in place of the `*`.
     - `fused`: the files have the tensor as rows of a larger one, from row `start` on. The name of the larger tensor has
       `fused` in place of the name of the tensor's module.
     - `file_name`: the name in the files, if it is another one.
@@ -63,6 +63,11 @@ class Tensor:
         return self.file_name or self.name
 
     @property
+    def in_files_by_expert(self) -> bool:
+        """Whether the files have one tensor per expert."""
+        return "*" in self.name
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -74,7 +79,7 @@ class Tensor:
             first, stop = box[0]
             yield f"{owner}.{self.fused}.{kind}", (), ((self.start + first, self.start + stop), *box[1:])
             return
-        if not self.experts:
+        if not self.in_files_by_expert:
             yield self.name_in_files, (), box
             return
         for i, expert in enumerate(range(*box[0])):

@@ -113,7 +113,9 @@ def test_one_field_of_a_config_changed_is_told_or_builds_what_was_planned(
         assert all(d.message and not d.message.startswith("Traceback") for d in fault.diagnostics)
         return
     module = build_empty_model(model)
-    assert {n: tuple(p.shape) for n, p in named_weights(module).items()} == {t.name: t.shape for t in model.weights}
+    assert {n: tuple(p.shape) for n, p in named_weights(module, model).items()} == {
+        t.name: t.shape for t in model.weights
+    }
     module.model.rotary_emb(torch.zeros(1, 4, model.hidden), torch.arange(4)[None])
 
 

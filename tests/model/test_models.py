@@ -73,6 +73,8 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
         # Without the layer for multi-token prediction: a layer, an embedding, a head, a projection and three norms.
         ("glm4.5-355b-a32b", 358_337_791_296 - 5120 * (2 * 151552 + 2 * 5120 + 3) - 3_935_625_632),
         ("glm4.5-air-106b-a12b", 110_468_824_832 - 4096 * (2 * 151552 + 2 * 4096 + 3) - 2_341_492_864),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
         ("gemma-2b", 2_506_172_416),
         ("gemma-7b", 8_537_680_896),
         ("gemma2-2b", 2_614_341_888),
@@ -214,6 +216,8 @@ NAMES = {
     "moonshotai/Kimi-K2-Instruct": "kimi-k2-1t",
     "moonshotai/Kimi-K2-Base": "kimi-k2-1t",
     "moonshotai/Kimi-K2-Instruct-0905": "kimi-k2-1t",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
     "MiniMaxAI/MiniMax-M2": "minimax-m2-230b-a10b",
     "MiniMaxAI/MiniMax-M2.5": "minimax-m2-230b-a10b",
     "zai-org/GLM-4.5": "glm4.5-355b-a32b",
@@ -336,6 +340,10 @@ FAMILIES = {
         {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
+    "GptOssForCausalLM": (
+        "gpt_oss",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "MiniMaxM2ForCausalLM": (
         "minimax_m2",
         {
@@ -400,9 +408,10 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
     model = load("./", tmp_path)
     # Transformers renames what Mixtral's files call `block_sparse_moe`.
     shapes = {name.replace(".block_sparse_moe.", ".mlp."): shape for name, shape in model.shapes_in_files.items()}
-    ours = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
-    for layer in {t.layer for t in model.tensors if t.experts}:
-        stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
+    by_expert = [t for t in model.tensors if t.in_files_by_expert]
+    ours = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name or not by_expert}
+    for layer in {t.layer for t in by_expert}:
+        stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in by_expert if t.layer == layer}
         number, width, hidden = stacked["gate_proj"]
         ours[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (number, 2 * width, hidden)
         ours[f"model.layers.{layer}.mlp.experts.down_proj"] = stacked["down_proj"]

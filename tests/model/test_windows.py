@@ -37,7 +37,20 @@ STATED = {
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3", "gemma2", "gemma3_text"]
+    "name",
+    [
+        "mistral",
+        "mixtral",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "olmo3",
+        "gpt_oss",
+        "gemma2",
+        "gemma3_text",
+    ],
 )
 @examples(60)
 @given(stated=st.fixed_dictionaries({}, optional=STATED))

@@ -80,6 +80,7 @@ COVERED = {
     "model/test_models.py": (
         "model/architecture",
         "model/families/deepseek_v3",
+        "model/mlps",
         "model/presets",
         "runtime/driver/preflight",
     ),

@@ -200,13 +200,13 @@ def our_parts(name, value, model):
     For experts, transformers has one parameter for the gate and up projections of a layer. Some families have one for
     several projections of any layer.
     """
+    tensors = {tensor.name: tensor for tensor in model.tensors}
     owner, experts, leaf = name.partition(".experts.")
-    if experts:
+    if experts and name not in tensors:
         leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
         parts = value.chunk(len(leaves), 1) if len(leaves) > 1 else [value]
         return {f"{owner}.experts.*.{leaf}.weight": part for leaf, part in zip(leaves, parts, strict=True)}
     owner, leaf, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
-    tensors = {tensor.name: tensor for tensor in model.tensors}
     parts = [tensors[f"{owner}.{part}.{kind}"] for part in model.fused.get(leaf, ())]
     return {part.name: value[part.start : part.start + part.shape[0]] for part in parts} or {name: value}
 
@@ -384,6 +384,17 @@ def remove_router_corrections(engine):
     for name, value in engine.module.named_buffers():
         if name.endswith("e_score_correction_bias"):
             value.zero_()
+
+
+def remove_sinks(engine):
+    with torch.no_grad():
+        for layer in engine.module.model.layers:
+            layer.self_attn.sinks = torch.nn.Parameter(torch.full_like(layer.self_attn.sinks, -torch.inf))
+
+
+def clamp_less(engine):
+    for layer in engine.module.model.layers:
+        layer.mlp.experts.activate.__self__.limit = 7.0
 
 
 def swap_gate_and_up(engine):

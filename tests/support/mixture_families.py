@@ -40,7 +40,18 @@ def minimax_m2(folder, **changes):
     return saved(folder, MiniMaxM2Config, MiniMaxM2ForCausalLM, **(stated | changes))
 
 
+def gpt_oss(folder, **changes):
+    """A gpt-oss of two layers, with a window and without. A small limit clamps what a large one would not."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    stretch = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 150000.0}
+    stretch |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    stated = {"num_hidden_layers": 2, "sliding_window": WINDOW, "swiglu_limit": 0.5, "rope_parameters": stretch}
+    return saved(folder, GptOssConfig, GptOssForCausalLM, **(stated | ROUTED | changes))
+
+
 WRITTEN = {
+    "gpt_oss": gpt_oss,
     "minimax_m2": minimax_m2,
     "mixtral": mixtral,
     "glm4_moe": glm4_moe,

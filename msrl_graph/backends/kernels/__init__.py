@@ -32,7 +32,8 @@ class Attention(Protocol):
 
     The shapes are [rows, heads, tokens, head size]. `k` and `v` may have fewer heads than `q`: several query heads then
     share a key-value head. With a `window`, a query at position i sees only the keys at the positions from i - `window`
-    + 1 to i. With a `cap`, a score s is cap · tanh(s / cap).
+    + 1 to i. With a `cap`, a score s is cap · tanh(s / cap). With `sinks` [heads], each query also sees a key whose
+    score is its head's sink, and whose value is 0.
     """
 
     def __call__(
@@ -43,6 +44,7 @@ class Attention(Protocol):
         scaling: float,
         window: int | None,
         cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

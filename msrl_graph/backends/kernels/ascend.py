@@ -30,12 +30,18 @@ CARDS = (1, 2, 4, 8)  # numbers of linked cards that a fused sum supports
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import torch_npu
 
-    if cap:  # the fused operator has no caps
-        return chunked_attention.attention(q, k, v, scaling, window, cap)
+    if cap or sinks is not None:  # the fused operator has neither
+        return chunked_attention.attention(q, k, v, scaling, window, cap, sinks)
 
     _, heads, width, _ = q.shape
     mask_options: Any = {"sparse_mode": CAUSAL}

@@ -1,7 +1,7 @@
 """Attention that computes its scores itself, for some queries at a time.
 
-It serves where no fused kernel does: kernels that cap scores (arXiv:2408.00118, section 2) are rare, and few kernels
-return the log-sum-exps of scores or accept them.
+It serves where no fused kernel does: kernels that cap scores (arXiv:2408.00118, section 2) or have sinks
+(arXiv:2508.10925, section 2.3) are rare, and few kernels return the log-sum-exps of scores or accept them.
 
 Invariant: no more than `SCORES` scores exist at once, or the scores of one query of each head and row. Scores are in
 float32, or in float64 for float64 inputs.
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    cap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention; see `Attention` in this package."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k = k.repeat_interleave(repeats, 1)
         v = v.repeat_interleave(repeats, 1)
-    output: torch.Tensor = _make_function()(q, k, v, scaling, window, cap)
+    output: torch.Tensor = _make_function()(q, k, v, sinks, scaling, window, cap)
     return output
 
 
@@ -38,20 +44,24 @@ def _make_function() -> Any:
     class Chunked(torch.autograd.Function):
         @staticmethod
         def forward(
-            saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: Any, cap: Any
+            saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, scaling: float, *settings: Any
         ) -> torch.Tensor:
+            window, cap = settings
             out, lse = compute_outputs(q, k, v, _make_mask(q, window), scaling, cap)
-            saved.save_for_backward(q, k, v, out, lse)
+            if sinks is not None:
+                out, lse = add_sinks(out, lse, sinks)
+            saved.save_for_backward(q, k, v, sinks, out, lse)
             saved.settings = scaling, window, cap
             return out
 
         @staticmethod
         def backward(saved: Any, *grad_outputs: torch.Tensor) -> Any:
-            q, k, v, out, lse = saved.saved_tensors
+            q, k, v, sinks, out, lse = saved.saved_tensors
             scaling, window, cap = saved.settings
             mask = _make_mask(q, window)
             dq, dk, dv = compute_gradients(grad_outputs[0], q, k, v, out, lse, mask, scaling, cap)
-            return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+            dsinks = None if sinks is None else compute_sink_gradients(grad_outputs[0], sinks, out, lse)
+            return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
     return Chunked.apply
 
@@ -120,6 +130,23 @@ def compute_gradients(
         dk[:, :, seen] += change.transpose(2, 3) @ q[:, :, span]
         dv[:, :, seen] += share.to(q.dtype).transpose(2, 3) @ part
     return dq, dk, dv
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add each head's sink to the outputs and the log-sum-exps of attention.
+
+    A sink is the score of a further key, whose value is 0.
+    """
+    total = lse.logaddexp(sinks.to(lse.dtype)[:, None])
+    return out * (lse - total).exp()[..., None].to(out.dtype), total
+
+
+def compute_sink_gradients(
+    grad_output: torch.Tensor, sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradients of sinks. `out` and `lse` are results of `add_sinks`."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(share * (grad_output * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
 
 
 def _iterate_scores(

@@ -62,9 +62,13 @@ def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
     functions that call `kernel`. Transformers has no other way to replace the rotary functions.
     """
 
+    import torch
+
     def rotate_halves(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if 2 * cos.shape[-1] == q.shape[-1]:  # some families have the angles of one half only
+            cos, sin = (torch.cat([angles, angles], dim=-1) for angles in (cos, sin))
         cos = cos.unsqueeze(1)
         sin = sin.unsqueeze(1)
         return kernel(q, cos, sin), kernel(k, cos, sin)

@@ -12,12 +12,18 @@ if TYPE_CHECKING:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q kᵀ · scaling) v over the keys that each query sees.
 
     A query sees the key at its own position and the keys at earlier positions. With a `window`, a query sees only the
-    last `window` of these keys. A `cap` bounds the scores.
+    last `window` of these keys. A `cap` bounds the scores. A sink is the score of a further key without a value.
     """
     import torch
 
@@ -29,7 +35,11 @@ def attention(
     scores = q @ k.transpose(2, 3) * scaling
     if cap:
         scores = cap * (scores / cap).tanh()
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    further = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, further], -1).softmax(-1)[..., :-1] @ v
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

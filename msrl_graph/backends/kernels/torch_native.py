@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, cap: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import torch
 
-    if cap:  # torch's fused kernels have no caps
-        return chunked_attention.attention(q, k, v, scaling, window, cap)
+    if cap or sinks is not None:  # torch's fused kernels have neither
+        return chunked_attention.attention(q, k, v, scaling, window, cap, sinks)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(

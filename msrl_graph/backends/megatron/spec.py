@@ -54,6 +54,8 @@ LACKING = {
     "post_norms",
     "sandwich_norms",
     "sigmoid_router",
+    "attention_sinks",
+    "clamped_experts",
 }
 SPEC = EngineSpec(
     name="megatron",

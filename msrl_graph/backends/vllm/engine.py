@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from ...model.layers import BLOCK_SPARSE
+from ...model.mlps import BLOCK_SPARSE
 from ...sharding.layout import shard
 from .. import hf_modules
 from ..engine_protocols import GenerateRequest, Response, Shard, Weights

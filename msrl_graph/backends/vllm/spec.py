@@ -199,7 +199,7 @@ EXPERTS = ExpertPlacement(
     lambda layout: layout.ep * layout.etp > layout.tp,
 )
 # Features of models that can be planned, not run. vLLM's CPU kernel caps scores by other numbers than transformers.
-LACKING = {"sliding_window", "mixed_layers", "attention_cap", "sigmoid_router"}
+LACKING = {"sliding_window", "mixed_layers", "attention_cap", "attention_sinks", "clamped_experts", "sigmoid_router"}
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),

@@ -70,6 +70,10 @@ def agree(kernel, formula, tensors, *more):
         torch.testing.assert_close(made.double(), true, rtol=CLOSE[made.dtype], atol=CLOSE[made.dtype] * scale(true))
 
 
+def with_sinks(function):
+    return lambda q, k, v, sinks, *more: function(q, k, v, *more, sinks)
+
+
 def scale(tensor):
     return max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
 
@@ -88,15 +92,20 @@ def random(seed, dtype, *shape):
     st.sampled_from([1, 4, 8]),
     st.none() | st.integers(1, 10),
     st.sampled_from([None, None, 0.7, 50.0]),
+    st.booleans(),
     dtypes,
     st.integers(0, 99),
 )
-def test_attention_is_the_formula(table, rows, heads, each, width, size, window, cap, dtype, seed):
+def test_attention_is_the_formula(table, rows, heads, each, width, size, window, cap, sinks, dtype, seed):
     q = random(seed, dtype, rows, width, heads * each, size).transpose(1, 2)
     k, v = (random(seed + i, dtype, rows, width, heads, size).transpose(1, 2) for i in (1, 2))
     with Operators().there() as operators:
-        agree(TABLES[table].attention, reference.attention, (q, k, v), 0.4, window, cap)
-    assert operators.calls == ({} if cap or table == "torch's own" else {"npu_fusion_attention": 1})
+        if sinks:
+            functions = (with_sinks(TABLES[table].attention), with_sinks(reference.attention))
+            agree(*functions, (q, k, v, random(seed + 3, dtype, heads * each)), 0.4, window, cap)
+        else:
+            agree(TABLES[table].attention, reference.attention, (q, k, v), 0.4, window, cap)
+    assert operators.calls == ({} if cap or sinks or table == "torch's own" else {"npu_fusion_attention": 1})
 
 
 @table

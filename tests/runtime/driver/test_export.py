@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import mixture_families
 import published
 import pytest
 import torch
@@ -121,9 +122,10 @@ def test_what_is_exported_loads_in_transformers(tmp_path):
         assert AutoTokenizer.from_pretrained(tmp_path / "to" / worker)("1+2=").input_ids
 
 
-def test_a_models_folder_that_is_read_and_written_again_has_the_same_tensors(tmp_path):
-    """Of projections that the files have as one tensor, too."""
-    folder = Path(phi3(tmp_path / "model"))
+@pytest.mark.parametrize("write", [phi3, mixture_families.minimax_m2, mixture_families.gpt_oss])
+def test_a_models_folder_that_is_read_and_written_again_has_the_same_tensors(write, tmp_path):
+    """Of projections and experts that the files have as one tensor, and where files have other names, too."""
+    folder = Path(write(tmp_path / "model"))
     model = models.load("./model", tmp_path)
     weights = {tensor.name: torch.empty(tensor.shape) for tensor in model.weights}
     shards = [Shard(tensor.name, full_box(tensor.shape), weights[tensor.name]) for tensor in model.weights]

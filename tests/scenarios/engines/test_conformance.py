@@ -50,6 +50,8 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
         ("glm4_moe", conformance.rotate_less),
         ("minimax_m2", conformance.remove_router_corrections),
         ("minimax_m2", conformance.remove_head_norms),
+        ("gpt_oss", conformance.remove_sinks),
+        ("gpt_oss", conformance.clamp_less),
         ("olmo3", conformance.rotate_alike),
     ],
 )
@@ -67,7 +69,7 @@ def test_the_likeliest_tokens_are_those_that_transformers_generates(family, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2 with windows", "gemma2", "olmo3", "smollm3"])
+@pytest.mark.parametrize("family", ["qwen2 with windows", "gemma2", "olmo3", "smollm3", "gpt_oss"])
 def test_windows_and_caps_are_those_of_transformers_if_rows_are_divided_among_ranks(family, tmp_path):
     found = conformance.measure(family, ["fsdp"], tmp_path, layouts=conformance.CONTEXT)
     assert {layout for _, layout in found} == conformance.CONTEXT.keys()

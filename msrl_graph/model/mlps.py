@@ -1,0 +1,171 @@
+"""The MLPs of a model's layers, with and without experts.
+
+Invariant: as in layers.py, the classes are plain data, and each yields the tensors of its part of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from ..sharding.tensors import Tensor
+
+MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp shards, options of Tensor)
+# What Mixtral's files call a layer's experts, and an expert's projections.
+BLOCK_SPARSE = "block_sparse_moe"
+BLOCK_SPARSE_PROJECTIONS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
+    """A gated MLP.
+
+    With `fused`, the files have the projections gate and up as one tensor, `gate_up_proj`.
+    """
+
+    intermediate: int
+    bias: bool = False
+    fused: bool = False
+
+    @property
+    def width(self) -> int:
+        """The intermediate size that a token passes through."""
+        return self.intermediate
+
+    def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: elements that each tp rank saves, and elements that are sharded over tp.
+        """
+        return 0, 4 * self.intermediate
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        yield self.intermediate, "intermediate size"
+
+    def list_features(self) -> Iterator[str]:
+        if self.bias:
+            yield "mlp_bias"
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        starts = {"gate": 0, "up": self.intermediate} if self.fused else {}
+        for name, size, tp_dim in _projections(hidden, self.intermediate):
+            more = {"fused": "gate_up_proj", "start": starts[name]} if name in starts else {}
+            yield from iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias, **more)
+
+
+class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
+    """Experts, of which a router picks some for each token.
+
+    - `number`: the number of experts.
+    - `active`: the number of experts that the router picks for each token.
+    - `intermediate`: the intermediate size of one expert.
+    - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
+    - `router`: `softmax` scores all experts. `sigmoid` does so, too, and a bias corrects its scores. `grouped_sigmoid`
+      also first chooses groups of experts (arXiv:2412.19437).
+    - `block_sparse`: whether experts and projections have other names in the files, those of Mixtral's.
+    """
+
+    number: int
+    active: int
+    intermediate: int
+    shared: int = 0
+    router: Literal["softmax", "sigmoid", "grouped_sigmoid"] = "softmax"
+    block_sparse: bool = False
+
+    @property
+    def width(self) -> int:
+        """The intermediate size that a token passes through."""
+        return self.active * self.intermediate + self.shared
+
+    @property
+    def corrected(self) -> bool:
+        """Whether a bias corrects the router's scores."""
+        return self.router in ("sigmoid", "grouped_sigmoid")
+
+    def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: the router's scores, which each tp rank saves, and elements that are sharded over tp. A
+        copy of each token is sent to each expert that the router chooses; the copies are spread evenly over ep. For
+        each copy, its input, its output and 4 f elements are saved, with the intermediate size f. Each of an expert's
+        `etp` ranks receives all of the expert's tokens, and has a part of the width.
+        """
+        return self.number, 4 * self.shared + self.active * (2 * hidden * etp + 4 * self.intermediate)
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        if self.shared:
+            yield self.shared, "shared experts' size"
+
+    def list_features(self) -> Iterator[str]:
+        yield f"{self.router}_router"
+        if self.shared:
+            yield "shared_experts"
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        """Yield the tensors of the router and the experts.
+
+        The experts form one tensor per projection. The bias that corrects the router's scores is a buffer.
+        """
+
+        def name_in_files(name: str) -> dict[str, str]:
+            """Return the option `file_name` of a tensor, if it has another name in the files."""
+            return {"file_name": f"{BLOCK_SPARSE}.{name}"} if self.block_sparse else {}
+
+        yield make("mlp.gate.weight", (self.number, hidden), **name_in_files("gate.weight"))
+        for name, size, tp_dim in _projections(hidden, self.intermediate):
+            file_name = name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")
+            stacked = (self.number, *size)
+            yield make(f"mlp.experts.*.{name}_proj.weight", stacked, tp_dim + 1, experts=True, **file_name)
+        for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
+            yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+        if self.corrected:
+            # Transformers has the bias next to the router if the files do.
+            owner = "mlp" if self.block_sparse else "mlp.gate"
+            file_name = name_in_files("e_score_correction_bias")
+            yield make(f"{owner}.e_score_correction_bias", (self.number,), role="buffer", **file_name)
+
+
+class ClampedExpertMlp(ExpertMlp, frozen=True, tag="clamped_experts"):
+    """Experts with biases and a clamped activation (arXiv:2508.10925, section 2.3).
+
+    The experts form one tensor per projection in the files, too. Gate and up are one projection, whose outputs
+    alternate. The router has a bias, and applies softmax to the scores of the experts that it picks.
+    """
+
+    def list_features(self) -> Iterator[str]:
+        yield "clamped_experts"
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        """Yield the tensors of the router and the experts.
+
+        Of the experts' weights, dim 1 is the input, and dim 2 the output.
+        """
+        number = self.number
+        width = self.intermediate
+        yield make("mlp.router.weight", (number, hidden))
+        yield make("mlp.router.bias", (number,))
+        yield make("mlp.experts.gate_up_proj", (number, hidden, 2 * width), 2, unit=2, experts=True)
+        yield make("mlp.experts.gate_up_proj_bias", (number, 2 * width), 1, unit=2, experts=True)
+        yield make("mlp.experts.down_proj", (number, width, hidden), 1, experts=True)
+        yield make("mlp.experts.down_proj_bias", (number, hidden), experts=True)
+
+
+Mlp = DenseMlp | ExpertMlp | ClampedExpertMlp
+
+
+def iterate_linear(
+    make: MakeTensor, name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
+) -> Iterator[Tensor]:
+    """Yield the weight of a projection, and its bias if it has one."""
+    yield make(f"{name}.weight", size, tp_dim, **more)
+    if bias:
+        # The bias of a row-parallel projection is added once, after the sum, so every rank has it.
+        yield make(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
+
+
+def _projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """Return the (name, shape, sharded dim) of each projection of a gated MLP."""
+    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
