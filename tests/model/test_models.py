@@ -419,6 +419,31 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("architecture", "field", "value", "told"),
+    [
+        ("MixtralForCausalLM", "num_experts_per_tok", 5, "has 5 experts per token, but only 4 to choose from"),
+        ("GptOssForCausalLM", "num_experts_per_tok", 5, "has 5 experts per token, but only 4 to choose from"),
+        ("MixtralForCausalLM", "sliding_window", 1, "has 1 for `sliding_window`, which must be 2 or more"),
+        ("GptOssForCausalLM", "num_local_experts", ..., "has no `num_local_experts`"),
+        ("MiniMaxM2ForCausalLM", "qk_norm_type", "per_head", "only 'per_layer' is supported yet"),
+        ("MiniMaxM2ForCausalLM", "shared_intermediate_size", 64, "only 0 is supported yet"),
+        ("MiniMaxM2ForCausalLM", "rotary_dim", 5, "rotates 5 elements of a head, but rotary positions need pairs"),
+        ("MiniMaxM2ForCausalLM", "rotary_dim", 32, "has 2.0 for `partial_rotary_factor`"),
+        ("Glm4MoeForCausalLM", "n_group", 3, "has 8 experts in 3 groups"),
+        ("Glm4MoeForCausalLM", "partial_rotary_factor", 0.2, "rotates 3 elements of a head"),
+    ],
+)
+def test_configs_of_mixtures_that_no_engine_could_use(architecture: str, field: str, value: object, told: str) -> None:
+    family = find_family(architecture)
+    assert family is not None
+    config = {**SMALL, **FAMILIES[architecture][1]}
+    assert not isinstance(read_fields(config, family.config), ConfigError)
+    changed = {k: v for k, v in config.items() if k != field} if value is ... else {**config, field: value}
+    wrong = read_fields(changed, family.config)
+    assert isinstance(wrong, ConfigError) and told in wrong.message
+
+
+@pytest.mark.parametrize(
     ("field", "value", "told"),
     [
         ("q_lora_rank", ..., "has no `q_lora_rank`"),
