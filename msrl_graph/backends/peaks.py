@@ -45,7 +45,8 @@ class _Layer(LayerSizes):
             return 4 * self.wide
         sorts = 5 if self.whole.work.layout.ep > 1 else 2
         return (
-            4 * (self.inner + self.shared)
+            self.experts.kept * self.inner
+            + 4 * self.shared
             + 3 * self.routed
             + 8 * sorts * self.sent
             + self.router * 4 // self.whole.item
@@ -57,7 +58,7 @@ class _Layer(LayerSizes):
         if self.experts is None:
             return (3 + self.concatenates) * self.wide
         sent_twice = 2 * self.routed * (self.whole.work.layout.ep > 1)
-        return max(3 * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared
+        return max(self.experts.held * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared
 
     @cached_property
     def saved(self) -> int:
@@ -406,4 +407,4 @@ def _product_bytes(layer: _Layer) -> int:
         return (3 + layer.concatenates) * s.split(layer.kind.mlp.intermediate) * s.item
     sent = layer.experts.active * s.work.model.hidden * s.item
     inner = layer.experts.active * layer.experts.intermediate * s.item
-    return max(sent + 3 * inner, 3 * sent) + s.split(layer.experts.shared) * s.item
+    return max(sent + layer.experts.held * inner, 3 * sent) + s.split(layer.experts.shared) * s.item

@@ -80,6 +80,16 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
         return self.active * self.intermediate + self.shared
 
     @property
+    def kept(self) -> int:
+        """How many tensors of the intermediate size an expert saves for a token."""
+        return 4
+
+    @property
+    def held(self) -> int:
+        """How many tensors of the intermediate size an expert holds at once for a token."""
+        return 3
+
+    @property
     def corrected(self) -> bool:
         """Whether a bias corrects the router's scores."""
         return self.router in ("sigmoid", "grouped_sigmoid")
@@ -89,10 +99,10 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
         The result is a pair: the router's scores, which each tp rank saves, and elements that are sharded over tp. A
         copy of each token is sent to each expert that the router chooses; the copies are spread evenly over ep. For
-        each copy, its input, its output and 4 f elements are saved, with the intermediate size f. Each of an expert's
+        each copy, its input, its output and `kept` tensors of the intermediate size are saved. Each of an expert's
         `etp` ranks receives all of the expert's tokens, and has a part of the width.
         """
-        return self.number, 4 * self.shared + self.active * (2 * hidden * etp + 4 * self.intermediate)
+        return self.number, 4 * self.shared + self.active * (2 * hidden * etp + self.kept * self.intermediate)
 
     def list_divided(self) -> Iterator[tuple[int, str]]:
         """Yield the sizes that tp must divide, with their names."""
@@ -134,6 +144,14 @@ class ClampedExpertMlp(ExpertMlp, frozen=True, tag="clamped_experts"):
     The experts form one tensor per projection in the files, too. Gate and up are one projection, whose outputs
     alternate. The router has a bias, and applies softmax to the scores of the experts that it picks.
     """
+
+    @property
+    def kept(self) -> int:
+        return 7  # gate and up, the sigmoid, and the results of clamping and of the two products
+
+    @property
+    def held(self) -> int:
+        return 6  # gate and up, without biases, with them, and the biases
 
     def list_features(self) -> Iterator[str]:
         yield "clamped_experts"
