@@ -9,13 +9,16 @@ group by group. What has no gradient in torch_npu has none here, and a group wit
 
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import pytest
 import torch
 from torch import distributed as dist
 from transformers.utils import is_torch_npu_available
+
+with suppress(ImportError):  # transformers imports it, and it looks for torch_npu: not for what stands for it
+    import accelerate  # noqa: F401
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = (torch.float16, torch.bfloat16)
