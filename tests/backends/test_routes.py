@@ -6,6 +6,7 @@ import pytest
 import ranks
 import torch
 from mixture import latent, mixture
+from mixture_families import glm4_moe, gpt_oss, minimax_m2, mixtral
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
 from msrl_graph.backends import hf_modules
@@ -19,7 +20,7 @@ from msrl_graph.sharding.layout import Layout, slices
 
 ASKED = ForwardRequest(routes=True)
 SAMPLES = 3
-MADE = pytest.mark.parametrize("made", [mixture, latent])
+MADE = pytest.mark.parametrize("made", [mixture, latent, mixtral, glm4_moe, minimax_m2, gpt_oss])
 
 
 def loaded(made, folder):
@@ -50,7 +51,7 @@ def test_replaying_its_own_routes_changes_no_bit(made, recompute, tmp_path):
     engine = engines.trainer(model, optimizer=adamw(lr=0.0), recompute=recompute)
     _, packed = packed_rows()
     (recorded,) = engine.score([packed], ASKED)
-    assert recorded.routes.shape == (len(packed["ids"]), len(model.expert_layers), 4 if made is latent else 2)
+    assert recorded.routes.shape == (len(packed["ids"]), len(model.expert_layers), model.expert_mlp.active)
     logp, gradients = trained(engine, packed)
     packed["routes"] = recorded.routes
     replayed_logp, replayed_gradients = trained(engine, packed)
