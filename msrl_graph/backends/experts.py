@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from . import hf_modules
 from .adapters import DISABLED
 from .kernels.modules import is_silu
 
@@ -50,8 +51,8 @@ def _add_adapters(experts: Any, prefix: str, model: Model) -> None:
         if model.lora and tensor.role == "adapter" and tensor.name.startswith(prefix):
             size = (len(experts.down_proj), *tensor.shape[1:])
             values = torch.empty(size, dtype=experts.down_proj.dtype, device=experts.down_proj.device)
-            path = tensor.name.removeprefix(prefix + "*.").removesuffix(".weight").replace(".", "_")
-            experts.register_parameter(path, torch.nn.Parameter(values))
+            leaf = hf_modules.parameter_path(tensor.name).rpartition(".")[2]
+            experts.register_parameter(leaf, torch.nn.Parameter(values))
             experts.scale = model.lora.scale
             setattr(experts, DISABLED, False)
 

@@ -19,7 +19,6 @@ from operator import mul
 from ..ir.workload import Workload, kv_elements
 from ..model.architecture import Model
 from ..model.layers import MultiHeadLatentAttention
-from ..model.lora import list_targets
 from .layer_sizes import LayerSizes
 from .sizes import GRADIENT, Sizes, optimizer_step
 from .spec import Moments
@@ -92,7 +91,7 @@ class _Layer(LayerSizes):
         model = s.work.model
         if model.lora is None:
             return 0
-        adapted = list_targets(model)
+        adapted = {*model.lora.targets}
         halves = 2 + (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP)
         size = halves * s.hidden + s.tokens * (self.query + self.keys) * self.mixer.head_norms
         size += s.tokens * self.query * ("o_proj" not in adapted) + self.wide * ("down_proj" not in adapted)

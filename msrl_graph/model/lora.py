@@ -34,15 +34,18 @@ class AdaptedWeight(NamedTuple):
 def adapt(model: Model, lora: Lora | None, merged: bool = False) -> Model:
     """Return the model with an adapter.
 
-    If the adapter is `merged` into the weights before an engine computes with them, the engine needs no feature for it.
+    The adapter of the result names its targets, in the order of a layer. If it is `merged` into the weights before an
+    engine computes with them, the engine needs no feature for it.
     """
     if lora is None:
         return model
     if (lora, merged) not in model.with_adapter:
         tensors = tuple(part for tensor in model.tensors for part in _iterate_adapted(tensor, lora))
         features = model.features if merged else (*model.features, "lora")
-        adapted = replace(model, tensors=tensors, lora=lora, base=model, features=features)
-        model.with_adapter[lora, merged] = adapted
+        known = list_projections(model)
+        targets = known if ALL_LINEAR in lora.targets else [name for name in known if name in lora.targets]
+        named = replace(lora, targets=tuple(targets))
+        model.with_adapter[lora, merged] = replace(model, tensors=tensors, lora=named, base=model, features=features)
     return model.with_adapter[lora, merged]
 
 
@@ -56,11 +59,6 @@ def list_adapted(model: Model) -> list[AdaptedWeight]:
 def is_adapter(name: str) -> bool:
     """Return whether a tensor of this name belongs to an adapter."""
     return name.endswith((DOWN, UP))
-
-
-def list_targets(model: Model) -> set[str]:
-    """Return the names of the projections that have an adapter."""
-    return {_projection(pair.weight) for pair in list_adapted(model)}
 
 
 def list_projections(model: Model) -> list[str]:

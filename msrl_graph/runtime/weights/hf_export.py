@@ -16,7 +16,6 @@ from ...backends import hf_modules
 from ...backends.adapters import merge_adapter
 from ...backends.engine_protocols import Shard
 from ...model.architecture import Model
-from ...model.lora import list_adapted
 from ...sharding.layout import full_box
 from . import tensor_files
 from .checkpoint import CheckpointSource
@@ -76,7 +75,6 @@ def make_adapter_config(model: Model) -> dict[str, Any]:
     """Return the adapter_config.json of a model's adapter, for the library PEFT."""
     lora = model.lora
     assert lora is not None
-    projections = dict.fromkeys(pair.weight.name.split(".")[-2] for pair in list_adapted(model))
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if model.scores else "CAUSAL_LM",
@@ -84,7 +82,7 @@ def make_adapter_config(model: Model) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": [*projections],
+        "target_modules": [*lora.targets],
         "modules_to_save": ["score"] if model.scores else None,
         "bias": "none",
         "inference_mode": True,
