@@ -33,6 +33,15 @@ def test_a_lock_has_the_pins_of_its_stack(stack):
     assert set(stack.extras) <= set(PROJECT["optional-dependencies"])
 
 
+@pytest.mark.parametrize("stack", STACKS.values(), ids=str)
+def test_a_lock_has_what_the_project_asks_for(stack):
+    held = resolve.locked(ROOT / "constraints" / f"{stack.name}.txt")
+    asked = PROJECT["dependencies"] + [r for extra in stack.extras for r in PROJECT["optional-dependencies"][extra]]
+    for requirement in map(Requirement, asked):
+        version = held.get(canonicalize_name(requirement.name), "none, see make resolve")
+        assert version in requirement.specifier, requirement
+
+
 def test_what_this_package_wants_is_what_pyproject_says():
     stated = {r.name: r.specifier for r in map(Requirement, PROJECT["optional-dependencies"]["run"])}
     (own,) = (r for r in RELEASES if r.package == PROJECT["name"])
