@@ -36,7 +36,6 @@ COVERED = {
     "compiler/test_same_bytes.py": ("compiler/sources",),
     "cli/test_any_input.py": ("cli/common", "compiler/pipeline", "dsl/ast"),
     "cost/test_time.py": ("passes/estimate",),
-    "model/test_windows.py": ("model/families/windows",),
     "runtime/data/test_tokens.py": ("runtime/data/dataset_preview",),
     "diagnostics/test_diagnostics.py": (
         "checks/table",
@@ -111,7 +110,7 @@ COVERED = {
     "scenarios/agents/test_calculator_run.py": ("runtime/agents/agent_process",),
     "scenarios/agents/test_sampled_rows.py": ("runtime/rank/agent_generation",),
     "runtime/agents/test_conversations.py": ("runtime/agents/api_types", "runtime/agents/template"),
-    "model/test_layers.py": ("ir/workload",),
+    "model/test_layers.py": ("ir/workload", "model/mixers"),
     "runtime/data/test_numerics.py": ("runtime/data/columns", "runtime/dock/readers"),
     "runtime/data/test_encoding.py": ("runtime/dock/messages", "runtime/process/task", "runtime/process/task_report"),
     "runtime/dock/test_controller.py": (

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.grouped_router import GroupedRouterConfig, list_layers, list_prediction_weights
 from ..fields import ConfigError, Flag, Size, check_rope, check_tokens
 from ..layers import Layer, MultiHeadLatentAttention
 from .family import Family
-from .grouped_router import GroupedRouterConfig, list_layers, list_prediction_weights
 
 
 class DeepseekV3Config(GroupedRouterConfig, frozen=True, kw_only=True):

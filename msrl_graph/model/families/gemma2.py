@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.windows import AlternatingWindowConfig
 from ..fields import Above, Act, ConfigError, Flag, Size, check_head_division
 from ..layers import DenseMlp, GroupedQueryAttention, Layer, LayerNorms, group_layers
 from .family import Family
 from .gemma import FEATURES
-from .windows import AlternatingWindowConfig
 
 NORMS = LayerNorms(
     ("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.windows import FULL, SLIDING, WindowRotaryConfig
 from ..fields import Above, ConfigError, Size
 from ..layers import DenseMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
 from .gemma import FEATURES
 from .gemma2 import NORMS, SandwichConfig
-from .windows import FULL, SLIDING, WindowRotaryConfig
 
 
 class Gemma3Config(SandwichConfig, WindowRotaryConfig, frozen=True, kw_only=True):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from ..config_parts.partial_rotary import PartialRotaryConfig
 from ..fields import Size
 from ..layers import BEFORE, DenseMlp, GroupedQueryAttention, Layer, LayerNorms
 from .family import Family
-from .partial_rotary import PartialRotaryConfig
 
 
 class GlmConfig(PartialRotaryConfig, frozen=True, kw_only=True):

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.grouped_router import GroupedRouterConfig, list_layers, list_prediction_weights
+from ..config_parts.partial_rotary import FIELD, Part, check_part, complete_part, list_part_features
 from ..fields import ConfigError, Flag, Size
 from ..layers import GroupedQueryAttention, Layer
 from .family import Family
-from .grouped_router import GroupedRouterConfig, list_layers, list_prediction_weights
-from .partial_rotary import FIELD, Part, check_part, complete_part, list_part_features
 
 
 class Glm4MoeConfig(GroupedRouterConfig, frozen=True, kw_only=True):

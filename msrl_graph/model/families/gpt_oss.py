@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.windows import AlternatingWindowConfig
 from ..fields import Above, ConfigError, Size, complete_rope
 from ..layers import ClampedExpertMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
 from .mixtral import check_active
-from .windows import AlternatingWindowConfig
 
 # Transformers' defaults.
 WINDOW = 128

@@ -10,11 +10,11 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.partial_rotary import FIELD, PartialRotaryConfig
 from ..fields import Above, ConfigError, Size, format_value
 from ..layers import ExpertMlp, GroupedQueryAttention, Layer
 from .family import Family
 from .mixtral import check_active
-from .partial_rotary import FIELD, PartialRotaryConfig
 
 # Fields that no engine reads, because the family has one kind of router and of norms only.
 FIXED: dict[str, object] = {

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.windows import check_window
 from ..fields import Above, ConfigError, Count, ModelConfig, Size
 from ..layers import ExpertMlp, GroupedQueryAttention, Layer
 from .family import Family
-from .windows import check_window
 
 
 class MixtralConfig(ModelConfig, frozen=True, kw_only=True):

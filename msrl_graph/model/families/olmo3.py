@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from ..config_parts.windows import FULL, SLIDING, WindowRotaryConfig
 from ..layers import DenseMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
 from .olmo2 import NORMS
-from .windows import FULL, SLIDING, WindowRotaryConfig
 
 THETA = 500_000.0
 

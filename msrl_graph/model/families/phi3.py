@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
+from ..config_parts.partial_rotary import PartialRotaryConfig, count_rotated
+from ..config_parts.windows import check_window
 from ..fields import ConfigError, Count, Size, format_value
 from ..layers import DenseMlp, GroupedQueryAttention, Layer
 from .family import Family
-from .partial_rotary import PartialRotaryConfig, count_rotated
-from .windows import check_window
 
 ORIGINAL = 4096  # transformers' default of `original_max_position_embeddings`
 FACTORS = ("short_factor", "long_factor")

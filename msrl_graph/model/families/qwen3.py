@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..config_parts.windows import WindowConfig
 from ..fields import Size
 from ..layers import DenseMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
-from .windows import WindowConfig
 
 
 class Qwen3Config(WindowConfig, frozen=True, kw_only=True):

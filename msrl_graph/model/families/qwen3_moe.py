@@ -7,11 +7,11 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 
+from ..config_parts.windows import SLIDING
 from ..fields import ConfigError, Count, Flag, Size
 from ..layers import DenseMlp, ExpertMlp, Layer, group_layers
 from .family import Family
 from .qwen3 import Qwen3Config
-from .windows import SLIDING
 
 
 class Qwen3MoeConfig(Qwen3Config, frozen=True, kw_only=True):

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 
+from ..config_parts.windows import WindowConfig
 from ..fields import Above, ConfigError, Flag, Size
 from ..layers import DenseMlp, GroupedQueryAttention, Layer, group_layers
 from .family import Family
-from .windows import WindowConfig
 
 # For each layer, 1 if it has rotary positions.
 Rotates = Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(description="a list of 0 and 1")]

@@ -1,0 +1,1 @@
+"""Parts of a config.json that several families state."""
