@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from ..sharding.layout import Layout
     from .devices import Devices
+    from .kernels import ScoreRule
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,7 @@ class _Exchanged(ContextShard):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None = None,
+        rule: ScoreRule,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         import torch
@@ -216,7 +215,7 @@ class _Exchanged(ContextShard):
         del parts  # frees the received tensors
         if sinks is not None:
             sinks = sinks.view(size, -1)[self.context.rank]
-        out = super().attend(q, k, v, scaling, window, cap, sinks)
+        out = super().attend(q, k, v, rule, sinks)
         result: torch.Tensor = exchange(out.view(size, nodes, *out.shape[1:]), self.context.group)
         return result.transpose(0, 1).flatten(1, 2)
 
@@ -234,12 +233,10 @@ class _Ring(ContextShard):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
+        rule: ScoreRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return ring_attention.attention(q, k, v, self.context, scaling, window, cap, sinks)
+        return ring_attention.attention(q, k, v, self.context, rule, sinks)
 
 
 @cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from .kernels import torch_native
+from .kernels import ScoreRule, torch_native
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,9 +65,7 @@ class Tree:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None = None,
+        rule: ScoreRule,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute causal attention: each node attends to itself and to its ancestors.
@@ -76,7 +74,7 @@ class Tree:
         needs no mask, because it is at the end of the rows, and causal attention uses no later positions.
         """
         q, k, v = map(self._lay_out_rows, (query, key, value))
-        out = self.product(q, k, v, scaling, window, cap, sinks)
+        out = self.product(q, k, v, rule, sinks)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
     def _lay_out_rows(self, states: torch.Tensor) -> torch.Tensor:
@@ -89,16 +87,14 @@ class Tree:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
+        rule: ScoreRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute attention on tensors that are laid out by row.
 
         The shape of the tensors is [rows, heads, width, size].
         """
-        return self.attention(q, k, v, scaling, window, cap, sinks)
+        return self.attention(q, k, v, rule, sinks)
 
 
 def build_tree(packed: TensorDict) -> Tree:
@@ -210,4 +206,6 @@ def attend(
 
     q, k, v = (pad_size(tensor[0]) for tensor in (query, key, value))
     sinks = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux  # with tp, those of this rank's heads
-    return prefixes.attend(q, k, v, scaling, sliding_window, softcap, sinks)[None, ..., : value.shape[-1]], None
+    return prefixes.attend(q, k, v, ScoreRule(scaling, sliding_window, softcap), sinks)[
+        None, ..., : value.shape[-1]
+    ], None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .context_parallel import ContextGroup
+    from .kernels import ScoreRule
 
 
 def attention(
@@ -26,16 +27,14 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     context: ContextGroup,
-    scaling: float,
-    window: int | None,
-    cap: float | None = None,
+    rule: ScoreRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention over the positions of all ranks.
 
     Inputs and output are [rows, heads, width, size] and have only this rank's positions.
     """
-    output: torch.Tensor = _make_function()(q, k, v, sinks, context, scaling, window, cap)
+    output: torch.Tensor = _make_function()(q, k, v, sinks, context, rule)
     return output
 
 
@@ -52,9 +51,7 @@ def _make_function() -> Any:
             v: torch.Tensor,
             sinks: Any,
             context: Any,
-            scaling: float,
-            window: Any,
-            cap: Any,
+            rule: ScoreRule,
         ) -> torch.Tensor:
             dtype = torch.promote_types(q.dtype, torch.float32)
             out = torch.zeros_like(q, dtype=dtype)
@@ -62,19 +59,19 @@ def _make_function() -> Any:
             keys_values = torch.stack([k, v])
             for step in range(context.size):
                 arriving = context.pass_on(keys_values) if step + 1 < context.size else None
-                _merge_block(out, lse, q, keys_values, *_find_visible_keys(q, step, context, window), scaling, cap)
+                _merge_block(out, lse, q, keys_values, *_find_visible_keys(q, step, context, rule.window), rule)
                 keys_values = keys_values if arriving is None else arriving()
             if sinks is not None:
                 out, lse = chunked_attention.add_sinks(out, lse, sinks)
             result = out.to(q.dtype)
             saved.save_for_backward(q, k, v, sinks, result, lse)
-            saved.settings = context, scaling, window, cap
+            saved.settings = context, rule
             return result
 
         @staticmethod
         def backward(saved: Any, *grad_outputs: torch.Tensor) -> Any:
             q, k, v, sinks, out, lse = saved.saved_tensors
-            context, scaling, window, cap = saved.settings
+            context, rule = saved.settings
             keys_values = torch.stack([k, v])
             # Gradients of keys and values travel with the keys and values. One more step returns the gradients to the
             # rank that has the keys.
@@ -88,16 +85,15 @@ def _make_function() -> Any:
                     grad_outputs[0],
                     (q, out, lse),
                     keys_values,
-                    *_find_visible_keys(q, step, context, window),
-                    scaling,
-                    cap,
+                    *_find_visible_keys(q, step, context, rule.window),
+                    rule,
                 )
                 keys_values = keys_values if arriving is None else arriving()
                 sums = context.pass_on(sums)()
             dsinks = None
             if sinks is not None:
                 dsinks = chunked_attention.compute_sink_gradients(grad_outputs[0], sinks, out, lse)
-            return dq.to(q.dtype), *sums.to(k.dtype), dsinks, None, None, None, None
+            return dq.to(q.dtype), *sums.to(k.dtype), dsinks, None, None
 
     return Ring.apply
 
@@ -132,8 +128,7 @@ def _merge_block(
     keys_values: torch.Tensor,
     first: int,
     mask: torch.Tensor | None,
-    scaling: float,
-    cap: float | None,
+    rule: ScoreRule,
 ) -> None:
     """Merge a block's attention result into `out` and `lse`, in place.
 
@@ -146,7 +141,7 @@ def _merge_block(
     if first == q.shape[2]:
         return
     keys, values = _select_keys(q, keys_values, first)
-    part, block_lse = _forward(q[:, :, first:], keys, values, mask, scaling, cap)
+    part, block_lse = _forward(q[:, :, first:], keys, values, mask, rule)
     del keys, values
     total_lse = torch.logaddexp(lse[:, :, first:], block_lse)
     part = part.to(out.dtype).mul_((block_lse - total_lse).exp()[..., None])
@@ -162,8 +157,7 @@ def _add_gradients(
     keys_values: torch.Tensor,
     first: int,
     mask: torch.Tensor | None,
-    scaling: float,
-    cap: float | None,
+    rule: ScoreRule,
 ) -> None:
     """Add the gradients of the attention to one block to `dq` and `sums`, in place.
 
@@ -174,7 +168,7 @@ def _add_gradients(
         return
     keys, values = _select_keys(dq, keys_values, first)
     q, out, lse = (tensor[:, :, first:] for tensor in saved)
-    query_gradient, *pair = _backward(grad_output[:, :, first:], q, keys, values, out, lse, mask, scaling, cap)
+    query_gradient, *pair = _backward(grad_output[:, :, first:], q, keys, values, out, lse, mask, rule)
     dq[:, :, first:] += query_gradient
     for total, gradient in zip(sums, pair, strict=True):
         by_head = gradient.view(len(gradient), sums.shape[2], -1, *gradient.shape[2:])
@@ -192,7 +186,7 @@ def _select_keys(q: torch.Tensor, keys_values: torch.Tensor, first: int) -> torc
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float, cap: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the log-sum-exps of attention.
 
@@ -200,11 +194,11 @@ def _forward(
     """
     import torch
 
-    if devices.device_of(q).kind.is_host and not cap:  # its kernels return and accept the log-sum-exp
+    if devices.device_of(q).kind.is_host and not rule.cap:  # its kernels return and accept the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q, k, v, 0.0, mask is None, attn_mask=_make_additive_mask(q, mask), scale=scaling)
+        out, lse = kernel(q, k, v, 0.0, mask is None, attn_mask=_make_additive_mask(q, mask), scale=rule.scaling)
         return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
-    return chunked_attention.compute_outputs(q, k, v, mask, scaling, cap)
+    return chunked_attention.compute_outputs(q, k, v, mask, rule)
 
 
 def _backward(
@@ -215,8 +209,7 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    cap: float | None,
+    rule: ScoreRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values for the attention to one block.
 
@@ -225,14 +218,14 @@ def _backward(
     """
     import torch
 
-    if devices.device_of(q).kind.is_host and not cap:  # its kernels return and accept the log-sum-exp
+    if devices.device_of(q).kind.is_host and not rule.cap:  # its kernels return and accept the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        options = {"attn_mask": _make_additive_mask(q, mask), "scale": scaling}
+        options = {"attn_mask": _make_additive_mask(q, mask), "scale": rule.scaling}
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = kernel(
             grad_output, q, k, v, out, lse, 0.0, mask is None, **options
         )
         return gradients
-    return chunked_attention.compute_gradients(grad_output, q, k, v, out, lse, mask, scaling, cap)
+    return chunked_attention.compute_gradients(grad_output, q, k, v, out, lse, mask, rule)
 
 
 def _make_additive_mask(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends import devices, prefix_tree, ring_attention
+from msrl_graph.backends import devices, kernels, prefix_tree, ring_attention
 from msrl_graph.backends.context_parallel import ContextGroup
 from msrl_graph.backends.engine_protocols import ForwardRequest, Outputs, StepRequest
 from msrl_graph.diagnostics import NOWHERE
@@ -56,12 +56,13 @@ def working(rank):
             return None
         ring_attention.devices = devices if fused else SimpleNamespace(device_of=without_kernels)
         packed = packed_rows(rows)
+        rule = kernels.ScoreRule(0.3, window, cap)
         tree = prefix_tree.build_tree(packed)
         draw = torch.Generator().manual_seed(0)
         shapes = [(HEADS, len(tree.ids), 8), *[(kv_heads, len(tree.ids), 8)] * 2, (len(tree.before), HEADS, 8)]
         *states, slope = (torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes)
         whole = [x.clone().requires_grad_() for x in states]
-        right = tree.attend(*whole, 0.3, window, cap)[tree.before]
+        right = tree.attend(*whole, rule)[tree.before]
         (right * slope).sum().backward()
         context = ContextGroup(size, rank, groups[size], ulysses)
         part, known = context.share(tree, packed)
@@ -71,7 +72,9 @@ def working(rank):
         assert torch.equal(part.ids[: len(own)], tree.ids[own]) and torch.equal(part.depth[: len(own)], tree.depth[own])
         mine = [x[:, own].requires_grad_() for x in states]
         more = len(part.ids) - len(own)
-        out = part.attend(*(torch.nn.functional.pad(x, (0, 0, 0, more)) for x in mine), 0.3, window, cap)
+        out = part.attend(
+            *(torch.nn.functional.pad(x, (0, 0, 0, more)) for x in mine), kernels.ScoreRule(0.3, window, cap)
+        )
         made = context.gather_outputs(Outputs(out.index_select(0, part.before)), part).logp
         (made * slope).sum().backward()
         pairs = [(made, right), *((x.grad, y.grad[:, own]) for x, y in zip(mine, whole, strict=True))]

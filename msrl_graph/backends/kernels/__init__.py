@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +27,26 @@ if TYPE_CHECKING:
     from ...hardware.device_kinds import DeviceKind
 
 
+class ScoreRule(NamedTuple):
+    """How attention computes the scores of a query, and of which keys.
+
+    - `scaling`: the number by which the product of a query and a key is multiplied.
+    - `window`: a query at position i sees only the keys at the positions from i - `window` + 1 to i; None for all keys
+      up to i.
+    - `cap`: a score s becomes cap · tanh(s / cap); None for no cap.
+    """
+
+    scaling: float
+    window: int | None = None
+    cap: float | None = None
+
+
 class Attention(Protocol):
     """Causal attention of queries `q` with keys `k` and values `v`.
 
     The shapes are [rows, heads, tokens, head size]. `k` and `v` may have fewer heads than `q`: several query heads then
-    share a key-value head. With a `window`, a query at position i sees only the keys at the positions from i - `window`
-    + 1 to i. With a `cap`, a score s is cap · tanh(s / cap). With `sinks` [heads], each query also sees a key whose
-    score is its head's sink, and whose value is 0.
+    share a key-value head. With `sinks` [heads], each query also sees a key whose score is its head's sink, and whose
+    value is 0.
     """
 
     def __call__(
@@ -41,9 +54,7 @@ class Attention(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None = None,
+        rule: ScoreRule,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from . import Kernels, chunked_attention
+from . import Kernels, ScoreRule, chunked_attention
 
 if TYPE_CHECKING:
     import torch
@@ -33,24 +33,22 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    cap: float | None = None,
+    rule: ScoreRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import torch_npu
 
-    if cap or sinks is not None:  # the fused operator has neither
-        return chunked_attention.attention(q, k, v, scaling, window, cap, sinks)
+    if rule.cap or sinks is not None:  # the fused operator has neither
+        return chunked_attention.attention(q, k, v, rule, sinks)
 
     _, heads, width, _ = q.shape
     mask_options: Any = {"sparse_mode": CAUSAL}
-    if window is not None and width > window:
-        mask_options = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
+    if rule.window is not None and width > rule.window:
+        mask_options = {"sparse_mode": BAND, "pre_tockens": rule.window - 1, "next_tockens": 0}
     # Tensors are stored by node, then by head, so these are not copies.
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     mask = _build_causal_mask(q.device)
-    out = torch_npu.npu_fusion_attention(q, k, v, heads, "BSND", scale=scaling, atten_mask=mask, **mask_options)
+    out = torch_npu.npu_fusion_attention(q, k, v, heads, "BSND", scale=rule.scaling, atten_mask=mask, **mask_options)
     output: torch.Tensor = out[0].transpose(1, 2)
     return output
 

@@ -18,14 +18,14 @@ from ..sizes import SCORES
 if TYPE_CHECKING:
     import torch
 
+    from . import ScoreRule
+
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    cap: float | None,
+    rule: ScoreRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention; see `Attention` in this package."""
@@ -33,7 +33,7 @@ def attention(
     if repeats > 1:
         k = k.repeat_interleave(repeats, 1)
         v = v.repeat_interleave(repeats, 1)
-    output: torch.Tensor = _make_function()(q, k, v, sinks, scaling, window, cap)
+    output: torch.Tensor = _make_function()(q, k, v, sinks, rule)
     return output
 
 
@@ -44,24 +44,22 @@ def _make_function() -> Any:
     class Chunked(torch.autograd.Function):
         @staticmethod
         def forward(
-            saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, scaling: float, *settings: Any
+            saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, rule: ScoreRule
         ) -> torch.Tensor:
-            window, cap = settings
-            out, lse = compute_outputs(q, k, v, _make_mask(q, window), scaling, cap)
+            out, lse = compute_outputs(q, k, v, _make_mask(q, rule.window), rule)
             if sinks is not None:
                 out, lse = add_sinks(out, lse, sinks)
             saved.save_for_backward(q, k, v, sinks, out, lse)
-            saved.settings = scaling, window, cap
+            saved.rule = rule
             return out
 
         @staticmethod
         def backward(saved: Any, *grad_outputs: torch.Tensor) -> Any:
             q, k, v, sinks, out, lse = saved.saved_tensors
-            scaling, window, cap = saved.settings
-            mask = _make_mask(q, window)
-            dq, dk, dv = compute_gradients(grad_outputs[0], q, k, v, out, lse, mask, scaling, cap)
+            mask = _make_mask(q, saved.rule.window)
+            dq, dk, dv = compute_gradients(grad_outputs[0], q, k, v, out, lse, mask, saved.rule)
             dsinks = None if sinks is None else compute_sink_gradients(grad_outputs[0], sinks, out, lse)
-            return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+            return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
     return Chunked.apply
 
@@ -81,17 +79,17 @@ def compute_outputs(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    cap: float | None = None,
+    rule: ScoreRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the log-sum-exps of attention.
 
-    Attention is causal if `mask` is None. For a query that sees no key, the output is 0 and the log-sum-exp is -inf.
+    `mask` says which keys each query sees, instead of the window of `rule`. Attention is causal if `mask` is None. For
+    a query that sees no key, the output is 0 and the log-sum-exp is -inf.
     """
     import torch
 
     parts = []
-    for _, seen, scores in _iterate_scores(q, k, mask, scaling, cap):
+    for _, seen, scores in _iterate_scores(q, k, mask, rule):
         lse = scores.logsumexp(-1)
         parts.append(((scores - lse.nan_to_num(neginf=0.0)[..., None]).exp().to(v.dtype) @ v[:, :, seen], lse))
     outs, lses = zip(*parts, strict=True)
@@ -106,8 +104,7 @@ def compute_gradients(
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    cap: float | None = None,
+    rule: ScoreRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values.
 
@@ -118,13 +115,13 @@ def compute_gradients(
 
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (k, v))
-    for span, seen, scores in _iterate_scores(q, k, mask, scaling, cap):
+    for span, seen, scores in _iterate_scores(q, k, mask, rule):
         share = (scores - lse[:, :, span, None]).exp()
         part = grad_output[:, :, span]
         delta = (part * out[:, :, span]).sum(-1, keepdim=True, dtype=lse.dtype)
-        change = share * ((part @ v[:, :, seen].transpose(2, 3)) - delta) * scaling
-        if cap:  # the slope of the cap; a key that is not seen has no share
-            change = change * (1 - (scores / cap).clamp(min=-1).square())
+        change = share * ((part @ v[:, :, seen].transpose(2, 3)) - delta) * rule.scaling
+        if rule.cap:  # the slope of the cap; a key that is not seen has no share
+            change = change * (1 - (scores / rule.cap).clamp(min=-1).square())
         change = change.to(q.dtype)
         dq[:, :, span] = change @ k[:, :, seen]
         dk[:, :, seen] += change.transpose(2, 3) @ q[:, :, span]
@@ -150,7 +147,7 @@ def compute_sink_gradients(
 
 
 def _iterate_scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float, cap: float | None
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield the scores of some queries at a time.
 
@@ -164,9 +161,9 @@ def _iterate_scores(
         span = slice(begin, min(begin + chunk, width))
         seen = slice(0, span.stop if mask is None else width)
         scores = (q[:, :, span] @ k[:, :, seen].transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
-        scores = scores * scaling
-        if cap:
-            scores = (scores / cap).tanh() * cap
+        scores = scores * rule.scaling
+        if rule.cap:
+            scores = (scores / rule.cap).tanh() * rule.cap
         if mask is None:
             visible = torch.ones(span.stop - begin, span.stop, dtype=torch.bool, device=q.device).tril(begin)
         else:

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from . import ScoreRule
+
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    cap: float | None = None,
+    rule: ScoreRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q kᵀ · scaling) v over the keys that each query sees.
 
-    A query sees the key at its own position and the keys at earlier positions. With a `window`, a query sees only the
-    last `window` of these keys. A `cap` bounds the scores. A sink is the score of a further key without a value.
+    A query sees the key at its own position and the keys at earlier positions. With a window, a query sees only the
+    last of these keys. A cap bounds the scores. A sink is the score of a further key without a value.
     """
     import torch
 
@@ -31,10 +31,10 @@ def attention(
     positions = torch.arange(q.shape[2])
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     distance = positions[:, None] - positions  # distance of a key before a query
-    visible = (distance >= 0) & (distance < (window or len(positions)))
-    scores = q @ k.transpose(2, 3) * scaling
-    if cap:
-        scores = cap * (scores / cap).tanh()
+    visible = (distance >= 0) & (distance < (rule.window or len(positions)))
+    scores = q @ k.transpose(2, 3) * rule.scaling
+    if rule.cap:
+        scores = rule.cap * (scores / rule.cap).tanh()
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is None:
         return scores.softmax(-1) @ v

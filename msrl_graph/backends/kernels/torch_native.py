@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from . import Kernels, chunked_attention
+from . import Kernels, ScoreRule, chunked_attention
 
 if TYPE_CHECKING:
     import torch
@@ -19,15 +19,13 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    cap: float | None = None,
+    rule: ScoreRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import torch
 
-    if cap or sinks is not None:  # torch's fused kernels have neither
-        return chunked_attention.attention(q, k, v, scaling, window, cap, sinks)
+    if rule.cap or sinks is not None:  # torch's fused kernels have neither
+        return chunked_attention.attention(q, k, v, rule, sinks)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -36,11 +34,12 @@ def attention(
             v,
             attn_mask=mask,
             is_causal=mask is None,
-            scale=scaling,
+            scale=rule.scaling,
             enable_gqa=k.shape[1] != q.shape[1],
         )
 
     width = q.shape[2]
+    window = rule.window
     if window is None or width <= window:
         return attend(q, k, v)
     # Each block of `window` queries sees keys of its own block and of the block before, so that work and mask do not

@@ -100,12 +100,13 @@ def random(seed, dtype, *shape):
 def test_attention_is_the_formula(table, rows, heads, each, width, size, window, cap, sinks, dtype, seed):
     q = random(seed, dtype, rows, width, heads * each, size).transpose(1, 2)
     k, v = (random(seed + i, dtype, rows, width, heads, size).transpose(1, 2) for i in (1, 2))
+    rule = kernels.ScoreRule(0.4, window, cap)
     with Operators().there() as operators:
         if sinks:
             functions = (with_sinks(TABLES[table].attention), with_sinks(reference.attention))
-            agree(*functions, (q, k, v, random(seed + 3, dtype, heads * each)), 0.4, window, cap)
+            agree(*functions, (q, k, v, random(seed + 3, dtype, heads * each)), rule)
         else:
-            agree(TABLES[table].attention, reference.attention, (q, k, v), 0.4, window, cap)
+            agree(TABLES[table].attention, reference.attention, (q, k, v), rule)
     assert operators.calls == ({} if cap or sinks or table == "torch's own" else {"npu_fusion_attention": 1})
 
 
