@@ -15,7 +15,7 @@ from ..ir.graph import Column, Graph, Node, Worker
 from ..ir.plan import Plan
 from ..model.architecture import Model
 from ..model.models import read_token_texts
-from ..model.presets import find_tokenizer_name
+from ..model.preset_names import find_tokenizer_name
 from .stage import PlanContext
 
 KINDS = ("policy", "value", "reward_model")

@@ -22,12 +22,13 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.tensors import Tensor
-from . import presets, quantization
+from . import preset_names, quantization
 from .architecture import Model
 from .families import FAMILIES, Family, find_family
 from .features import FEATURES
 from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
 from .layers import ExpertMlp, GroupedQueryAttention, Layer
+from .presets import PRESETS
 from .quantization import FolderWeight
 
 # The type in which a model of a type is trained. float16 would need scaled losses; bfloat16 has the range of float32.
@@ -77,8 +78,8 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     bare = "/" not in target and target not in (".", "..")
     config = folder / target / "config.json"
     hub = "" if bare or is_folder(config.parent) else hub_name(target)
-    if (bare or hub) and (preset := presets.find_preset(target)):
-        return _make_model(target, "", presets.PRESETS[preset], dtype, span)
+    if (bare or hub) and (preset := preset_names.find_preset(target)):
+        return _make_model(target, "", PRESETS[preset], dtype, span)
     if bare or not is_file(config):
         raise Fault(_make_unknown_model(target, folder, hub, span))
     return _load_folder(target, config.parent, str(config.parent.resolve()), dtype, span)
@@ -114,8 +115,8 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
         message = (
             f"`{target}` is not a folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
         )
-        help = f"{presets.download(hub)}; {shape}"
-        if near := presets.find_similar_preset(hub):
+        help = f"{preset_names.download(hub)}; {shape}"
+        if near := preset_names.find_similar_preset(hub):
             help = f"to plan with its shape, write the preset `{near}`; {help}"
     elif "/" in target or target in (".", ".."):
         exists = is_folder(folder / target)
@@ -126,7 +127,7 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
         help = f'for the folder next to the program, write `"./{target}"`'
     else:
         message = f"no model preset is called `{target}`"
-        help = presets.suggest_presets(target)
+        help = preset_names.suggest_presets(target)
         if not help.startswith("did"):
             help += f"; {shape}, a run also its weights: write a folder with a slash, `./my-model`"
     return Diagnostic("unknown-model", message, span, help)

@@ -1,18 +1,10 @@
 """Presets: models that msrl_graph knows by name, so that a plan needs no folder.
 
 Invariant: a preset's fields equal the fields of the config.json that was published with the model's weights. The
-preset's parameter count equals the published parameter count (tests/model/test_models.py). A name matches a preset if
-it differs from the preset's name only in case, in the owner on the Hub, and in words that change no size (`Instruct`,
-`Base`, a date). Any other name is unknown.
+preset's parameter count equals the published parameter count (tests/model/test_presets.py).
 """
 
 from __future__ import annotations
-
-import re
-from collections.abc import Iterator, Sequence
-
-from ..diagnostics import nearest
-from ..files.paths import hub_name
 
 
 def _preset(
@@ -94,6 +86,8 @@ _GLM_AIR = _GLM_EXPERTS | {
 _SMALL_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
 _GRANITE = _SMALL_GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 _SMALL_GRANITE |= {"logits_scaling": 8.0}
+_LLAMA2 = {"torch_dtype": "float16"}
+_QWEN3_CODER = _QWEN3_EXPERTS | {"num_experts": 160, "moe_intermediate_size": 2560}
 _MISTRAL = {"head_dim": 128, "sliding_window": None}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _MINIMAX = {"head_dim": 128, "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8}
@@ -108,6 +102,10 @@ _GEMMA3 = {"head_dim": 256, "query_pre_attn_scalar": 256, **_TIED}
 _GEMMA3_LARGE = {"head_dim": 128, "query_pre_attn_scalar": 168}
 _GEMMA3_LONG = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PRESETS: dict[str, dict[str, object]] = {
+    "qwen2-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),
+    "qwen2-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936, **_TIED),
+    "qwen2-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
+    "qwen2-72b": _preset("Qwen2", 8192, 80, 64, 8, 29568, 152064),
     "qwen2.5-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),
     "qwen2.5-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936, **_TIED),
     "qwen2.5-3b": _preset("Qwen2", 2048, 36, 16, 2, 11008, 151936, **_TIED),
@@ -125,6 +123,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "qwen3-235b-a22b": _preset(
         "Qwen3Moe", 4096, 94, 64, 4, 12288, 151936, moe_intermediate_size=1536, **_QWEN3_EXPERTS
     ),
+    "qwen3-coder-480b-a35b": _preset("Qwen3Moe", 6144, 62, 96, 8, 8192, 151936, **_QWEN3_CODER),
     "deepseek-v3-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
     "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
     "moonlight-16b-a3b": _preset("DeepseekV3", 2048, 27, 16, 16, 11264, 163840, **_MOONLIGHT),
@@ -135,6 +134,12 @@ PRESETS: dict[str, dict[str, object]] = {
     "deepseek-r1-distill-qwen-32b": _preset("Qwen2", 5120, 64, 40, 8, 27648, 152064),
     "deepseek-r1-distill-llama-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
     "deepseek-r1-distill-llama-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "deepseek-r1-0528-qwen3-8b": _preset("Qwen3", 4096, 36, 32, 8, 12288, 151936, **_QWEN3),
+    "deepseek-llm-7b": _preset("Llama", 4096, 30, 32, 32, 11008, 102400),
+    "deepseek-coder-6.7b": _preset("Llama", 4096, 32, 32, 32, 11008, 32256),
+    "llama2-7b": _preset("Llama", 4096, 32, 32, 32, 11008, 32000, **_LLAMA2),
+    "llama2-13b": _preset("Llama", 5120, 40, 40, 40, 13824, 32000, **_LLAMA2),
+    "llama2-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 32000, **_LLAMA2),
     "llama3-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
     "llama3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
     "llama3.1-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
@@ -143,9 +148,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "llama3.2-1b": _preset("Llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, **_TIED),
     "llama3.2-3b": _preset("Llama", 3072, 28, 24, 8, 8192, 128256, head_dim=128, **_TIED),
     "llama3.3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "tinyllama-1.1b": _preset("Llama", 2048, 22, 32, 4, 5632, 32000),
+    "smollm2-135m": _preset("Llama", 576, 30, 9, 3, 1536, 49152, **_TIED),
+    "smollm2-360m": _preset("Llama", 960, 32, 15, 5, 2560, 49152, **_TIED),
+    "smollm2-1.7b": _preset("Llama", 2048, 24, 32, 32, 8192, 49152, **_TIED),
     "mistral-7b-v0.1": _preset("Mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=4096),
     "mistral-7b-v0.2": _preset("Mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=None),
     "mistral-7b-v0.3": _preset("Mistral", 4096, 32, 32, 8, 14336, 32768, sliding_window=None),
+    "ministral-8b": _preset("Mistral", 4096, 36, 32, 8, 12288, 131072, head_dim=128, sliding_window=32768),
     "mistral-nemo-12b": _preset("Mistral", 5120, 40, 32, 8, 14336, 131072, **_MISTRAL),
     "mistral-small-22b": _preset("Mistral", 6144, 56, 48, 8, 16384, 32768, **_MISTRAL),
     "mistral-small-24b": _preset("Mistral", 5120, 40, 32, 8, 32768, 131072, **_MISTRAL),
@@ -192,46 +202,9 @@ PRESETS: dict[str, dict[str, object]] = {
     "gemma3-27b": _preset("Gemma3", 5376, 62, 32, 16, 21504, 262208, **_GEMMA3 | _GEMMA3_LARGE, **_GEMMA3_LONG),
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
-# Names without a size, for series that have only one size.
-_SIZES = {
-    "deepseek-v3": "deepseek-v3-671b",
-    "deepseek-v3.1": "deepseek-v3-671b",
-    "deepseek-r1": "deepseek-r1-671b",
-    "moonlight": "moonlight-16b-a3b",
-    "kimi-k2": "kimi-k2-1t",
-    "kimi-k2-0905": "kimi-k2-1t",
-    "glm4.5": "glm4.5-355b-a32b",
-    "glm4.6": "glm4.5-355b-a32b",
-    "glm4.5-air": "glm4.5-air-106b-a12b",
-    "mistral-nemo": "mistral-nemo-12b",
-    "mistral-large": "mistral-large-123b",
-    "mixtral-8x7b": "mixtral-8x7b-v0.1",
-    "mixtral-8x22b": "mixtral-8x22b-v0.1",
-    "mixtral-8x22b-instruct-v0.1": "mixtral-8x22b-v0.3",  # with more tokens than the base model
-    "minimax-m2": "minimax-m2-230b-a10b",
-    "minimax-m2.1": "minimax-m2-230b-a10b",
-    "minimax-m2.5": "minimax-m2-230b-a10b",
-    "gemma1.1-2b": "gemma-2b",
-    "gemma1.1-7b": "gemma-7b",
-    "olmo3.1-32b": "olmo3-32b",
-    "phi4": "phi4-14b",
-    "phi4-reasoning": "phi4-14b",
-    "phi4-reasoning-plus": "phi4-14b",
-    "phi4-mini-reasoning": "phi4-mini",
-    "glm-z1-9b-0414": "glm4-9b-0414",
-    "glm-z1-32b-0414": "glm4-32b-0414",
-    "granite3.1-2b": "granite3.0-2b",
-    "granite3.1-8b": "granite3.0-8b",
-    "granite3.2-2b": "granite3.0-2b",
-    "granite3.2-8b": "granite3.0-8b",
-}
-# Words of a name that do not change the size: what the weights were trained for, and when.
-_WORDS = re.compile(r"-(?:instruct|base|chat|thinking|think|zero|it|pt|sft|dpo|\d{4})(?=-|$)")
-_SUBJECTS = re.compile(r"^(qwen2\.5|qwen3)-(?:math|coder)-")
-# The presets of `Llama-3.1` and `Meta-Llama-3` begin with `llama3.1` and `llama3`. `gemma-2b` is no second series.
-_SERIES = re.compile(r"^(?:meta-)?(?:(llama|qwen)-(?=\d)|(gemma|glm|granite|olmo|phi)-(?=\d+(?:\.\d+)?(?:-|$)))")
 # The tokenizer of presets, by a prefix of the preset's name. All sizes of a series share one; `tiny` has none.
 TOKENIZERS = {
+    "qwen2": "Qwen2",
     "qwen2.5": "Qwen2.5",
     "qwen3": "Qwen3",
     "deepseek": "DeepSeek-V3",
@@ -239,13 +212,20 @@ TOKENIZERS = {
     "kimi-k2": "Kimi K2",
     "deepseek-r1-distill-qwen": "DeepSeek-R1-Distill-Qwen",
     "deepseek-r1-distill-llama": "DeepSeek-R1-Distill-Llama",
+    "deepseek-r1-0528-qwen3": "DeepSeek-R1-0528-Qwen3",
+    "deepseek-llm": "DeepSeek LLM",
+    "deepseek-coder": "DeepSeek Coder",
+    "llama2": "Llama 2",
     "llama3": "Llama 3",
+    "tinyllama": "Llama 2",
+    "smollm2": "SmolLM2",
     "mistral-7b-v0.1": "Mistral v1",
     "mistral-7b-v0.2": "Mistral v1",
     "mistral-7b-v0.3": "Mistral v3",
     "mistral-small-22b": "Mistral v3",
     "mistral-large": "Mistral v3",
     "mistral-nemo": "Mistral Tekken v3",
+    "ministral": "Mistral Tekken v3",
     "mistral-small-24b": "Mistral Tekken v7",
     "mixtral": "Mistral v1",
     "mixtral-8x22b-v0.3": "Mistral v3",
@@ -264,102 +244,3 @@ TOKENIZERS = {
     "glm4": "GLM-4",
     "glm4.5": "GLM-4.5",
 }
-
-
-def find_preset(target: str) -> str:
-    """Return the preset that matches a model's name; "" if there is none.
-
-    The name may be the name of a preset or a name on the Hub.
-    """
-    name = _normalize_name(target)
-    for candidate in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
-        if (preset := _SIZES.get(candidate, candidate)) in PRESETS:
-            return preset
-    return ""
-
-
-def download(hub: str) -> str:
-    """Return a help text that says how to download a model's folder from the Hub."""
-    folder = f"./{hub.rsplit('/', 1)[-1]}"
-    return f'download it, `hf download {hub} --local-dir {folder}`, and name the folder: `"{folder}"`'
-
-
-def _normalize_name(target: str) -> str:
-    name = (hub_name(target) or target).rsplit("/", 1)[-1].lower().replace("_", "-")
-    return _SERIES.sub(lambda match: match[1] or match[2], name)
-
-
-def find_tokenizer_name(name: str) -> str | None:
-    """Return the name of a preset's tokenizer.
-
-    Returns None if `name` is not a preset's name, or if the preset has no tokenizer.
-    """
-    preset = find_preset(name)
-    prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
-    return TOKENIZERS.get(prefix)
-
-
-def find_similar_preset(hub: str) -> str:
-    """Return the preset whose name is the longest prefix of a Hub name.
-
-    Returns "" if no preset's name is a prefix of the Hub name. The model on the Hub may have the same shape as the
-    returned preset.
-    """
-    return max(
-        (preset for preset in PRESETS if re.match(rf"{re.escape(preset)}(?:-|$)", _normalize_name(hub))),
-        key=len,
-        default="",
-    )
-
-
-def suggest_presets(target: str) -> str:
-    """Return a help text for an unknown preset name.
-
-    The text has the most similar preset. If no preset is similar, it has the presets that begin with the same word, or
-    the words that presets begin with.
-    """
-    name = _normalize_name(target)
-    numbers = _find_numbers(name)
-    for tolerance in (0.0, 0.1):  # 33b is close to 32b, and 8b is another model than 7b
-        help = nearest(
-            name, [preset for preset in PRESETS if _match_numbers(numbers, _find_numbers(preset), tolerance)]
-        )
-        if help.startswith("did"):
-            return help
-    words: dict[str, list[str]] = {}
-    for preset in PRESETS:
-        words.setdefault(_find_word(preset), []).append(preset)
-    if same := words.get(_find_word(name)):
-        return f"the presets, for plans, are {', '.join(_format_series(same))}"
-    return f"the names of the presets, for plans, begin with {', '.join(f'`{word}`' for word in words)}"
-
-
-def _find_word(name: str) -> str:
-    """Return the letters that a name begins with."""
-    return re.match("[a-z]*", name)[0]  # type: ignore[index]
-
-
-def _match_numbers(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
-    """Return whether the numbers in a name equal the numbers in a preset's name.
-
-    The last number is the model's size. The size may differ from the preset's size by the fraction `tolerance`.
-    """
-    pairs = [*zip(map(float, numbers), map(float, preset), strict=False)]
-    exact = len(pairs) if len(numbers) < len(preset) else len(preset) - 1
-    return all(number == preset_number for number, preset_number in pairs[:exact]) and all(
-        abs(number - preset_number) <= tolerance * preset_number for number, preset_number in pairs[exact:]
-    )
-
-
-def _find_numbers(name: str) -> list[str]:
-    return re.findall(r"\d+(?:\.\d+)?", name)
-
-
-def _format_series(names: Sequence[str]) -> Iterator[str]:
-    """Yield one text per series of presets, such as "`qwen2.5-` 0.5b 1.5b 3b"."""
-    sizes_by_series: dict[str, list[str]] = {}
-    for name in names:
-        series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*[bm]))?", name).groups()  # type: ignore[union-attr]
-        sizes_by_series.setdefault(series, []).extend([size] if size else [])
-    for series, sizes in sizes_by_series.items():
-        yield f"`{series}-` {' '.join(sizes)}" if len(sizes) > 1 else f"`{'-'.join([series, *sizes])}`"

@@ -11,7 +11,7 @@ from typing import get_args
 from ..backends import ENGINES, can_build
 from ..hardware.device_kinds import Where
 from ..ir.kinds import join_words
-from ..model import models, presets
+from ..model import models, preset_names, presets
 from ..model.families import FAMILIES
 from ..model.features import FEATURES
 
@@ -21,7 +21,7 @@ def models_table() -> str:
     lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
     for name in presets.PRESETS:
         model = models.load(name, Path())
-        tokenizer = presets.find_tokenizer_name(name) or "its own"
+        tokenizer = preset_names.find_tokenizer_name(name) or "its own"
         shape = f"{model.parameters / 1e9:.3g} B | {model.layers} | {model.hidden}"
         lines.append(f"| `{name}` | {model.family} | {shape} | {tokenizer} |")
     architectures = ", ".join(f"`{family.architecture}`" for family in FAMILIES.built_in.values())

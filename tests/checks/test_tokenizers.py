@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from language import TESTS, told
 
-from msrl_graph.model import presets
+from msrl_graph.model import preset_names, presets
 
 MODEL = TESTS.parent / "examples" / "arithmetic" / "model"
 PROGRAM = """\
@@ -81,7 +81,7 @@ def test_a_preset_and_a_folder_are_not_compared() -> None:
 
 
 def test_every_preset_has_a_tokenizer() -> None:
-    assert [name for name in presets.PRESETS if presets.find_tokenizer_name(name) is None] == ["tiny"]
+    assert [name for name in presets.PRESETS if preset_names.find_tokenizer_name(name) is None] == ["tiny"]
 
 
 BETWEEN = """\

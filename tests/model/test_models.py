@@ -15,88 +15,11 @@ from msrl_graph.ir.workload import kv_elements
 from msrl_graph.model.families import find_family
 from msrl_graph.model.fields import ConfigError, engine_fields, read_fields
 from msrl_graph.model.models import load, read_engine_fields
-from msrl_graph.model.presets import PRESETS, find_tokenizer_name
+from msrl_graph.model.presets import PRESETS
 from msrl_graph.runtime.driver import preflight
 from msrl_graph.sharding.layout import Layout
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    # Counts of the published checkpoints.
-    [
-        ("qwen2.5-7b", 7_615_616_512),
-        ("qwen2.5-32b", 32_763_876_352),
-        ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-1.5b", 1_543_714_304),
-        ("qwen2.5-3b", 3_085_938_688),
-        ("qwen2.5-14b", 14_770_033_664),
-        ("qwen2.5-72b", 72_706_203_648),
-        ("deepseek-r1-distill-qwen-1.5b", 1_777_088_000),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        ("llama3.1-405b", 405_853_388_800),
-        ("llama3.2-1b", 1_235_814_400),
-        ("llama3.2-3b", 3_212_749_824),
-        ("qwen3-0.6b", 596_049_920),
-        ("qwen3-1.7b", 1_720_574_976),
-        ("qwen3-4b", 4_022_468_096),
-        ("qwen3-8b", 8_190_735_360),
-        ("qwen3-14b", 14_768_307_200),
-        ("qwen3-32b", 32_762_123_264),
-        ("qwen3-30b-a3b", 30_532_122_624),
-        ("qwen3-235b-a22b", 235_093_634_560),
-        ("deepseek-r1-671b", 671_026_419_200),
-        ("mistral-7b-v0.1", 7_241_732_096),
-        ("mistral-7b-v0.3", 7_248_023_552),
-        ("mistral-nemo-12b", 12_247_782_400),
-        ("mistral-small-22b", 22_247_282_688),
-        ("mistral-small-24b", 23_572_403_200),
-        ("mistral-large-123b", 122_610_069_504),
-        ("mixtral-8x7b-v0.1", 46_702_792_704),
-        ("mixtral-8x22b-v0.1", 140_620_634_112),
-        ("mixtral-8x22b-v0.3", 140_630_071_296),
-        ("olmo2-1b", 1_484_916_736),
-        ("olmo2-7b", 7_298_617_344),
-        ("olmo2-13b", 13_716_198_400),
-        ("olmo2-32b", 32_234_279_936),
-        ("smollm3-3b", 3_075_098_624),
-        ("granite3.0-2b", 2_533_531_648),
-        ("granite3.0-8b", 8_170_848_256),
-        ("granite3.3-2b", 2_533_539_840),
-        ("granite3.3-8b", 8_170_864_640),
-        ("seed-oss-36b", 36_151_104_512),
-        ("olmo3-7b", 7_298_011_136),
-        ("olmo3-32b", 32_233_522_176),
-        ("moonlight-16b-a3b", 15_960_110_208),
-        # Without the layer for multi-token prediction: a layer, an embedding, a head, a projection and three norms.
-        ("glm4.5-355b-a32b", 358_337_791_296 - 5120 * (2 * 151552 + 2 * 5120 + 3) - 3_935_625_632),
-        ("glm4.5-air-106b-a12b", 110_468_824_832 - 4096 * (2 * 151552 + 2 * 4096 + 3) - 2_341_492_864),
-        ("gpt-oss-20b", 20_914_757_184),
-        ("gpt-oss-120b", 116_829_156_672),
-        ("gemma-2b", 2_506_172_416),
-        ("gemma-7b", 8_537_680_896),
-        ("gemma2-2b", 2_614_341_888),
-        ("gemma2-9b", 9_241_705_984),
-        ("gemma2-27b", 27_227_128_320),
-        ("gemma3-270m", 268_098_176),
-        ("gemma3-1b", 999_885_952),
-        # Without what reads images: a vision tower, and a projection from its 1,152 to the hidden size with a norm.
-        ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1152 * 2561),
-        ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1152 * 3841),
-        ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1152 * 5377),
-        ("phi3-mini-4k", 3_821_079_552),
-        ("phi3-medium-4k", 13_960_238_080),
-        ("phi4-14b", 14_659_507_200),
-        ("phi4-mini", 3_836_021_760),
-        ("glm4-9b-hf", 9_399_951_360),
-        ("glm4-9b-0414", 9_400_279_040),
-        ("glm4-32b-0414", 32_566_081_536),
-    ],
-)
-def test_counts_are_the_published_ones(name: str, parameters: int) -> None:
-    assert load(name, Path()).parameters == parameters
 
 
 def test_tiny_is_about_a_million_in_float32() -> None:
@@ -192,79 +115,6 @@ def test_what_divides_experts_and_latent_attention() -> None:
     }
     assert {n: (t.shape, t.tp_dim, t.unit, t.experts) for n, t in tensors.items() if n in expected} == expected
     assert tensors["model.layers.2.mlp.gate_proj.weight"].shape == (18432, 7168)
-
-
-NAMES = {
-    "QWEN2.5-7B": "qwen2.5-7b",
-    "Qwen/Qwen3-8B": "qwen3-8b",
-    "https://huggingface.co/Qwen/Qwen3-8B-Base": "qwen3-8b",
-    "Qwen2.5-Math-1.5B-Instruct": "qwen2.5-1.5b",
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
-    "meta-llama/Meta-Llama-3-8B-Instruct": "llama3-8b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
-    "Llama-3.3-70B": "llama3.3-70b",
-    "DeepSeek-V3": "deepseek-v3-671b",
-    "deepseek-ai/DeepSeek-R1-0528": "deepseek-r1-671b",
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": "deepseek-r1-distill-qwen-7b",
-    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
-    "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
-    "mistralai/Mistral-Nemo-Instruct-2407": "mistral-nemo-12b",
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b-v0.1",
-    "Mixtral-8x22B": "mixtral-8x22b-v0.1",
-    "mistralai/Mixtral-8x22B-Instruct-v0.1": "mixtral-8x22b-v0.3",
-    "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight-16b-a3b",
-    "moonshotai/Kimi-K2-Instruct": "kimi-k2-1t",
-    "moonshotai/Kimi-K2-Base": "kimi-k2-1t",
-    "moonshotai/Kimi-K2-Instruct-0905": "kimi-k2-1t",
-    "openai/gpt-oss-20b": "gpt-oss-20b",
-    "openai/gpt-oss-120b": "gpt-oss-120b",
-    "MiniMaxAI/MiniMax-M2": "minimax-m2-230b-a10b",
-    "MiniMaxAI/MiniMax-M2.5": "minimax-m2-230b-a10b",
-    "zai-org/GLM-4.5": "glm4.5-355b-a32b",
-    "zai-org/GLM-4.5-Base": "glm4.5-355b-a32b",
-    "zai-org/GLM-4.5-Air": "glm4.5-air-106b-a12b",
-    "zai-org/GLM-4.6": "glm4.5-355b-a32b",
-    "zai-org/GLM-4.5V": "",  # it reads images
-    "allenai/OLMo-2-1124-7B-Instruct": "olmo2-7b",
-    "allenai/OLMo-2-0325-32B-DPO": "olmo2-32b",
-    "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
-    "ibm-granite/granite-3.3-8b-instruct": "granite3.3-8b",
-    "ibm-granite/granite-3.1-2b-base": "granite3.0-2b",
-    "ByteDance-Seed/Seed-OSS-36B-Instruct": "seed-oss-36b",
-    "google/gemma-2b-it": "gemma-2b",
-    "google/gemma-2-2b-it": "gemma2-2b",
-    "google/gemma-2-27b": "gemma2-27b",
-    "google/gemma-3-270m": "gemma3-270m",
-    "google/gemma-3-27b-it": "gemma3-27b",
-    "allenai/Olmo-3-1025-7B": "olmo3-7b",
-    "allenai/Olmo-3-7B-Think-SFT": "olmo3-7b",
-    "allenai/Olmo-3.1-32B-Instruct": "olmo3-32b",
-    "microsoft/phi-4": "phi4-14b",
-    "microsoft/Phi-4-mini-instruct": "phi4-mini",
-    "microsoft/Phi-4-reasoning": "phi4-14b",
-    "microsoft/Phi-3-mini-4k-instruct": "phi3-mini-4k",
-    "microsoft/Phi-3.5-mini-instruct": "phi3.5-mini",
-    "zai-org/GLM-4-9B-0414": "glm4-9b-0414",
-    "THUDM/GLM-Z1-32B-0414": "glm4-32b-0414",
-    "THUDM/glm-4-9b-chat-hf": "glm4-9b-hf",
-    "Qwen/Qwen2.5-7B-Instruct-AWQ": "",  # its weights are others
-    "Qwen/Qwen3-8B-FP8": "",
-    "Qwen/Qwen2.5-8B": "",
-    "Qwen/Qwen3-VL-8B-Instruct": "",
-    "./qwen3-8b": "",
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_preset_has_the_names_that_people_write(name: str, tmp_path: Path) -> None:
-    preset = NAMES[name]
-    if not preset:
-        with pytest.raises(Fault):
-            load(name, tmp_path)
-        return
-    found = load(name, tmp_path)
-    assert (found.name, found.path) == (name, "") and found.tensors == load(preset, tmp_path).tensors
-    assert find_tokenizer_name(name) == find_tokenizer_name(preset) is not None
 
 
 def test_a_folder_comes_before_a_name_on_the_hub(tmp_path: Path) -> None:

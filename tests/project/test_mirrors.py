@@ -80,7 +80,6 @@ COVERED = {
         "model/architecture",
         "model/families/deepseek_v3",
         "model/mlps",
-        "model/presets",
         "runtime/driver/preflight",
     ),
     "passes/test_verify.py": (

@@ -18,7 +18,7 @@ from ...files.paths import hub_name
 from ...files.weights import PATTERNS
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import Plan
-from ...model import presets
+from ...model import preset_names
 from ..process import interpreters
 from ..process.host_facts import Versions
 from ..process.host_requirements import RANKS_A_CORE, files_read, row_memory
@@ -183,7 +183,7 @@ def _check_files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]
     for model in models.values():
         if not model.path:
             hub = hub_name(model.name)
-            help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
+            help = preset_names.download(hub) if hub else 'name a folder: model policy = "./my-model"'
             message = f"{model.name} is a preset: its shape is known, but its weights are missing"
             yield Finding("plan-files", message, "wrong", help)
     for title, paths in _files_read(plan).items():

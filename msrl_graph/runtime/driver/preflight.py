@@ -23,7 +23,7 @@ from ...files import fix_commands
 from ...files.paths import hub_name
 from ...files.weights import PATTERNS, candidate_weight_files
 from ...ir.plan import Placement, Plan
-from ...model import presets
+from ...model import preset_names
 from ...model.architecture import Model
 from ...sharding.layout import AXES, Layout
 from ...trackers import find_tracker, is_file
@@ -65,7 +65,7 @@ def _check_models(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
         if not model.path:
             message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
             hub = hub_name(model.name)
-            help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
+            help = preset_names.download(hub) if hub else 'name a folder: model policy = "./my-model"'
             yield Diagnostic("unknown-model", message, model.span, help)
             continue
         if not candidate_weight_files(model.path):
