@@ -37,7 +37,9 @@ def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec |
     preset = find_preset(str(target.value))
     if not preset:
         help = describe_other_device(normalize_name(str(target.value))) or nearest(str(target.value).lower(), DEVICES)
-        if not help.startswith(("did", "it has no preset")):
+        if help.startswith("did"):
+            help = f"{help} Or, {EXAMPLE}"
+        elif not help.startswith("it has no preset"):
             help = f"the presets are {', '.join(f'`{device_name}`' for device_name in DEVICES)}; {EXAMPLE}"
         problems.report("unknown-device", f"no device is called `{target.value}`", target.span, help)
         return None

@@ -242,26 +242,30 @@ _ALIASES = {
     "a800-pcie": ("a800-80gb-pcie",),
     "h100-pcie": ("h100-80gb-pcie",),
     "h800-pcie": ("h800-80gb-pcie",),
+    "b200": ("b200-192gb",),  # of which 180 GB are usable
     "gb200": ("gb200 nvl72",),
     "rtx-a6000": ("a6000",),
     "rtx-6000-ada": ("6000 ada",),
     "rtx-pro-6000": ("pro 6000", "rtx pro 6000 workstation"),
     **{f"rtx{number}": (str(number),) for number in (3090, 4090, 5090)},
 }
+# Words of makers, by the kind of their devices; "" for makers of other kinds.
+_MAKERS = {CUDA.name: "nvidia|geforce|tesla|hgx|dgx", ASCEND.name: "huawei|ascend", "": "amd|instinct|intel|google|aws"}
 # Words that do not tell devices apart.
-_MAKERS = re.compile(
-    "nvidia|geforce|huawei|ascend|tesla|amd|instinct|sxm[2345]?|hbm[23]e?|hgx|dgx|blackwell|generation|edition"
-)
+_WORDS = re.compile("|".join((*_MAKERS.values(), "sxm[2-6]?|hbm[23]e?|blackwell|generation|edition")))
 
 
 def find_preset(name: str) -> str:
     """Return the preset that a name means; "" if there is none.
 
     Case, punctuation, the manufacturer, and the memory size of the preset's device are ignored: `NVIDIA A100-SXM4-80GB`
-    is `a100`.
+    is `a100`. A name with a manufacturer is no device of another one: `A2` is `ascend-910b`, but `NVIDIA A2` is not.
     """
     letters = normalize_name(name)
+    makers = {kind for kind, words in _MAKERS.items() if re.search(words, _letters(name))}
     for device in chain(DEVICES.built_in.values(), DEVICES.values()):
+        if makers and device.backend in _MAKERS.keys() - makers:
+            continue
         calls = {normalize_name(alias) for alias in (device.name, *_ALIASES.get(device.name, ()))}
         if letters in calls | {f"{call}{device.memory.value / 1e9:.0f}gb" for call in calls}:
             return device.name
@@ -270,4 +274,8 @@ def find_preset(name: str) -> str:
 
 def normalize_name(name: str) -> str:
     """Return a device's name in lower case, without punctuation and makers."""
-    return _MAKERS.sub("", re.sub("[^a-z0-9]", "", name.lower()))
+    return _WORDS.sub("", _letters(name))
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())

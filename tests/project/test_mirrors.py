@@ -68,6 +68,7 @@ COVERED = {
     "emit/test_diff.py": ("emit/facts",),
     "emit/test_picture.py": ("emit/html", "emit/layered_layout", "emit/svg"),
     "files/test_urls.py": ("runtime/driver/distributed_checkpoint",),
+    "hardware/test_device_presets.py": ("hardware/other_devices",),
     "hardware/test_calibration.py": ("cli/doctor", "runtime/calibrate/measure"),
     "analysis/test_async_schedule.py": (
         "analysis/pools_in_step",
