@@ -32,11 +32,12 @@ def main() -> None:
     table = Table(title="largest differences from transformers", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("model", "engine", "layouts", *KINDS):
         table.add_column(heading)
-    cells = 0
+    cells = refused = 0
     most = dict.fromkeys(KINDS, 0.0)
     for family in options.families:
         with tempfile.TemporaryDirectory() as folder:
             found = conformance.measure(family, engines, Path(folder))
+            model = conformance.load(str(Path(folder) / family))
         cells += len(found)
         for engine in engines:
             own = {layout: values for (name, layout), values in found.items() if name == engine}
@@ -45,9 +46,14 @@ def main() -> None:
                 most = {kind: max(most[kind], largest[kind]) for kind in KINDS}
                 shown = (f"{largest[kind]:.1e}" if largest[kind] else "" for kind in KINDS)
                 table.add_row(family, engine, ", ".join(own), *shown)
+            else:
+                refused += 1
+                table.add_row(
+                    family, engine, "refused: " + ", ".join(model.list_lacking(ENGINES[engine].capabilities.features))
+                )
     ranks.end()
     Console(width=120).print(table)
-    print(json.dumps({"bench": "conformance", "cells": cells, **most}))
+    print(json.dumps({"bench": "conformance", "cells": cells, "refused": refused, **most}))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ FIGURES = {
     "dry": {"programs", "stale_iterations", "oldest"},
     "engines": {"runs", "outside_most", "bar"},
     "environments": {"rows", "failed", "ran_hostile_code", "wrongly_lost", "wrongly_kept", "processes_left"},
+    "families": {"families", "drift", "exported"},
     "functions": {"functions"},
     "gpu": {"fsdp hf"},
     "hosts": {"1"},

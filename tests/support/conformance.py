@@ -24,9 +24,11 @@ import mixture_families
 import numpy as np
 import ranks
 import torch
+from safetensors.torch import load_file
 from torch import distributed as dist
 from torch.nn.utils import parametrize
 
+from msrl_graph import noise
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, hf_modules
 from msrl_graph.backends.engine_protocols import (
@@ -60,6 +62,7 @@ WRITTEN = {
     **dense_families.WRITTEN,
     **mixture_families.WRITTEN,
 }
+FAMILIES = [name for name in WRITTEN if " " not in name]  # one model of each
 LAYOUTS = {
     "one rank": Layout(),
     "tp 2": Layout(tp=2),
@@ -267,30 +270,101 @@ def measure_generator(rank, folder, name, layout, reference, breaks, frozen, ada
     sampling = Sampling(2, 6, 1.0, 1.0, 0, ends=())
     drawn, logps = collect_responses(engine.generate(GenerateRequest([prompts[r] for r in own], rows, sampling)))
     engine.release()
+    reference = Reference(folder, (), adapter)
+    return {"logp": compare_drawn(reference, [prompts[r // 2] for r in rows], drawn, logps)}
+
+
+def compare_drawn(reference, prompts, drawn, logps):
+    """Return the largest difference between the log-probabilities of drawn tokens and those of the reference."""
     with torch.no_grad():
-        logits = Reference(folder, (), adapter).logits([prompts[r // 2] for r in rows], drawn)
+        logits = reference.logits(prompts, drawn)
     tokens = torch.from_numpy(np.concatenate(drawn).astype(np.int64))
     wanted = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    return {"logp": (torch.from_numpy(np.concatenate(logps)) - wanted).abs().max()}
+    return (torch.from_numpy(np.concatenate(logps)) - wanted).abs().max()
 
 
-def generate_likeliest(folder):
-    """Return the likeliest tokens after each prompt: by the engine `hf`, and as transformers generates them."""
-    from transformers import AutoModelForCausalLM
+# Ways to draw tokens: the likeliest, any, and with each filter.
+SAMPLINGS = {
+    "greedy": Sampling(1, 12, 0.0, 1.0, 0, ends=(1,)),
+    "plain": Sampling(2, 12, 1.0, 1.0, 0, ends=(1,)),
+    "top k and top p": Sampling(2, 12, 0.7, 0.9, 8, ends=(1,)),
+    "min p": Sampling(2, 12, 1.5, 1.0, 0, ends=(1,), min_p=0.2),
+}
+UNDER_WAY = 3  # prompts: rows take the places of others that have ended
 
-    model = models.load(folder, Path("/"), None, NOWHERE)
-    engine = engines.generator(model)
+
+def generate(folder, sampling):
+    """Return the tokens that the engine `hf` draws after each prompt, and their log-probabilities."""
+    model = load(folder)
+    engine = engines.generator(model, micro_batch=UNDER_WAY)
     hf_modules.fill(model, engine.allocate())
     prompts, _ = batch()
-    sampling = Sampling(1, 12, 0.0, 1.0, 0, ends=(1,))
-    drawn, _ = collect_responses(engine.generate(GenerateRequest([*prompts], np.arange(ROWS), sampling)))
+    return collect_responses(engine.generate(GenerateRequest([*prompts], list_keys(sampling), sampling)))
+
+
+def list_keys(sampling):
+    return noise.RandomStream(0, "token", "conformance").keys(0, np.arange(ROWS * sampling.samples))
+
+
+def generate_by_transformers(folder, sampling):
+    """Return the tokens that `generate` of transformers draws, one row at a time, with the same keys.
+
+    The filters are transformers' own. A processor after them replaces its random numbers.
+    """
+    from transformers import AutoModelForCausalLM, LogitsProcessorList
+    from transformers.generation import logits_process
+
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    expected = []
-    for prompt in prompts:
-        ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        tokens = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        expected.append(tokens[0, len(prompt) :].tolist())
-    return [tokens.tolist() for tokens in drawn], expected
+    filters = []
+    if sampling.temperature:
+        filters.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        filters.append(logits_process.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(logits_process.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        filters.append(logits_process.MinPLogitsWarper(sampling.min_p))
+    prompts, _ = batch()
+    drawn = []
+    for row, key in enumerate(list_keys(sampling)):
+        prompt = torch.from_numpy(prompts[row // sampling.samples].astype(np.int64))[None]
+
+        def draw(ids, scores, key=key, length=prompt.shape[1]):
+            """Leave the one token that the row's random number means."""
+            sums = scores[0].double().softmax(-1).cumsum(-1)
+            token = (sums <= float(noise.uniform(key, ids.shape[1] - length)) * sums[-1]).sum()
+            return torch.full_like(scores, -torch.inf).index_fill_(1, token[None], 0.0)
+
+        processors = LogitsProcessorList([*filters, draw] if sampling.temperature else [])
+        tokens = net.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=sampling.max_tokens,
+            do_sample=False,
+            logits_processor=processors,
+        )
+        drawn.append(tokens[0, prompt.shape[1] :].tolist())
+    return drawn
+
+
+def measure_folder(folder):
+    """Return the largest difference between transformers and the engine `hf`, in log-probabilities of drawn tokens."""
+    sampling = SAMPLINGS["plain"]
+    drawn, logps = generate(str(folder), sampling)
+    prompts, _ = batch()
+    repeated = [prompts[row // sampling.samples] for row in range(len(drawn))]
+    return float(compare_drawn(Reference(str(folder)), repeated, drawn, logps))
+
+
+def assert_saved(begun, saved):
+    """Check that a run has changed the weights of a folder, and has saved all of them as transformers reads them."""
+    from transformers import AutoModelForCausalLM
+
+    first, last = (load_file(Path(folder) / "model.safetensors") for folder in (begun, saved))
+    assert last.keys() == first.keys() and any((last[name] != first[name]).any() for name in first)
+    net, information = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(information[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(value, last[name]) for name, value in net.state_dict().items() if name in last)
 
 
 def change_nothing(engine):
