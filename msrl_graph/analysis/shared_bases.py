@@ -18,7 +18,8 @@ from ..ir.plan import Deployment
 def share_bases(graph: Graph, deploy: Deployment) -> Graph:
     """Return the graph in which frozen workers share the weights of others.
 
-    A frozen worker shares those of a worker with an adapter, if the model is the same.
+    A frozen worker shares those of a worker with an adapter, if both have the same model. A frozen worker that has the
+    folder of an adapter computes with this adapter, so it needs its own weights.
     """
     shared = {worker.name: holder for worker in graph.workers if (holder := _find_holder(graph, deploy, worker))}
     if not shared:
@@ -41,9 +42,12 @@ def _find_holder(graph: Graph, deploy: Deployment, worker: Worker) -> str:
     if any(node.name in placed | deploy.layouts.keys() | deploy.engines.keys() for node in nodes):
         return ""
     trained = {node.worker for node in graph.verb("update")}
-    holders = (
-        other.name
-        for other in graph.workers
-        if other.name in trained and other.adapter and (other.kind, other.model) == (worker.kind, worker.model)
-    )
-    return next(holders, "")
+    model = deploy.models[worker.model]
+    for other in graph.workers:
+        if other.name not in trained or other.kind != worker.kind or model.initial:
+            continue
+        theirs = deploy.models[other.model]
+        is_same = (model.path or model.name, model.dtype) == (theirs.path or theirs.name, theirs.dtype)
+        if is_same and (other.adapter or theirs.initial):
+            return other.name
+    return ""

@@ -13,16 +13,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..model import peft_folder
+from ..model.architecture import HEAD
 from ..model.lora import UP, list_adapted
 from ..noise import RandomStream
 from ..sharding.layout import slices
+from . import weight_reader
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..model.architecture import Model
-    from ..sharding.tensors import Tensor
+    from ..sharding.tensors import Box, Tensor
     from .engine_protocols import Shard
 
 
@@ -45,12 +48,17 @@ def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
         if weight.experts:
             continue
         linear = module.get_submodule(weight.name.removesuffix(".weight"))
+        matrices = []
         for name in names:
-            matrix = torch.nn.Module()
-            matrix.weight = _make_parameter(tensors[name], linear.weight, mesh)
-            linear.add_module(name.split(".")[-2], matrix)
+            owner, leaf, _ = name.rsplit(".", 2)
+            part = module.get_submodule(owner)
+            if not hasattr(part, leaf):  # fused projections have one A
+                matrix = torch.nn.Module()
+                matrix.weight = _make_parameter(tensors[name], linear.weight, mesh)
+                part.add_module(leaf, matrix)
+            matrices.append(getattr(part, leaf))
         setattr(linear, DISABLED, False)
-        linear.forward = partial(_forward, linear, linear.forward, model.lora.scale)
+        linear.forward = partial(_forward, linear, matrices, linear.forward, model.lora.scale)
 
 
 def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> torch.nn.Parameter:
@@ -71,15 +79,15 @@ def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> tor
     return torch.nn.Parameter(DTensor.from_local(local, mesh, [placement]))
 
 
-def _forward(linear: Any, forward: Any, scale: float, x: Any) -> Any:
+def _forward(linear: Any, matrices: Sequence[Any], forward: Any, scale: float, x: Any) -> Any:
     from torch.distributed.tensor import DTensor
     from torch.nn.functional import linear as multiply
 
     output = forward(x)
     if getattr(linear, DISABLED):
         return output
-    small = multiply(x, linear.lora_A.weight) * scale
-    up = linear.lora_B.weight
+    down, up = (matrix.weight for matrix in matrices)
+    small = multiply(x, down) * scale
     if isinstance(up, DTensor):
         return output + multiply(small, up)
     # In place: the sum needs no more memory than the output, and is rounded once.
@@ -103,13 +111,16 @@ def disable(module: Any, disabled: bool = True) -> Iterator[None]:
 def fill(model: Model, shards: Sequence[Shard]) -> list[Shard]:
     """Give the adapters among shards their first values; return the other shards.
 
-    B is 0, so the model computes what it computes without its adapter. The elements of A are drawn uniformly from
-    -1 / sqrt(in) to 1 / sqrt(in), as in PEFT. They depend on the seed and on the name of the matrix, not on the layout.
+    The values are those in the adapter's folder, also of a score head that the folder has. Without a folder, B is 0, so
+    the model computes what it computes without its adapter. The elements of A are drawn uniformly from -1 / sqrt(in) to
+    1 / sqrt(in), as in PEFT. They depend on the seed and on the name of the matrix, not on the layout.
     """
     import torch
 
     if model.lora is None:
         return [*shards]
+    if model.lora.folder:
+        return _read_folder(model, shards)
     tensors = {tensor.name: tensor for tensor in model.tensors if tensor.role == "adapter"}
     others = []
     for shard in shards:
@@ -125,6 +136,33 @@ def fill(model: Model, shards: Sequence[Shard]) -> list[Shard]:
                 draws = RandomStream(model.lora.seed, "adapter", name).generator().uniform(-1, 1, size)
                 part = shard.tensor[index] if index else shard.tensor
                 part.copy_(torch.from_numpy(draws / math.sqrt(size[1]))[slices(box)])
+    return others
+
+
+def _read_folder(model: Model, shards: Sequence[Shard]) -> list[Shard]:
+    """Copy the values in an adapter's folder into shards.
+
+    Returns the shards that the folder has no values for.
+    """
+    import torch
+
+    assert model.lora is not None
+    weights = peft_folder.read_weights(model.lora.folder)
+    tensors = {tensor.name: tensor for tensor in model.tensors if tensor.role == "adapter" or tensor.name == HEAD}
+    if HEAD not in weights:
+        tensors.pop(HEAD, None)
+    wanted: dict[str, list[tuple[torch.Tensor, Box]]] = {}
+    others = []
+    for shard in shards:
+        if (tensor := tensors.get(shard.name)) is None:
+            others.append(shard)
+            continue
+        for name, index, box in tensor.in_files(shard.box):
+            wanted.setdefault(name, []).append((shard.tensor[index] if index else shard.tensor, box))
+    if missing := wanted.keys() - weights.keys():
+        raise FileNotFoundError(f"{model.lora.folder} has no values for {min(missing)} ({len(missing)} missing)")
+    with torch.no_grad():
+        weight_reader.copy_boxes(weights, wanted)
     return others
 
 

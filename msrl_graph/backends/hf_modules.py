@@ -66,15 +66,16 @@ def _split_fused(module: Any, model: Model) -> None:
 
     dtype = getattr(torch, DTYPES[model.dtype])
     for tensor in model.tensors:
-        if not tensor.fused:
+        if not tensor.fused or tensor.role == "adapter":
             continue
         owner_path, name, _ = tensor.name.rsplit(".", 2)
         owner = module.get_submodule(owner_path)
         outputs, inputs = tensor.shape
         setattr(owner, name, torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
-        if isinstance(getattr(owner, tensor.fused), torch.nn.Module):
-            delattr(owner, tensor.fused)
-            setattr(owner, tensor.fused, partial(_join_outputs, owner, model.fused[tensor.fused]))
+        if isinstance(getattr(owner, tensor.fused), torch.nn.Linear):
+            joined = torch.nn.Module()
+            joined.forward = partial(_join_outputs, owner, model.fused[tensor.fused])
+            setattr(owner, tensor.fused, joined)
 
 
 def _join_outputs(owner: Any, names: Sequence[str], states: torch.Tensor) -> torch.Tensor:

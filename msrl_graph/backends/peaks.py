@@ -91,7 +91,7 @@ class _Layer(LayerSizes):
         model = s.work.model
         if model.lora is None:
             return 0
-        adapted = {*model.lora.targets}
+        adapted = model.adapted
         halves = 2 + (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP)
         size = halves * s.hidden + s.tokens * (self.query + self.keys) * self.mixer.head_norms
         size += s.tokens * self.query * ("o_proj" not in adapted) + self.wide * ("down_proj" not in adapted)

@@ -1,13 +1,18 @@
-"""Checks of `adapter`: which weights of a worker have an adapter."""
+"""Checks of adapters: the weights that have one, and the folders of adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic, nearest
+from ..files import fix_commands
+from ..files.weight_headers import UnreadableFile
 from ..ir.graph import Graph, Worker
 from ..ir.plan import Plan
-from ..model.lora import ALL_LINEAR, list_projections
+from ..model import peft_folder
+from ..model.architecture import HEAD, Lora, Model
+from ..model.lora import ALL_LINEAR, format_setting, list_projections, list_targets
+from ..sharding.layout import full_box
 from .columns import Library
 from .stage import PlanContext
 
@@ -21,10 +26,7 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
     if not any(node.worker == worker.name for node in graph.verb("update")):
         message = f"`{worker.name}` has no update, so `adapter` has no effect"
         yield Diagnostic("bad-value", message, worker.span, "leave `adapter` out: none of its weights change")
-    if worker.freeze:
-        message = f"`{worker.name}` has an adapter, so all weights that `freeze` can name are frozen"
-        yield Diagnostic("bad-value", message, worker.span, "leave `freeze` out")
-    if worker.adapter and not worker.adapter.targets:
+    if worker.adapter and worker.adapter.targets == ():
         message = f"the adapter of `{worker.name}` has no targets"
         yield Diagnostic("bad-value", message, worker.span, f"leave `targets` out: it is `{ALL_LINEAR}`")
     if worker.adapter and worker.adapter.dropout:
@@ -33,21 +35,99 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
 
 
 def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
-    """Report targets that a model does not have."""
+    """Report adapters that do not fit their models, and incomplete folders."""
     diagnostics: list[Diagnostic] = []
+    read = set[tuple[str, bool]]()
     for worker in plan.graph.workers:
-        if worker.adapter is None or not (nodes := plan.graph.nodes_of(worker.name)):
+        nodes = plan.graph.nodes_of(worker.name)
+        model = plan.model(nodes[0].name) if nodes and worker.kind != "function" else None
+        if model is None or model.lora is None:
             continue
-        model = plan.model(nodes[0].name)
-        if any(tensor.fused for tensor in model.weights):
-            message = f"an adapter of `{model.name}`, whose files fuse projections, can be neither planned nor run"
-            help = "leave `adapter` out, or freeze a part of the model: `freeze`"
-            diagnostics.append(Diagnostic("not-yet", message, worker.span, help))
+        trained = any(node.verb == "update" for node in nodes)
+        if trained and worker.freeze:
+            message = f"`{worker.name}` has an adapter, so all weights that `freeze` can name are frozen"
+            diagnostics.append(Diagnostic("bad-value", message, worker.span, "leave `freeze` out"))
+        if model.initial is None:
+            diagnostics += _check_targets(worker, model)
             continue
-        known = list_projections(model)
-        for target in [*worker.adapter.targets] if known else []:
-            if target not in (ALL_LINEAR, *known):
-                message = f"`targets` of `{worker.name}`: `{model.name}` has no projection `{target}`"
-                help = nearest(target, (*known, ALL_LINEAR))
-                diagnostics.append(Diagnostic("unknown-name", message, worker.span, help))
+        if worker.adapter:
+            diagnostics += _check_agreement(worker, model, model.initial)
+        if trained and model.initial.dropout != model.lora.dropout:
+            diagnostics.append(_report_dropout(worker, model.initial, model))
+        if (key := (model.initial.folder, model.scores)) not in read:
+            read.add(key)
+            diagnostics += _check_folder(worker, model, model.initial)
     return diagnostics
+
+
+def _check_targets(worker: Worker, model: Model) -> Iterator[Diagnostic]:
+    known = list_projections(model)
+    stated = (worker.adapter and worker.adapter.targets) or ()
+    for target in stated if known else ():
+        if target not in (ALL_LINEAR, *known):
+            message = f"`targets` of `{worker.name}`: `{model.name}` has no projection `{target}`"
+            yield Diagnostic("unknown-name", message, worker.span, nearest(target, (*known, ALL_LINEAR)))
+
+
+def _check_agreement(worker: Worker, model: Model, initial: Lora) -> Iterator[Diagnostic]:
+    """Report stated settings that differ from those of the adapter's folder."""
+    stated = worker.adapter
+    assert stated is not None
+    folder_targets = list_targets(model, initial.targets)
+    pairs = (
+        ("rank", stated.rank, initial.rank),
+        ("alpha", stated.alpha, initial.alpha),
+        ("targets", stated.targets and list_targets(model, stated.targets), folder_targets),
+    )
+    for name, own, theirs in pairs:
+        if own and own != theirs:
+            has = format_setting(theirs)
+            shown = format_setting(stated.targets or ()) if name == "targets" else format_setting(own)
+            message = f"`{name} = {shown}` in the adapter of `{worker.name}`, but the adapter in {initial.folder} has "
+            message += f"`{name} = {has}`"
+            help = f"leave `{name}` out, or write `{name} = {has}`"
+            yield Diagnostic("bad-value", message, worker.span, help)
+
+
+def _report_dropout(worker: Worker, initial: Lora, model: Model) -> Diagnostic:
+    message = f"the updates of `{worker.name}` do not use `lora_dropout = {initial.dropout:g}` of {initial.folder}"
+    help = "a program states `dropout` in its own adapter; without it, it is 0"
+    return Diagnostic("unused-setting", message, model.span, help, "hint")
+
+
+def _check_folder(worker: Worker, model: Model, initial: Lora) -> Iterator[Diagnostic]:
+    """Report weights of an adapter that are missing, wrong or unknown.
+
+    A folder without weights is not checked: a plan does not need them.
+    """
+    try:
+        files = peft_folder.find_files(initial.folder)
+        stored = peft_folder.read_weights(initial.folder)
+    except UnreadableFile as error:
+        yield Diagnostic("missing-file", str(error), model.span, fix_commands.lfs(error.file) or error.help)
+        return
+    wanted = {
+        name: [stop for _, stop in box]
+        for tensor in model.tensors
+        if tensor.role == "adapter"
+        for name, _, box in tensor.in_files(full_box(tensor.shape))
+    }
+    shapes = wanted | ({HEAD: [1, model.hidden]} if model.scores else {})
+    help = f"let PEFT or a run write the folder again, with {peft_folder.CONFIG} and the weights of one adapter"
+    for file in files:
+        if missing := [name for name in wanted if name not in stored]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            message = f"{file} has no `{missing[0]}`{more}, which the adapter of `{worker.name}` needs"
+            yield Diagnostic("missing-file", message, model.span, help)
+        for name, weight in stored.items():
+            if name not in shapes:
+                message = f"{file} has `{name}`, which the adapter of `{worker.name}` does not have"
+            elif weight.problem:
+                message = f"`{name}` in {file} {weight.problem}"
+            elif [*weight.shape] != shapes[name]:
+                shape = [*weight.shape]
+                message = f"`{name}` in {file} has the shape {shape}, but `{worker.name}` needs {shapes[name]}"
+            else:
+                continue
+            yield Diagnostic("missing-file", message, model.span, help)
+            break

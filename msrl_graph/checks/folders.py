@@ -41,17 +41,21 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
 def check_unchanged(plan: Plan) -> list[Diagnostic]:
     """Report model folders whose config.json has changed since the plan was made.
 
-    A change is reported only if the tensors that config.json describes differ from the model's tensors in the plan.
+    A change is reported only if the tensors that config.json describes differ from the model's tensors in the plan, or
+    if an adapter is another one.
     """
     diagnostics: list[Diagnostic] = []
     for model in plan.deploy.models.values():
         try:
-            current = models.load("./", Path(model.path), model.dtype, model.span) if model.path else model
+            current = models.reload(model) if model.path else model
         except Fault as fault:
             diagnostics += fault.diagnostics
             continue
         if current.tensors != model.tensors:
             message = f"the config.json in {model.path} describes another model than the plan was made for"
+            diagnostics.append(Diagnostic("unknown-model", message, model.span, "compile the program again"))
+        elif current.initial != model.initial:
+            message = f"{current.initial and current.initial.folder} has another adapter than the plan was made for"
             diagnostics.append(Diagnostic("unknown-model", message, model.span, "compile the program again"))
     return diagnostics
 

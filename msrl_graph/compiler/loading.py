@@ -167,7 +167,7 @@ def _lower_again(plan: Plan) -> LoweredProgram:
         load=lambda target, of_file, span: parse("", target),
         library=algorithms.library(),
         engines=ENGINES,
-        load_model=lambda target, folder, dtype, span: plan.deploy.models[target],
+        load_model=lambda target, folder, dtype, span, base: plan.deploy.models[target],
     )
     return lower(parse(write(restore_program(plan)), ""), context)
 
@@ -212,9 +212,9 @@ def _check_model(model: Model) -> Iterator[str]:
     If only the tensors in the folder differ from the model, nothing is reported, because the run reports this
     difference.
     """
-    if is_url(model.path) or (model.path and not is_folder(Path(model.path))):
+    if any(is_url(folder) or not is_folder(Path(folder)) for folder in model.folders):
         return
-    loaded = models.load("./" if model.path else model.name, Path(model.path), model.dtype, NOWHERE)
+    loaded = models.reload(replace(model, span=NOWHERE))
     if loaded.tensors == model.tensors:
         yield from _list_differences(
             plain(replace(model, name="", path="")), plain(replace(loaded, name="", path="")), "model"

@@ -51,4 +51,4 @@ def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) 
     if act == "step" and model.frozen_kinds:
         trained = sum(0 <= tensor.layer < model.layers for tensor in model.trained)
         return calls.layer * trained / (model.layers * TENSORS)
-    return calls.layer + (spec.time.adapter_calls(act, len(model.lora.targets)) if model.lora else 0.0)
+    return calls.layer + (spec.time.adapter_calls(act, len(model.adapted)) if model.lora else 0.0)

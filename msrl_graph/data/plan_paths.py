@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..diagnostics import Diagnostic, Fault
+from ..diagnostics import Diagnostic, Fault, Span
 from ..files import urls
 from ..ir.graph import Expr, Node
 from ..ir.plan import DataSource, Plan
@@ -35,7 +35,7 @@ def pin_urls(plan: Plan) -> Plan:
     """
     return _replace_urls(
         plan,
-        lambda model: urls.pin_version(model.path, True, model.span),
+        lambda folder, span: urls.pin_version(folder, True, span),
         lambda data: replace(
             data, path=hub.pin(data) if hub.is_hub(data.path) else urls.pin_version(data.path, span=data.span)
         ),
@@ -49,7 +49,7 @@ def copy_to_host(plan: Plan, data: bool = True) -> Plan:
     """
     return _replace_urls(
         plan,
-        lambda model: str(urls.copy(model.path, True, span=model.span)),
+        lambda folder, span: str(urls.copy(folder, True, span=span)),
         lambda source: _copy_data(source) if data else source,
     )
 
@@ -59,13 +59,13 @@ def copy_model_heads(plan: Plan) -> Plan:
 
     A copy has only the files that the compiler reads. Raises Fault.
     """
-    return _replace_urls(plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data)
+    return _replace_urls(plan, lambda folder, span: str(urls.copy(folder, True, SHAPE, span)), lambda data: data)
 
 
 def has_urls(plan: Plan) -> bool:
     """Return whether a model or data file of the plan is at a URL."""
-    paths = [*(model.path for model in plan.deploy.models.values()), *(data.path for data in plan.deploy.data.values())]
-    return any(map(urls.is_url, paths))
+    folders = [folder for model in plan.deploy.models.values() for folder in model.folders]
+    return any(map(urls.is_url, (*folders, *(data.path for data in plan.deploy.data.values()))))
 
 
 def _copy_data(data: DataSource) -> DataSource:
@@ -74,8 +74,8 @@ def _copy_data(data: DataSource) -> DataSource:
     return replace(data, path=str(urls.copy(data.path, span=data.span)))
 
 
-def _replace_urls(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], DataSource]) -> Plan:
-    """Return the plan with other models and data in place of those at URLs."""
+def _replace_urls(plan: Plan, folder: Callable[[str, Span], str], data: Callable[[DataSource], DataSource]) -> Plan:
+    """Return the plan with other folders of models and other data in place of those at URLs."""
     deploy = plan.deploy
     diagnostics = list[Diagnostic]()
 
@@ -83,17 +83,26 @@ def _replace_urls(plan: Plan, model: Callable[[Model], str], data: Callable[[Dat
         moved_items = dict(items)
         for name, item in items.items():
             try:
-                if urls.is_url(item.path):
-                    moved_items[name] = to(item)
+                moved_items[name] = to(item)
             except Fault as fault:
                 diagnostics.extend(fault.diagnostics)
         return moved_items
 
-    models = moved(deploy.models, lambda item: replace(item, path=model(item)))
-    moved_deploy = replace(deploy, models=models, data=moved(deploy.data, data))
+    def move_model(model: Model) -> Model:
+        return _move_folders(model, lambda path: folder(path, model.span) if urls.is_url(path) else path)
+
+    sources = moved(deploy.data, lambda source: data(source) if urls.is_url(source.path) else source)
+    moved_deploy = replace(deploy, models=moved(deploy.models, move_model), data=sources)
     if diagnostics:
         raise Fault(*diagnostics)
     return replace(plan, deploy=moved_deploy)
+
+
+def _move_folders(model: Model, to: Callable[[str], str]) -> Model:
+    """Return a model with other paths of its folders."""
+    if model.initial is not None:
+        model = replace(model, initial=replace(model.initial, folder=to(model.initial.folder)))
+    return replace(model, path=to(model.path)) if model.path else model
 
 
 def make_existing_absolute(plan: Plan) -> Plan:
@@ -123,9 +132,7 @@ def _map_paths(plan: Plan, to: Callable[[str], str]) -> Plan:
     data = {
         name: replace(source, path=to(source.path)) if source.path else source for name, source in deploy.data.items()
     }
-    models = {
-        name: replace(model, path=to(model.path)) if model.path else model for name, model in deploy.models.items()
-    }
+    models = {name: _move_folders(model, to) for name, model in deploy.models.items()}
     run = replace(deploy.run, resume=to(deploy.run.resume)) if deploy.run.resume else deploy.run
     run = replace(run, track=tuple(map(tracker, run.track)))
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))

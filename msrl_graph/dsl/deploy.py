@@ -39,7 +39,7 @@ from .expressions import ALREADY_REPORTED, Names, Problems, mistake
 from .placement import lower_pools
 from .trackers import find_trackers
 
-LoadModel = Callable[[str, Path, str | None, Span], Model]
+LoadModel = Callable[[str, Path, str | None, Span, str], Model]
 
 
 def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[ClusterSpec, Deployment]:
@@ -48,7 +48,7 @@ def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) 
     The deploy uses the current machine. For every worker, the deploy uses the model `target` from the command line.
     """
     cluster = ClusterSpec("here", calibration.preset_of_this_machine("here", 1)[0], 1, 1, NETWORK)
-    model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
+    model = load_model(target, folder, None, Span("", 0, 0, 0, 0), "")
     models = {worker.model: model for worker in graph.workers if worker.model}
     return cluster, Deployment(graph.name, models, {}, {}, {})
 
@@ -104,7 +104,7 @@ class _Deploy:
         if model is not None:
             with self.problems.catching():
                 self.models = dict.fromkeys(
-                    self.needed, self.load_model(model, self.folder(span), None, Span("", 0, 0, 0, 0))
+                    self.needed, self.load_model(model, self.folder(span), None, Span("", 0, 0, 0, 0), "")
                 )
         for name in sorted(self.needed - self.models.keys()):
             if f"model {name}" not in self.stated and not self.misnamed:
@@ -196,7 +196,7 @@ class _Deploy:
         if model is None:
             target = str(statement.target.value)
             span = statement.target.span
-            self.models[name.text] = self.load_model(target, self.folder(span), options.dtype, span)
+            self.models[name.text] = self.load_model(target, self.folder(span), options.dtype, span, options.base)
 
     def _lower_data(self, statement: ast.DataDecl) -> None:
         self._state_once(f"data {statement.name.text}", statement.name.span)

@@ -166,11 +166,14 @@ def _write_head(page: Sheet, plan: Plan) -> None:
     page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_describe_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
         page.line(f"model {name}: {model.name}, {format_parameters(model.parameters)} parameters, {model.dtype}")
+        if model.initial:
+            page.line(f"adapter of {name}: {model.initial.folder}, {model.initial}")
     for plug_in in plan.plugins:
         page.line(f"plug-in {plug_in.name}: {plug_in.package} {plug_in.version}")
     for worker in graph.workers:
-        if worker.freeze or worker.adapter:
-            page.line(describe_frozen(worker, plan.model(graph.sharing(worker.name)[0].name)))
+        nodes = [node for node in graph.sharing(worker.name) if node.verb == "update"]
+        if nodes and ((model := plan.model(nodes[0].name)).lora or worker.freeze):
+            page.line(describe_frozen(worker, model))
     for name, data in plan.deploy.data.items():
         parts = ", ".join(f"{part} x {weight}" for part, weight in data.parts.items())
         page.line(f"data {name}: {data.path or f'a mixture of {parts}'}")
@@ -239,5 +242,5 @@ def describe_frozen(worker: Worker, model: Model) -> str:
     """Return a text about how much of a worker's model is trained."""
     trained, every = (sum(tensor.elements for tensor in tensors) for tensors in (model.trained, model.weights))
     counts = f"{format_parameters(trained)} of {format_parameters(every)} parameters are trained"
-    how = str(worker.adapter) if worker.adapter else f"frozen: {', '.join(worker.freeze)}"
+    how = str(model.lora) if model.lora else f"frozen: {', '.join(worker.freeze)}"
     return f"worker {worker.name}: {counts}, {how}"

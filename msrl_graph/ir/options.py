@@ -92,6 +92,12 @@ class ModelOptions(DeclaredAttributes):
     """Options of `model NAME = "…" { … }`."""
 
     dtype: str | None = attr(DTYPE, None, "The type of the weights.", "the type in the model's config")
+    base: str = attr(
+        StringKind(),
+        "",
+        "For the folder of an adapter: the model that the adapter belongs to, a folder or the name of a preset.",
+        "the model that the folder names",
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
 from ..model.freezing import freeze
-from ..model.lora import adapt
+from ..model.lora import StatedLora, adapt
 from ..sharding.device_range import DeviceRange, iterate_runs
 from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes
@@ -368,10 +368,11 @@ class Plan(PlanViews):
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
         model = model.scoring if worker.kind in ("value", "reward_model") else model
-        lora = self.graph.worker(worker.follows or worker.name).adapter
-        if lora is None:
+        stated = self.graph.worker(worker.follows or worker.name).adapter
+        if stated is None and model.initial is None:
             return freeze(model, worker.freeze)
-        return adapt(model, replace(lora, seed=self.deploy.run.seed), self.graph.node(node).verb == "generate")
+        lora = replace((stated or StatedLora()).resolve(model.initial), seed=self.deploy.run.seed)
+        return adapt(model, lora, self.graph.node(node).verb == "generate")
 
 
 def from_json(text: str | bytes) -> Plan:

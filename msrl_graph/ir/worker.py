@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..diagnostics import NOWHERE, Span
-from ..model.architecture import Lora
+from ..model.lora import StatedLora
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Worker:
     every: int = 1
     decay: float = 0.0
     freeze: tuple[str, ...] = ()  # parts and patterns of weights that an update does not change (model/freezing.py)
-    adapter: Lora | None = None
+    adapter: StatedLora | None = None
 
     def due(self, number: int) -> bool:
         """Return whether a follower's weights change after iteration `number`."""

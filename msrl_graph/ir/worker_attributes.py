@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..model.architecture import Lora
 from ..model.freezing import PARTS
-from ..model.lora import ALL_LINEAR
+from ..model.lora import ALL_LINEAR, RANK, StatedLora
 from .attribute_schema import DeclaredAttributes, attr
 from .graph import Expr
 from .kinds import COUNT, NameKind, NumericKind, SettingsKind, StringKind
@@ -16,13 +15,13 @@ from .kinds import COUNT, NameKind, NumericKind, SettingsKind, StringKind
 class LoraSettings(DeclaredAttributes):
     """The arguments of `lora(…)`."""
 
-    rank: int = attr(COUNT, 16, "The number of rows of A and of columns of B.")
-    alpha: float = attr(
-        NumericKind(0, above=True), 0.0, "The product B A is multiplied by alpha / rank.", "twice the rank"
+    rank: int | None = attr(COUNT, None, "The number of rows of A and of columns of B.", str(RANK))
+    alpha: float | None = attr(
+        NumericKind(0, above=True), None, "The product B A is multiplied by alpha / rank.", "twice the rank"
     )
-    targets: tuple[str, ...] = attr(
+    targets: tuple[str, ...] | None = attr(
         NameKind(several=True),
-        (ALL_LINEAR,),
+        None,
         "The projections with an adapter, by the last word of their names in the model's files, such as `q_proj`. "
         "`all_linear` is all of them: those of attention, MLPs and experts.",
         ALL_LINEAR,
@@ -33,11 +32,11 @@ class LoraSettings(DeclaredAttributes):
 class LoraKind(SettingsKind):
     """A call `lora(…)`."""
 
-    def value(self, expr: Expr) -> Lora:
+    def value(self, expr: Expr) -> StatedLora:
         said = LoraSettings.of_stated(dict(zip(expr.keys, expr.args, strict=True)))
-        return Lora(said.rank, said.alpha or 2.0 * said.rank, said.targets, said.dropout)
+        return StatedLora(said.rank, said.alpha, said.targets, said.dropout)
 
-    def settings(self, value: Lora) -> LoraSettings:
+    def settings(self, value: StatedLora) -> LoraSettings:
         return LoraSettings(value.rank, value.alpha, value.targets, value.dropout)
 
 
@@ -75,7 +74,7 @@ class WorkerAttributes(DeclaredAttributes):
         "[Frozen weights](workers.md#frozen-weights).",
         "none",
     )
-    adapter: Lora | None = attr(
+    adapter: StatedLora | None = attr(
         LoraKind("lora", LoraSettings),
         None,
         "An adapter, which the updates train instead of the model's own weights. See [Adapters](workers.md#adapters).",

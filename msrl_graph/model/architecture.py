@@ -39,6 +39,7 @@ class Lora:
 
     - `targets`: the names of the projections that have an adapter, or `all_linear`.
     - `seed`: the seed of the first values.
+    - `folder`: the folder with the first values (peft_folder.py); "" if they are drawn.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Lora:
     targets: tuple[str, ...]
     dropout: float = 0.0
     seed: int = 0
+    folder: str = ""
 
     def __str__(self) -> str:
         targets = ", ".join(self.targets)
@@ -69,7 +71,9 @@ class Model:
     - `tensors`: all tensors, in order. Most code uses one of the views: `weights`, `trained`, `moved`, `saved`,
       `buffers`.
     - `scores`: whether the head returns one number per token instead of logits.
-    - `lora`, `base`: the adapter, and the same model without it; None if there is no adapter.
+    - `initial`: the adapter in the folder that the program names; None if this is the folder of a model. The model is
+      the one that the adapter belongs to.
+    - `lora`, `base`: the adapter of a worker, and the same model without it; None if there is no adapter.
     """
 
     name: str
@@ -83,9 +87,15 @@ class Model:
     features: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     scores: bool = False
+    initial: Lora | None = None
     lora: Lora | None = None
     base: Model | None = None
     span: Span = NOWHERE
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that a run reads: those of the model's weights, and of its initial adapter."""
+        return tuple(folder for folder in (self.path, self.initial.folder if self.initial else "") if folder)
 
     @property
     def outputs(self) -> int:
@@ -318,10 +328,17 @@ class Model:
         """For each module of the files that is several here, their names."""
         parts: dict[str, list[str]] = {}
         for tensor in self.tensors:
-            module = tensor.name.split(".")[-2]
-            if tensor.fused and module not in parts.setdefault(tensor.fused, []):
-                parts[tensor.fused].append(module)
+            if tensor.fused and tensor.role == "base":
+                module = tensor.name.split(".")[-2]
+                if module not in parts.setdefault(tensor.fused, []):
+                    parts[tensor.fused].append(module)
         return parts
+
+    @cached_property
+    def adapted(self) -> frozenset[str]:
+        """The names of the projections with an adapter, each of those that the files fuse by itself."""
+        targets = self.lora.targets if self.lora else ()
+        return frozenset(part for target in targets for part in self.fused.get(target, [target]))
 
     @cached_property
     def shapes_in_files(self) -> dict[str, list[int]]:

@@ -4,6 +4,8 @@ An adapter has two small matrices for each of some projections. A projection wit
 W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]. Only A and B are trained. In files, they are
 `lora_A.weight` and `lora_B.weight` behind the name of the projection, as in the library PEFT.
 
+Projections that the files fuse, such as `qkv_proj`, have one A. Each of them has its own rows of B.
+
 Invariant: a model with an adapter has the same tensors as before, all frozen but a score head. The tensors of the
 adapter follow the weight that they belong to.
 """
@@ -11,16 +13,52 @@ adapter follow the weight that they belong to.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from ..sharding.layout import full_box
 from ..sharding.tensors import Tensor
 from .architecture import HEAD, Lora, Model
 
 ALL_LINEAR = "all_linear"
+RANK = 16  # if a program states none
 PROJECTION = "_proj"
 DOWN = ".lora_A.weight"
 UP = ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class StatedLora:
+    """The settings of an adapter that a program states.
+
+    None stands for a setting that is left out.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] | None = None
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        stated = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+        texts = (f"{name} = {format_setting(value)}" for name, value in stated.items())
+        return f"lora({', '.join(texts)})" if stated else "lora"
+
+    def resolve(self, initial: Lora | None) -> Lora:
+        """Return the adapter.
+
+        Settings that are left out are those of the adapter `initial`. Without it, they have their defaults.
+        """
+        if initial is not None:
+            return replace(initial, dropout=self.dropout)
+        rank = self.rank or RANK
+        targets = (ALL_LINEAR,) if self.targets is None else self.targets
+        return Lora(rank, self.alpha or 2.0 * rank, targets, self.dropout)
+
+
+def format_setting(value: float | tuple[str, ...] | list[str]) -> str:
+    """Return the value of a setting of `lora(…)`, as a program states it."""
+    return f"[{', '.join(value)}]" if isinstance(value, tuple | list) else f"{value:g}"
 
 
 class AdaptedWeight(NamedTuple):
@@ -42,11 +80,14 @@ def adapt(model: Model, lora: Lora | None, merged: bool = False) -> Model:
     if (lora, merged) not in model.with_adapter:
         tensors = tuple(part for tensor in model.tensors for part in _iterate_adapted(tensor, lora))
         features = model.features if merged else (*model.features, "lora")
-        known = list_projections(model)
-        targets = known if ALL_LINEAR in lora.targets else [name for name in known if name in lora.targets]
-        named = replace(lora, targets=tuple(targets))
+        named = replace(lora, targets=tuple(list_targets(model, lora.targets)))
         model.with_adapter[lora, merged] = replace(model, tensors=tensors, lora=named, base=model, features=features)
     return model.with_adapter[lora, merged]
+
+
+def list_targets(model: Model, stated: tuple[str, ...]) -> list[str]:
+    """Return the projections of a model that `targets` names, in the order of a layer."""
+    return [name for name in list_projections(model) if {ALL_LINEAR, name} & {*stated}]
 
 
 def list_adapted(model: Model) -> list[AdaptedWeight]:
@@ -66,20 +107,31 @@ def list_projections(model: Model) -> list[str]:
 
     The order is that of a layer.
     """
-    return list(dict.fromkeys(_projection(tensor) for tensor in model.weights if _is_projection(tensor)))
+    return list(dict.fromkeys(_projection(tensor) for tensor in model.weights if is_projection(tensor)))
 
 
-def _is_projection(tensor: Tensor) -> bool:
+def is_projection(tensor: Tensor) -> bool:
+    """Return whether a tensor is the weight of a projection, which can have an adapter."""
     return tensor.role == "base" and tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)
 
 
+def name_module(tensor: Tensor) -> str:
+    """Return the name that the files have for a weight's module.
+
+    For experts, it is the module of the first one.
+    """
+    name, _, _ = next(tensor.in_files(full_box(tensor.shape)))
+    return name.removesuffix(".weight")
+
+
 def _projection(tensor: Tensor) -> str:
-    return tensor.name.removesuffix(".weight").rsplit(".", 1)[-1]
+    return tensor.fused or tensor.name.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
 def _name_pair(tensor: Tensor) -> AdaptedWeight:
     stem = tensor.name.removesuffix(".weight")
-    return AdaptedWeight(tensor, stem + DOWN, stem + UP)
+    shared = f"{stem.rpartition('.')[0]}.{tensor.fused}" if tensor.fused else stem
+    return AdaptedWeight(tensor, shared + DOWN, stem + UP)
 
 
 def _iterate_adapted(tensor: Tensor, lora: Lora) -> Iterator[Tensor]:
@@ -92,12 +144,15 @@ def _iterate_adapted(tensor: Tensor, lora: Lora) -> Iterator[Tensor]:
         yield tensor
         return
     yield replace(tensor, frozen=True)
-    if not _is_projection(tensor) or not {ALL_LINEAR, _projection(tensor)} & {*lora.targets}:
+    if not is_projection(tensor) or not {ALL_LINEAR, _projection(tensor)} & {*lora.targets}:
         return
     *experts, rows, columns = tensor.shape
     output = len(experts)
     pair = _name_pair(tensor)
     for name, shape, dim in ((pair.down, (lora.rank, columns), output + 1), (pair.up, (rows, lora.rank), output)):
+        is_down = name == pair.down
+        if is_down and tensor.start:
+            continue  # it follows the first of the projections that the files fuse
         sharded = tensor.tp_dim == dim
         yield replace(
             tensor,
@@ -106,7 +161,7 @@ def _iterate_adapted(tensor: Tensor, lora: Lora) -> Iterator[Tensor]:
             tp_dim=dim if sharded else -1,
             unit=tensor.unit if sharded else 1,
             shared=tensor.shared and sharded,
-            fused="",
-            start=0,
+            fused="" if is_down else tensor.fused,
+            start=0 if is_down else tensor.start,
             role="adapter",
         )

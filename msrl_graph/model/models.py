@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace as replace_fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.tensors import Tensor
-from . import preset_names, quantization
+from . import peft_folder, preset_names, quantization
 from .architecture import Model
 from .families import FAMILIES, Family, find_family
 from .features import FEATURES
@@ -33,7 +34,8 @@ from .quantization import FolderWeight
 
 # The type in which a model of a type is trained. float16 would need scaled losses; bfloat16 has the range of float32.
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "bf16", "f32": "f32", "bf16": "bf16"}
-SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL before a run fetches all of it
+# Files that are read from a folder at a URL before a run fetches all of it.
+SHAPE = ("config.json", "tokenizer.json", peft_folder.CONFIG)
 
 
 def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
@@ -60,7 +62,7 @@ def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
         return None
 
 
-def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
+def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE, base: str | None = "") -> Model:
     """Load the model that `target` names.
 
     `target` has one of four forms:
@@ -70,32 +72,64 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     - A model's name on the Hugging Face Hub, if a preset has this name and no such folder exists.
     - The URL of a folder.
 
+    A folder with an adapter has the model that the adapter belongs to, and the adapter as `initial`. `base` names this
+    model, in one of the same forms; if it is "", the folder names it. With None, the folder of an adapter is an error.
     `dtype` (f32 or bf16) overrides the dtype of the model's config. Raises Fault with one of these codes:
     unknown-model, not-yet (an unsupported architecture or feature), bad-value.
     """
-    if urls.is_url(target) and not hub_name(target):
-        return _load_url(target, dtype, span)
-    bare = "/" not in target and target not in (".", "..")
-    config = folder / target / "config.json"
-    hub = "" if bare or is_folder(config.parent) else hub_name(target)
+    is_url = urls.is_url(target) and not hub_name(target)
+    url = urls.pin_version(target, True, span) if is_url else ""
+    place = urls.copy(url, True, SHAPE, span) if is_url else folder / target
+    bare = not is_url and "/" not in target and target not in (".", "..")
+    if not bare and peft_folder.is_adapter_folder(place):
+        if base is None:
+            raise Fault(Diagnostic("not-yet", f"`{target}` is an adapter itself", span, peft_folder.MERGE))
+        return _load_adapter(target, place, url, dtype, span, (base, folder))
+    if base:
+        message = f"`{target}` has no {peft_folder.CONFIG}, so `base` has no effect"
+        raise Fault(Diagnostic("bad-value", message, span, "leave `base` out, or name the folder of an adapter"))
+    hub = "" if bare or is_url or is_folder(place) else hub_name(target)
     if (bare or hub) and (preset := preset_names.find_preset(target)):
         return _make_model(target, "", PRESETS[preset], dtype, span)
-    if bare or not is_file(config):
+    if bare or not is_file(place / "config.json"):
         raise Fault(_make_unknown_model(target, folder, hub, span))
-    return _load_folder(target, config.parent, str(config.parent.resolve()), dtype, span)
+    return _load_folder(target, place, url or str(place.resolve()), dtype, span)
 
 
-def _load_url(url: str, dtype: str | None, span: Span) -> Model:
-    """Load the model of a folder at a URL.
+def reload(model: Model) -> Model:
+    """Load a model again, from its folders or its preset. Raises Fault."""
+    current = load("./" if model.path else model.name, Path(model.path), model.dtype, model.span, None)
+    if model.initial is None:
+        return current
+    folder = model.initial.folder
+    config = read_config(Path(folder), folder, model.span, peft_folder.CONFIG)
+    return replace_fields(current, initial=peft_folder.find_adapter(config, current, folder, folder, model.span))
 
-    The model's `path` is the URL, pinned to the version of the content that was read.
+
+def _load_adapter(target: str, place: Path, url: str, dtype: str | None, span: Span, base: tuple[str, Path]) -> Model:
+    """Load the adapter in the folder `place`, and the model that it belongs to.
+
+    `base` has the model's name in the program, or "", and the folder that this name is relative to. A name in the
+    adapter's folder is relative to that folder.
     """
-    path = urls.pin_version(url, True, span)
-    folder = urls.copy(path, True, SHAPE, span)
-    if not is_file(folder / "config.json"):
-        help = "a Hugging Face model folder holds a config.json"
-        raise Fault(Diagnostic("unknown-model", f"the model folder `{url}` has no config.json", span, help))
-    return _load_folder(url, folder, path, dtype, span)
+    config = read_config(place, target, span, peft_folder.CONFIG)
+    stated, folder = base
+    named = stated or config.get(peft_folder.BASE)
+    help = f'name the folder of its model: `"{target}" {{ base = "./my-model" }}`'
+    if not isinstance(named, str) or not named:
+        message = f"the adapter `{target}` does not name the model that it belongs to"
+        raise Fault(Diagnostic("unknown-model", message, span, help))
+    if not stated:
+        named = f"./{named}" if is_folder(place / named) and not Path(named).is_absolute() else named
+        folder = place
+    try:
+        model = load(named, folder, dtype, span, None)
+    except Fault as fault:
+        (problem,) = fault.diagnostics
+        message = f"the model of the adapter `{target}`: {problem.message}"
+        raise Fault(Diagnostic(problem.code, message, span, problem.help if stated else help)) from None
+    path = url or str(place.resolve())
+    return replace_fields(model, initial=peft_folder.find_adapter(config, model, target, path, span))
 
 
 def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
@@ -119,7 +153,7 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
         if near := preset_names.find_similar_preset(hub):
             help = f"to plan with its shape, write the preset `{near}`; {help}"
     elif "/" in target or target in (".", ".."):
-        exists = is_folder(folder / target)
+        exists = is_folder(folder / target) or urls.is_url(target)
         message = f"the model folder `{target}` {'has no config.json' if exists else 'does not exist'}"
         help = "a Hugging Face model folder holds a config.json"
     elif is_folder(folder / target):
@@ -133,19 +167,19 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
     return Diagnostic("unknown-model", message, span, help)
 
 
-def read_config(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
-    """Read the config.json of a model's folder.
+def read_config(folder: Path, name: str, span: Span = NOWHERE, file: str = "config.json") -> dict[str, Any]:
+    """Read the config.json of a model's folder, or another file with a JSON object.
 
     `name` is the name of the folder in messages. Raises Fault (unknown-model) if the file cannot be read or is not a
     JSON object.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        help = fix_commands.lfs(folder / "config.json")
-        raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` cannot be read: {error}", span, help)) from None
+        help = fix_commands.lfs(folder / file)
+        raise Fault(Diagnostic("unknown-model", f"`{name}/{file}` cannot be read: {error}", span, help)) from None
     if not isinstance(config, dict):
-        raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` is not a JSON object", span))
+        raise Fault(Diagnostic("unknown-model", f"`{name}/{file}` is not a JSON object", span))
     return config
 
 
@@ -204,6 +238,14 @@ def find_published_type(model: Model) -> str | None:
     if isinstance(method := quantization.read_method(config), quantization.Quantization):
         return method.method
     return "float16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) and model.dtype != "f32" else None
+
+
+def suggest_weights(model: Model) -> str:
+    """Return how to get the weights of a model that is a preset."""
+    if model.initial is not None:
+        return 'name the folder of the adapter\'s model: `model policy = "./my-adapter" { base = "./my-model" }`'
+    hub = hub_name(model.name)
+    return preset_names.download(hub) if hub else 'name a folder: model policy = "./my-model"'
 
 
 def find_position_limit(model: Model) -> int:

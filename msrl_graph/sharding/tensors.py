@@ -31,7 +31,7 @@ class Tensor:
     - `experts`: dim 0 counts the experts of a layer, and ep shards it. If `name` has a `*`, the files have one tensor
       per expert, whose name has the number of the expert in place of the `*`.
     - `fused`: the files have the tensor as rows of a larger one, from row `start` on. The name of the larger tensor has
-      `fused` in place of the name of the tensor's module.
+      `fused` in place of the name of the tensor's projection.
     - `file_name`: the name in the files, if it is another one.
     - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
     - `tied`: the tensor is an embedding that is also on the last stage.
@@ -74,10 +74,10 @@ class Tensor:
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
         """Yield each file tensor that `box` covers: its name, index in `box`, and own box."""
         if self.fused:
-            module, _, kind = self.name.rpartition(".")
-            owner, _, _ = module.rpartition(".")
+            words = self.name.split(".")
+            words[-3 if self.role == "adapter" else -2] = self.fused  # PROJECTION.lora_B.weight, PROJECTION.weight
             first, stop = box[0]
-            yield f"{owner}.{self.fused}.{kind}", (), ((self.start + first, self.start + stop), *box[1:])
+            yield ".".join(words), (), ((self.start + first, self.start + stop), *box[1:])
             return
         if not self.in_files_by_expert:
             yield self.name_in_files, (), box

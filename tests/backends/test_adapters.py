@@ -3,20 +3,26 @@
 from functools import partial
 from pathlib import Path
 
+import dense_families as families
 import mixture
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from msrl_graph.backends import adapters
+from msrl_graph.backends import adapters, hf_modules
 from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import lora, models
 from msrl_graph.model.architecture import Lora
-from msrl_graph.sharding.layout import full_box
+from msrl_graph.sharding.layout import full_box, slices
 
+ALL = (lora.ALL_LINEAR,)
 ATTENTION = ("q_proj", "v_proj")
+MODELS = (mixture.llama, mixture.qwen2, mixture.dense, mixture.gemma)
+CASES = [(write, targets) for write in MODELS for targets in (ATTENTION, ALL)]
+CASES += [(families.phi3, targets) for targets in (("qkv_proj",), ("gate_up_proj", "o_proj"), ALL)]
+CASES += [(families.glm4, targets) for targets in (("v_proj", "gate_up_proj"), ALL)]
 BEHIND = "base_model.model."  # before the names of weights, in PEFT
 
 
@@ -29,6 +35,17 @@ def load(folder):
     return net
 
 
+def split_fused(net, model):
+    """Replace the projections that the files fuse by several, with the same weights."""
+    whole = dict(net.named_parameters())
+    hf_modules._split_fused(net, model)
+    for tensor in model.tensors:
+        if tensor.fused and tensor.role == "base":
+            ((name, _, box),) = tensor.in_files(full_box(tensor.shape))
+            part = net.get_submodule(tensor.name.removesuffix(".weight"))
+            part.weight = torch.nn.Parameter(whole[name][slices(box)].detach().clone())
+
+
 def normalize(norm, offset, x):
     epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight + offset, epsilon)
@@ -39,25 +56,30 @@ def compute_loss(net, ids):
     return (logps[..., 0] * torch.linspace(-1, 1, ids.shape[1] - 1)).sum()
 
 
-@pytest.mark.parametrize("write", [mixture.llama, mixture.qwen2, mixture.dense, mixture.gemma])
-@pytest.mark.parametrize("targets", [ATTENTION, (lora.ALL_LINEAR,)])
+@pytest.mark.parametrize(("write", "targets"), CASES)
 def test_loss_and_gradients_are_those_of_peft(write, targets, tmp_path):
     said = Lora(rank=4, alpha=12, targets=targets)
     folder = write(tmp_path / "model")
     model = lora.adapt(models.load(folder, Path("/"), None, NOWHERE), said)
-    names = "all-linear" if targets == (lora.ALL_LINEAR,) else [*targets]
+    names = "all-linear" if targets == ALL else [*targets]
     theirs = get_peft_model(load(folder), LoraConfig(r=4, lora_alpha=12, target_modules=names, lora_dropout=0.0))
     ours = load(folder)
+    split_fused(ours, model)
     adapters.install(ours, model)
     own = {name: value for name, value in ours.named_parameters() if lora.is_adapter(name)}
     assert {tensor.name: tensor.shape for tensor in model.trained} == {n: (*v.shape,) for n, v in own.items()}
     others = {name.removeprefix(BEHIND).replace(".default", ""): value for name, value in theirs.named_parameters()}
     others = {name: value for name, value in others.items() if lora.is_adapter(name)}
-    assert own.keys() == others.keys()
+    places = {}  # by our name: the name in PEFT, and the rows there
+    for tensor in model.trained:
+        ((name, _, box),) = tensor.in_files(full_box(tensor.shape))
+        places[tensor.name] = name, slices(box)
+    assert {name for name, _ in places.values()} == others.keys()
     torch.manual_seed(1)
     for name, value in own.items():
         torch.nn.init.normal_(value, std=0.2)
-        others[name].data.copy_(value)
+        place, rows = places[name]
+        others[place].data[rows] = value
     ids = torch.randint(0, 16, (3, 7))
     losses = [compute_loss(net, ids) for net in (ours, theirs)]
     for loss in losses:
@@ -65,7 +87,9 @@ def test_loss_and_gradients_are_those_of_peft(write, targets, tmp_path):
     assert torch.allclose(*losses, rtol=1e-9, atol=0)
     for name, value in own.items():
         assert value.grad.abs().max() > 0
-        assert (value.grad - others[name].grad).abs().max() <= 1e-9 * others[name].grad.abs().max()
+        place, rows = places[name]
+        wanted = others[place].grad[rows]
+        assert (value.grad - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
 
 def test_first_values_do_not_depend_on_the_shards_and_b_is_zero(tmp_path):

@@ -160,6 +160,7 @@ MAY_NAME_ENGINES = {
     "backends/__init__.py": "the table of engines",
     "hardware/stacks.py": "versions that are locked together for a kind of devices, as data for constraints/",
     "dsl/foreign_names.py": "words of other frameworks that a user may write by habit",
+    "model/peft_folder.py": "names of settings in files that PEFT writes",
     "ir/options.py": "an example of a path, in a meaning that documentation shows",
 }
 

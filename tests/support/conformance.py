@@ -119,16 +119,17 @@ def adapter_values(tensor):
 class AddProducts(torch.nn.Module):
     """A parametrization: a weight of transformers plus the products of its adapters.
 
-    A weight of experts has the gate and the up projection one after the other.
+    A weight can have several projections one after the other.
     """
 
-    def __init__(self, adapters, scale):
+    def __init__(self, adapters, rows, scale):
         super().__init__()
         self.adapters = adapters  # by part of the weight: A and B, or None
+        self.rows = rows  # of each part
         self.scale = scale
 
     def forward(self, weight):
-        parts = weight.chunk(len(self.adapters), 1) if len(self.adapters) > 1 else [weight]
+        parts = weight.split(self.rows, -2) if len(self.rows) > 1 else [weight]
         return torch.cat(
             [
                 part if pair is None else part + self.scale * pair[1] @ pair[0]
@@ -159,10 +160,12 @@ class Reference:
     def _add_adapters(self, model):
         pairs = {weight.name: (self.adapters[down], self.adapters[up]) for weight, down, up in lora.list_adapted(model)}
         for path, value in [*self.net.named_parameters()] if pairs else ():
-            own = [pairs.get(name) for name in our_parts(path, value, model)]
+            parts = our_parts(path, value, model)
+            own = [pairs.get(name) for name in parts]
             if any(own):
                 owner, _, leaf = path.rpartition(".")
-                added = AddProducts(own, model.lora.scale)
+                rows = [part.shape[-2] for part in parts.values()]
+                added = AddProducts(own, rows, model.lora.scale)
                 parametrize.register_parametrization(self.net.get_submodule(owner), leaf, added)
 
     def logits(self, prompts, responses):

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from ...backends import ENGINES
 from ...backends.packages import make_install_hint
 from ...compiler.unsupported import find_unsupported, find_untested
 from ...diagnostics.quantities import plural, size
-from ...files.paths import hub_name
 from ...files.weights import PATTERNS
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import Plan
-from ...model import preset_names
+from ...model import peft_folder
+from ...model.models import suggest_weights
 from ..process import interpreters
 from ..process.host_facts import Versions
 from ..process.host_requirements import RANKS_A_CORE, files_read, row_memory
@@ -182,16 +183,15 @@ def _check_files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]
     models = plan.deploy.models
     for model in models.values():
         if not model.path:
-            hub = hub_name(model.name)
-            help = preset_names.download(hub) if hub else 'name a folder: model policy = "./my-model"'
             message = f"{model.name} is a preset: its shape is known, but its weights are missing"
-            yield Finding("plan-files", message, "wrong", help)
+            yield Finding("plan-files", message, "wrong", suggest_weights(model))
     for title, paths in _files_read(plan).items():
         kind, _, name = title.partition(" ")
         if kind == "model" and not models[name].path:
             continue
-        if kind == "model" and len(paths) == 1:
-            message = f"{title}: {models[name].path} holds no weights ({' or '.join(PATTERNS)})"
+        if kind in ("model", "adapter") and len(paths) == 1:
+            patterns = PATTERNS if kind == "model" else peft_folder.WEIGHTS
+            message = f"{title}: {Path(paths[0]).parent} holds no weights ({' or '.join(patterns)})"
             yield Finding("plan-files", message, "wrong", "put the weights there, in the format of Hugging Face")
         affected_hosts = tuple(
             host.title for host in hosts if any(host.seen["sizes"].get(file, -1) < 0 for file in paths)

@@ -352,7 +352,8 @@ def probe(
                 clocks.append(measure_clock_offset(actor, max(1.0, until - time.monotonic())))
             except ray.exceptions.GetTimeoutError as error:
                 raise HostsSilent(_silent_hosts(plan, [address])) from error
-    spans = {**{f"model {name}": model.span for name, model in plan.deploy.models.items()}}
+    models = plan.deploy.models.items()
+    spans = {f"{kind} {name}": model.span for name, model in models for kind in ("model", "adapter")}
     spans |= {f"data {name}": dataset.span for name, dataset in plan.deploy.data.items()}
     blind = [[i for i, facts in enumerate(seen) if facts["sizes"][marker] < 0] for marker in markers]
     return Hosts(plan, actors, addresses, files, seen, here, clocks, blind, spans)

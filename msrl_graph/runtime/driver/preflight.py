@@ -20,11 +20,11 @@ from ...checks.stage import Check, PlanContext, When, run_checks
 from ...compiler.unsupported import find_unsupported
 from ...diagnostics import Diagnostic, Fault
 from ...files import fix_commands
-from ...files.paths import hub_name
 from ...files.weights import PATTERNS, candidate_weight_files
 from ...ir.plan import Placement, Plan
-from ...model import preset_names
+from ...model import peft_folder
 from ...model.architecture import Model
+from ...model.models import suggest_weights
 from ...sharding.layout import AXES, Layout
 from ...trackers import find_tracker, is_file
 from ..data import dataset_preview as data
@@ -62,11 +62,13 @@ def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
 def _check_models(plan: Plan, context: PlanContext) -> Iterator[Diagnostic]:
     """Yield an error for each model that is not complete on this machine."""
     for model in plan.deploy.models.values():
+        if model.initial and not peft_folder.find_files(model.initial.folder):
+            names = " or ".join(peft_folder.WEIGHTS)
+            message = f"the adapter's folder {model.initial.folder} holds no weights ({names})"
+            yield Diagnostic("missing-file", message, model.span)
         if not model.path:
             message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
-            hub = hub_name(model.name)
-            help = preset_names.download(hub) if hub else 'name a folder: model policy = "./my-model"'
-            yield Diagnostic("unknown-model", message, model.span, help)
+            yield Diagnostic("unknown-model", message, model.span, suggest_weights(model))
             continue
         if not candidate_weight_files(model.path):
             message = f"the model folder {model.path} holds no weights ({' or '.join(PATTERNS)})"

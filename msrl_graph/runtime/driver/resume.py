@@ -151,7 +151,9 @@ def model_shapes(plan: Plan) -> dict[str, Any]:
     Weights are not part of these properties.
     """
     shapes: dict[str, Any] = {
-        name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.weights)}
+        name: {field: getattr(model, field) for field in MODEL}
+        | {"tensors": len(model.weights)}
+        | ({"adapter": str(model.initial)} if model.initial else {})
         for name, model in plan.deploy.models.items()
     }
     return {name: _without_spans(msgspec.to_builtins(shape)) for name, shape in shapes.items()}

@@ -121,7 +121,7 @@ def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
     """
     results = [(folder / name).resolve() for name in MADE]
     reads = [
-        *(model.path for model in plan.deploy.models.values()),
+        *(folder for model in plan.deploy.models.values() for folder in model.folders),
         *(str(path) for dataset in plan.deploy.data.values() for path in titled_paths(dataset).values()),
     ]
     reads += [str(Path(replay) / rows.FOLDER)] if replay else []

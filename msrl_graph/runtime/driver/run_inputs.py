@@ -24,6 +24,7 @@ import msgspec
 from ...data.data_files import titled_paths
 from ...files.weights import candidate_weight_files, is_weight_file
 from ...ir.plan import Plan
+from ...model import peft_folder
 from ..process import host_facts, interpreters
 from ..weights.tensor_files import companion_files
 from . import user_modules
@@ -36,7 +37,7 @@ _NICE = 19  # niceness of the thread that digests large files
 _KEYS = 1 << 20  # most bytes of a JSON file whose keys are compared one by one
 _SHOWN = 60  # most characters of a key's value that is kept as it is
 # Keys of a model's JSON files that only say who wrote the file.
-_WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version"}
+_WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", peft_folder.BASE, "peft_version"}
 _TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 _TEMPLATE = "chat_template"  # a change of it makes other prompts, not another model
 
@@ -123,6 +124,10 @@ def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
                 {*candidate_weight_files(folder), *folder.glob("*.index.json"), *companion_files(folder)}
             ):
                 yield f"model {name}: {file.relative_to(folder)}", file
+        if model.initial:
+            folder = Path(model.initial.folder)
+            for file in (folder / peft_folder.CONFIG, *peft_folder.find_files(folder)):
+                yield f"adapter {name}: {file.name}", file
     for data in plan.deploy.data.values():
         yield from ((f"data {title}", path) for title, path in titled_paths(data).items())
     code: dict[str, Path] = {}
@@ -224,7 +229,7 @@ def describe_edit(inputs: RunInputs) -> str:
     """
     for name, entry in inputs.files.items():
         file = name.rpartition(": ")[2]
-        if not (name.startswith(("data ", "replay ")) or is_weight_file(file) or file == "config.json"):
+        if not (name.startswith(("data ", "replay ", "adapter ")) or is_weight_file(file) or file == "config.json"):
             continue
         now = _read_file(Path(entry.path))
         if not has_same_content(entry, now):
@@ -274,11 +279,13 @@ def _describe_sizes(before: InputFile, now: InputFile) -> str:
 
 
 def _is_model(name: str) -> bool:
-    """Return whether a file is part of a model: weights, config or tokenizer.
+    """Return whether a file is part of a model: weights, config or tokenizer, or an adapter.
 
     `name` is a key of `RunInputs.files`.
     """
     kind, _, file = name.partition(": ")
+    if kind.startswith("adapter "):
+        return True
     if not kind.startswith("model ") or not file:
         return False
     vocabulary = file.startswith(("vocab", "merges")) or file.endswith((".model", ".tiktoken"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...backends import hf_modules
 from ...backends.adapters import merge_adapter
 from ...backends.engine_protocols import Shard
+from ...model import peft_folder
 from ...model.architecture import Model
 from ...sharding.layout import full_box
 from . import tensor_files
@@ -48,9 +49,9 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
         tensor_files.copy_companions(Path(model.path), partial)
         config = partial / "config.json"
         if model.lora:
-            named = {f"base_model.model.{name}": value for name, value in named.items()}
-            tensor_files.write_tensors(partial / "adapter_model.safetensors", named, {"format": "pt"})
-            _write_json(partial / "adapter_config.json", make_adapter_config(model))
+            named = {peft_folder.BEHIND + name: value for name, value in named.items()}
+            tensor_files.write_tensors(partial / peft_folder.WEIGHTS[0], named, {"format": "pt"})
+            _write_json(partial / peft_folder.CONFIG, peft_folder.make_config(model))
             for file in (config, partial / "generation_config.json"):  # those of the model that it belongs to
                 file.unlink(missing_ok=True)
         else:
@@ -69,24 +70,6 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def make_adapter_config(model: Model) -> dict[str, Any]:
-    """Return the adapter_config.json of a model's adapter, for the library PEFT."""
-    lora = model.lora
-    assert lora is not None
-    return {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if model.scores else "CAUSAL_LM",
-        "base_model_name_or_path": model.path,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": [*lora.targets],
-        "modules_to_save": ["score"] if model.scores else None,
-        "bias": "none",
-        "inference_mode": True,
-    }
 
 
 def _merge(model: Model, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

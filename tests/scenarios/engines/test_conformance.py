@@ -102,6 +102,17 @@ def test_frozen_weights_are_not_trained_and_the_others_are_as_by_transformers(fa
 @pytest.mark.parametrize("family", ["llama with biases", "qwen3", "gemma", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("targets", [("all_linear",), ("o_proj", "up_proj")])
 def test_an_adapter_is_computed_and_trained_as_its_product_added_to_the_weights(family, targets, tmp_path):
+    assert_adapter_is_trained(family, targets, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+@pytest.mark.parametrize("targets", [("all_linear",), ("o_proj", "gate_up_proj")])
+def test_so_it_is_if_the_files_fuse_projections(family, targets, tmp_path):
+    assert_adapter_is_trained(family, targets, tmp_path)
+
+
+def assert_adapter_is_trained(family, targets, tmp_path):
     found = conformance.measure(
         family, LIGHT, tmp_path, layouts=conformance.DIVIDED, adapter=Lora(rank=3, alpha=6, targets=targets)
     )
