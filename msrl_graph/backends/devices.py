@@ -135,9 +135,24 @@ class TorchDevice:
             buffer = torch.empty_like(tensor, device=HOST.torch, pin_memory=pinned)
         finally:
             _making_buffer = False
-        _host_buffers.add(address := buffer.untyped_storage().data_ptr())
-        weakref.finalize(buffer.untyped_storage(), _host_buffers.discard, address).atexit = False
-        _report(buffer.untyped_storage())
+        _register_buffer(buffer.untyped_storage())
+        return buffer
+
+    def map_host_buffer(self, memory: mmap.mmap, counted: bool) -> torch.Tensor:
+        """Return mapped memory as a host buffer of bytes.
+
+        It is pinned if the device has its own memory. Several processes may have mapped the same memory. The memory is
+        `counted` in one of them.
+        """
+        import torch
+
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if not self.kind.shares_host_memory and hasattr(self._module, "cudart"):
+            self._module.check_error(self._module.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if counted:
+            _register_buffer(buffer.untyped_storage())
+        else:
+            sleep([buffer])
         return buffer
 
 
@@ -300,6 +315,12 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     super(torch.UntypedStorage, storage).resize_(size)
     _report(storage)
     return storage
+
+
+def _register_buffer(storage: torch.UntypedStorage) -> None:
+    _host_buffers.add(address := storage.data_ptr())
+    weakref.finalize(storage, _host_buffers.discard, address).atexit = False
+    _report(storage)
 
 
 def _report(storage: torch.UntypedStorage) -> None:

@@ -75,7 +75,7 @@ def _copy_data(data: DataSource) -> DataSource:
 
 
 def _replace_urls(plan: Plan, folder: Callable[[str, Span], str], data: Callable[[DataSource], DataSource]) -> Plan:
-    """Return the plan with other folders of models and other data in place of those at URLs."""
+    """Return the plan with other paths in place of URLs of models and data."""
     deploy = plan.deploy
     diagnostics = list[Diagnostic]()
 

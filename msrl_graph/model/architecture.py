@@ -94,7 +94,7 @@ class Model:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders that a run reads: those of the model's weights, and of its initial adapter."""
+        """The folders of the model's weights and of its initial adapter."""
         return tuple(folder for folder in (self.path, self.initial.folder if self.initial else "") if folder)
 
     @property
@@ -336,7 +336,7 @@ class Model:
 
     @cached_property
     def adapted(self) -> frozenset[str]:
-        """The names of the projections with an adapter, each of those that the files fuse by itself."""
+        """The projections with an adapter; those that the files fuse are separate."""
         targets = self.lora.targets if self.lora else ()
         return frozenset(part for target in targets for part in self.fused.get(target, [target]))
 

@@ -111,7 +111,7 @@ def list_projections(model: Model) -> list[str]:
 
 
 def is_projection(tensor: Tensor) -> bool:
-    """Return whether a tensor is the weight of a projection, which can have an adapter."""
+    """Return whether a tensor is a projection's weight, which can have an adapter."""
     return tensor.role == "base" and tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)
 
 

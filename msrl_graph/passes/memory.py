@@ -17,6 +17,7 @@ from ..diagnostics.sheet import Sheet
 from ..ir.attributes import CallAttributes
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
+from ..sharding.layout import count_host_elements
 from .facts import Fact, Section
 from .spec import Pass, describe_incomplete
 
@@ -230,15 +231,16 @@ class CountMemory(Pass):
                 if size:
                     items[f"{placement.node} activations"] = size * max(plan.on_hosts(placement.pool))
         for reshard in plan.reshards if phase != "load" else ():
-            source, target = (plan.placement(node).pool for node in (reshard.src, reshard.dst))
             name = f"swapped {plan.graph.node(reshard.src).worker} weights"
             # Frozen nodes infer while the weights are on their way back. Frozen weights keep their host buffers.
             swapped = reshard.released_bytes_per_device
             if swapped and phase == "update":
                 swapped = holdings.weights(plan, self.engines, reshard.src, "frozen_kinds")
-            items[name] = max(items.get(name, 0), swapped * max(plan.on_hosts(source)))
-            kept = holdings.weights(plan, self.engines, reshard.dst, "frozen_kinds")
-            items[f"frozen {reshard.dst} weights"] = kept * max(plan.on_hosts(target))
+            items[name] = max(items.get(name, 0), swapped * max(plan.on_hosts(plan.placement(reshard.src).pool)))
+            # Ranks of a host share copies of equal shards.
+            side = holdings.side(plan, self.engines, reshard.dst)
+            copied = count_host_elements(plan.model(reshard.dst).frozen_kinds, side, cluster.devices_per_node)
+            items[f"frozen {reshard.dst} weights"] = copied * BYTES[holdings.dtype(plan, reshard.dst)]
         if phase in PHASES[2:]:
             # A generation may be several iterations ahead: no update has read their rows yet.
             items["rows"] = count_lanes(plan) * rows // len(plan.docks.warehouses)

@@ -275,7 +275,12 @@ def shard(tensor: Tensor, side: Side, rank: int) -> Box:
     place = layout.coordinates(rank)
     if layout.pp > 1 and place.pp not in stages(tensor, layout):
         return ((0, 0),) * len(tensor.shape)
-    return box_at(tensor, side, (place.etp, place.ep, place.edp) if tensor.experts else (place.tp, 0, place.dp))
+    return box_at(tensor, side, _locate(tensor, place))
+
+
+def _locate(tensor: Tensor, place: Coordinates) -> tuple[int, int, int]:
+    """Return the coordinates on which the box of a tensor depends."""
+    return (place.etp, place.ep, place.edp) if tensor.experts else (place.tp, 0, place.dp)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -304,6 +309,39 @@ def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box
         low, high = chunk(stop - start, replicas, dp)
         box[0] = (start + low, start + high)
     return tuple(box)
+
+
+def find_equal_ranks(tensor: Tensor, side: Side, rank: int, among: Iterable[int]) -> list[int]:
+    """Return the ranks among others that hold the same box of a tensor as `rank`.
+
+    They are ranks of the same stage. The result is empty if the box of `rank` is.
+    """
+    box = shard(tensor, side, rank)
+    if not elements(box):
+        return []
+    stage = side.layout.coordinates(rank).pp
+    return [
+        other for other in among if side.layout.coordinates(other).pp == stage and shard(tensor, side, other) == box
+    ]
+
+
+@lru_cache(maxsize=1 << 8)
+def count_host_elements(tensor_kinds: tuple[TensorKind, ...], side: Side, per_host: int) -> int:
+    """Return the number of elements on the host that holds the most.
+
+    Equal boxes of a stage's ranks are counted once on each host. A host has `per_host` devices.
+    """
+    places: dict[int, set[Coordinates]] = {}
+    for rank in range(side.devices):
+        places.setdefault(side.device(rank, per_host) // per_host, set()).add(side.layout.coordinates(rank))
+    most = 0
+    for of_host in places.values():
+        total = 0
+        for kind in tensor_kinds:
+            boxes = {(place.pp, box_at(kind.tensor, side, _locate(kind.tensor, place))) for place in of_host}
+            total += sum(kind.count_on_stage(side, stage) * elements(box) for stage, box in boxes)
+        most = max(most, total)
+    return most
 
 
 def owns(tensor: Tensor, side: Side, rank: int) -> bool:

@@ -182,12 +182,13 @@ class Handed:
 
 
 class Walk(Rank):
-    """Needs a process group of the plan's devices."""
+    """Needs a process group of the plan's devices. `case` is a name that no other walk of these ranks has."""
 
     runner = Sharing
 
-    def __init__(self, plan, rank):
+    def __init__(self, plan, rank, case):
         super().__init__(RankContext(plan, rank))
+        self.context.store = dist.PrefixStore(case, dist.distributed_c10d._get_default_store())
         self.client = self.shares = Handed(self.context)
         with memory.Peak() as peak:
             self.build()
@@ -232,20 +233,24 @@ def predicted(plan):
 def measured(plan, moments=False):
     """By place and phase, the bytes of the busiest rank in the second iteration (the first makes the optimizer's
     states), and with `moments` what it held then."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks.run(plan.cluster.devices, _walk, plan.to_json(), folder, moments)
-        reports = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
     found = {}
-    for report in reports:
+    for report in measure_ranks(plan, moments):
         for name, (size, moment) in report.items():
             place, phase = name.split(" ")
             found[place, phase] = max(found.get((place, phase), (0, "")), (size, moment))
     return found
 
 
+def measure_ranks(plan, moments=False):
+    """Of each rank, the bytes in the second iteration by "PLACE PHASE"."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run(plan.cluster.devices, _walk, plan.to_json(), folder, moments)
+        return [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+
+
 def _walk(rank, _, plan, out, moments):
     gc.collect()  # what the last case held
-    walk = Walk(from_json(plan), rank)
+    walk = Walk(from_json(plan), rank, out)
     walk.iteration(0, False)
     peaks = []
     told = memory.Peak.__init__

@@ -9,6 +9,7 @@ def adapted(rank=8, targets="all_linear"):
 
 
 SHARDED = ("dp = 2, zero = 3", "tp = 2", 4, 2)
+COPIED = ("dp = 2, zero = 3", "dp = 2", 4, 2)
 LIGHT = (
     case("llama, adapter", "llama", EVEN, "dp = 1", changes=adapted()),
     case("llama, wide, adapter", "llama", WIDE, "dp = 1", changes=adapted()),
@@ -18,4 +19,10 @@ LIGHT = (
     case("llama, tp 2, adapter", "llama", EVEN, "tp = 2", "tp = 2", ranks=2, changes=adapted()),
     case("llama, recompute, adapter", "llama", DEEP, "dp = 1", engine=", recompute = full", changes=adapted()),
     case("experts, adapter", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED, changes=adapted()),
+    case("phi3, adapter", "phi3", WIDE, "dp = 1", config=(("pad_token_id", 0),), changes=adapted()),
+)
+# The generation's ranks hold the same weights, or two ranks each half.
+SHARED = (
+    case("llama, dp 2, adapter", "llama", WIDE, *COPIED, ranks=2, changes=adapted()),
+    case("llama, dp 2 x tp 2, adapter", "llama", WIDE, "dp = 4", "dp = 2, tp = 2", 2, 2, ranks=4, changes=adapted()),
 )

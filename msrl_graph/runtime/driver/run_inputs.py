@@ -279,7 +279,7 @@ def _describe_sizes(before: InputFile, now: InputFile) -> str:
 
 
 def _is_model(name: str) -> bool:
-    """Return whether a file is part of a model: weights, config or tokenizer, or an adapter.
+    """Return whether a file is part of a model: weights, config, tokenizer, adapter.
 
     `name` is a key of `RunInputs.files`.
     """

@@ -24,7 +24,7 @@ from ...ir.graph import Node
 from ...ir.resharding_plan import Reshard
 from ...sharding.layout import Side
 from ..weights.adapter_merge import AdapterMerge
-from ..weights.frozen_copies import FrozenCopies
+from ..weights.frozen_copies import FrozenCopies, HostRanks
 from ..weights.reshard import HostSwap, Resharder
 from ..weights.transfer_routes import make_blocks
 from ..weights.weight_publication import WeightPublication
@@ -168,7 +168,7 @@ class Engines:
         shards = trainer.shards() if trainer else []
         sides = (self.side(edge.src), self.side(edge.dst))
         key = (edge.src, edge.dst)
-        self.frozen_copies[key] = FrozenCopies(context.device, model)
+        self.frozen_copies[key] = FrozenCopies(context.device, model, self._find_sharing_ranks(edge, sides[1]))
         proof = self.proofs[key] = WeightProof(context, edge, sides, trainer)
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
@@ -183,6 +183,18 @@ class Engines:
         if shards:
             swap = self.swaps.setdefault(worker, HostSwap(shards, model.frozen_names))
             self.resharders[key] = Resharder(edge, model, context.local, sides, neighbours, swap)
+
+    def _find_sharing_ranks(self, edge: Reshard, side: Side) -> HostRanks | None:
+        """Return the ranks of this host that generate with the weights of an edge."""
+        context = self.context
+        if context.store is None or not context.is_here(edge.dst):
+            return None
+        placement = context.plan.placement(edge.dst)
+        host = context.rank // context.per_host
+        devices = [placement.device(rank, context.per_host) for rank in range(side.devices)]
+        ranks = tuple(rank for rank, device in enumerate(devices) if device // context.per_host == host)
+        deadline = context.plan.docks.deadline + 60  # as for collectives
+        return HostRanks(side, context.local, ranks, context.store, f"frozen {edge.src} {edge.dst}", deadline)
 
     @contextmanager
     def shards_on_device(self, worker: str) -> Iterator[list[Shard]]:

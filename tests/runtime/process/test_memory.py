@@ -372,6 +372,19 @@ def test_so_it_does_if_an_adapter_is_trained(case, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", walk_adapters.SHARED, ids=lambda case: case.name)
+def test_ranks_of_a_host_have_one_copy_of_equal_frozen_weights(case, tmp_path):
+    """As in the plan, which counts the weights once for each half."""
+    plan = case.write(tmp_path)
+    found = [report.get("host generate", (0,))[0] for report in walk.measure_ranks(plan)]
+    (items,) = (entry.items for entry in plan.memory if (entry.place, entry.phase) == ("host", "generate"))
+    wanted = sum(size for item, size in items.items() if item not in ("rows", "ranks"))
+    assert sum(found) == pytest.approx(wanted, rel=0.05)
+    weights = sum(tensor.elements for tensor in plan.model("actor.generate").weights if tensor.frozen)
+    assert items["frozen actor.generate weights"] == 4 * weights
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", walk_windows.CASES, ids=lambda case: case.name)
 def test_so_it_does_of_layers_of_several_kinds(case, tmp_path):
     test_the_plan_says_what_a_run_holds(case, tmp_path)

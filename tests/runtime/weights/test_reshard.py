@@ -1,6 +1,7 @@
 """Resharding on real ranks: from any layout to any other, dense and with experts, each rank gets its boxes bit for bit,
 and the update its own back; what moves is what the plan says, and frozen weights move once."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.hardware.cluster import Figure
 from msrl_graph.ir.resharding_plan import Reshard, Step
 from msrl_graph.passes.reshard import list_routes
-from msrl_graph.runtime.weights.frozen_copies import FrozenCopies
+from msrl_graph.runtime.weights.frozen_copies import FrozenCopies, HostRanks
 from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
 from msrl_graph.runtime.weights.transfer_routes import Block
 from msrl_graph.sharding.layout import Layout, Side, elements, group_by_kind, shard, slices
@@ -36,6 +37,9 @@ def moving(rank):
         if members not in groups:
             groups[members] = dist.new_group(members) if len(members) > 1 else None
         return groups[members]
+
+    store = dist.distributed_c10d._get_default_store()
+    counter = itertools.count()
 
     def move(tensors, source, target, mode, order, cut, dtype):
         frozen = {t.name for t in tensors if t.frozen}
@@ -61,7 +65,10 @@ def moving(rank):
         edge = Reshard("a", "b", mode, order, "", tuple(ways), 0, *buckets, (), nothing, 0, 0, 0, 0, 0)
         swap = HostSwap(given, frozen)
         mover = Resharder(edge, model, rank, (source, target), blocks, swap)
-        copies = FrozenCopies(devices.device_of(given[0].tensor), model)
+        size = -(-target.devices // 2)  # two hosts
+        host = tuple(other for other in range(target.devices) if other // size == rank // size)
+        ranks_of_host = HostRanks(target, rank, host, store, f"case {next(counter)}", 60)
+        copies = FrozenCopies(devices.device_of(given[0].tensor), model, ranks_of_host)
 
         def allocate():
             copies.fetch()

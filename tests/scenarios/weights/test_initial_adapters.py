@@ -5,12 +5,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from place import ONE_RANK, SMALL, metrics, ran, rows_of
+from place import SMALL, metrics, ran, rows_of
 
 pytestmark = pytest.mark.slow
 WORKER = "worker actor     : policy"
 ADAPTER = (WORKER, f"{WORKER} {{ adapter = lora(rank = 4, targets = [q_proj, down_proj]) }}")
 LEARNS = [("lr = 2e-4", "lr = 1e-2"), ("warmup = 20", "warmup = 1"), ("every = 40", "every = 2")]
+COPIES = [("layout actor.generate { tp = 2 }", "layout actor.generate { dp = 2 }")]
 MODEL = 'model policy  = "./model"'
 FROM = (MODEL, 'model policy  = "./first/weights/actor"')
 TWICE = [*SMALL, "--iterations", "2", "--record"]
@@ -71,9 +72,10 @@ def test_a_frozen_worker_generates_with_the_model_and_the_adapter(place):
 
 
 def test_a_resumed_run_needs_the_adapter_that_it_began_with(place):
-    place.write(*ONE_RANK, *LEARNS, ADAPTER, evaluated=False)
+    """Its two generating ranks share a copy of the model's weights."""
+    place.write(*COPIES, *LEARNS, ADAPTER, evaluated=False)
     ran(place, *TWICE, "--out", "first")
-    place.write(*ONE_RANK, *LEARNS, FROM, ("seed = 0 }", "seed = 0, save = 1 }"), evaluated=False)
+    place.write(*COPIES, *LEARNS, FROM, ("seed = 0 }", "seed = 0, save = 1 }"), evaluated=False)
     ran(place, *TWICE, "--out", "whole")
     ran(place, *SMALL, "--iterations", "1", "--out", "half")
     ran(place, *SMALL, "--iterations", "2", "--resume", "half", "--out", "half")
