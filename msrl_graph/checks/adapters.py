@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..diagnostics import Diagnostic, nearest
 from ..files import fix_commands
@@ -11,10 +12,14 @@ from ..ir.graph import Graph, Worker
 from ..ir.plan import Plan
 from ..model import peft_folder
 from ..model.architecture import HEAD, Lora, Model
-from ..model.lora import ALL_LINEAR, format_setting, list_projections, list_targets
+from ..model.lora import ALL_LINEAR, format_setting, list_left_out, list_projections, list_targets
+from ..model.models import read_token_texts
 from ..sharding.layout import full_box
 from .columns import Library
 from .stage import PlanContext
+
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 
 
 def check_workers(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -57,12 +62,18 @@ def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         if (key := (model.initial.folder, model.scores)) not in read:
             read.add(key)
             diagnostics += _check_folder(worker, model, model.initial)
+            diagnostics += _report_unused_files(model, model.initial)
     return diagnostics
 
 
 def _check_targets(worker: Worker, model: Model) -> Iterator[Diagnostic]:
     known = list_projections(model)
     stated = (worker.adapter and worker.adapter.targets) or ()
+    if (left_out := list_left_out(model)) and (not stated or ALL_LINEAR in stated):
+        names = " and ".join(f"`{name}`" for name in left_out)
+        message = f"an adapter of the experts of `{model.name}`, {names}, can be neither planned nor run"
+        help = f"`{ALL_LINEAR}` includes them: write `targets = {format_setting(known)}`"
+        yield Diagnostic("not-yet", message, worker.span, help)
     for target in stated if known else ():
         if target not in (ALL_LINEAR, *known):
             message = f"`targets` of `{worker.name}`: `{model.name}` has no projection `{target}`"
@@ -93,6 +104,22 @@ def _report_dropout(worker: Worker, initial: Lora, model: Model) -> Diagnostic:
     message = f"the updates of `{worker.name}` do not use `lora_dropout = {initial.dropout:g}` of {initial.folder}"
     help = "a program states `dropout` in its own adapter; without it, it is 0"
     return Diagnostic("unused-setting", message, model.span, help, "hint")
+
+
+def _report_unused_files(model: Model, initial: Lora) -> Iterator[Diagnostic]:
+    """Report a tokenizer or chat template of the folder that differs from the model's."""
+    own, theirs = (Path(folder) for folder in (initial.folder, model.path))
+    tokens = read_token_texts(str(own))
+    unused = [TOKENIZER] if model.path and tokens and tokens != read_token_texts(model.path) else []
+    if model.path and (own / TEMPLATE).is_file():
+        same = (theirs / TEMPLATE).is_file() and (own / TEMPLATE).read_bytes() == (theirs / TEMPLATE).read_bytes()
+        unused += [] if same else [TEMPLATE]
+    if unused:
+        names = " and ".join(unused)
+        message = f"the {names} in {own} {'differ' if len(unused) > 1 else 'differs'} from the model's in {theirs}, "
+        message += "which the run uses"
+        help = f"to use the adapter's, copy {names} into a copy of the model's folder, and name it as `base`"
+        yield Diagnostic("unused-setting", message, model.span, help, "hint")
 
 
 def _check_folder(worker: Worker, model: Model, initial: Lora) -> Iterator[Diagnostic]:

@@ -110,6 +110,15 @@ def list_projections(model: Model) -> list[str]:
     return list(dict.fromkeys(_projection(tensor) for tensor in model.weights if is_projection(tensor)))
 
 
+def list_left_out(model: Model) -> list[str]:
+    """Return the names of experts' projections that can have no adapter.
+
+    They are those of experts that have one tensor for all, without a module of their own.
+    """
+    names = (tensor.name.rpartition(".")[2] for tensor in model.weights if tensor.experts and len(tensor.shape) == 3)
+    return list(dict.fromkeys(name for name in names if name != "weight"))
+
+
 def is_projection(tensor: Tensor) -> bool:
     """Return whether a tensor is a projection's weight, which can have an adapter."""
     return tensor.role == "base" and tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)

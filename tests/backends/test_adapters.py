@@ -7,14 +7,15 @@ import dense_families as families
 import mixture
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from msrl_graph.backends import adapters, hf_modules
 from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import lora, models
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.architecture import HEAD, Lora
+from msrl_graph.runtime.weights.hf_export import write_folder
 from msrl_graph.sharding.layout import full_box, slices
 
 ALL = (lora.ALL_LINEAR,)
@@ -108,3 +109,45 @@ def test_first_values_do_not_depend_on_the_shards_and_b_is_zero(tmp_path):
         adapters.fill(model, [part])
         assert torch.equal(part.tensor, shard.tensor[tuple(slice(*dim) for dim in box)])
     assert len({float(shard.tensor.sum()) for shard in whole if shard.name.endswith(lora.DOWN)}) == len(whole) // 2
+
+
+def draw_values(model):
+    """Values of the tensors in a folder of a model's adapter, at random."""
+    draw = torch.Generator().manual_seed(5)
+    return {tensor.name: 0.2 * torch.randn(tensor.shape, generator=draw) for tensor in model.saved}
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("write", [mixture.qwen2, mixture.mixture, families.phi3])
+def test_what_an_export_writes_is_what_an_engine_reads(write, scores, tmp_path):
+    """A score head too; another worker of the same folder gets a new one."""
+    write(tmp_path / "model")
+    base = models.load("./model", tmp_path, None, NOWHERE)
+    model = lora.adapt(base.scoring if scores else base, Lora(4, 8.0, ALL))
+    values = draw_values(model)
+    write_folder(model, values, tmp_path / "adapter")
+    found = models.load("./adapter", tmp_path, None, NOWHERE)
+    assert found.path == base.path
+    for kind in (found.scoring, found) if scores else (found.scoring,):
+        again = lora.adapt(kind, found.initial)
+        shards = [Shard(name, full_box(value.shape), torch.empty_like(value)) for name, value in values.items()]
+        others = adapters.fill(again, shards)
+        assert [shard.name for shard in others] == ([] if kind.scores or not scores else [HEAD])
+        for shard in shards:
+            assert shard in others or torch.equal(shard.tensor, values[shard.name])
+
+
+@pytest.mark.parametrize("write", [families.phi3, families.glm4])
+def test_exports_of_fused_projections_compute_the_same_in_peft_and_merged(write, tmp_path):
+    write(tmp_path / "model")
+    model = lora.adapt(models.load("./model", tmp_path, None, NOWHERE), Lora(4, 8.0, ALL))
+    values = draw_values(model)
+    write_folder(model, values, tmp_path / "adapter")
+    write_folder(model, values, tmp_path / "merged", merged=True)
+    nets = (
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+        *(AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("merged", "model")),
+    )
+    with torch.no_grad():
+        theirs, merged, without = (net(torch.arange(2, 14)[None]).logits for net in nets)
+    assert (theirs - merged).abs().max() < 1e-5 and (theirs - without).abs().max() > 1e-2

@@ -84,6 +84,18 @@ def test_the_folder_s_dropout_is_not_used_and_a_hint_says_so(folder, capsys):
     assert compiled(folder).model("actor.update").lora.dropout == 0
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_files_of_the_folder_that_differ_from_the_model_s_are_not_used_and_a_hint_says_so(name, folder, capsys):
+    (folder / "p.rlg").write_text(PROGRAM.replace(MODEL, 'model policy  = "./adapter"'))
+    tokenizer = (folder / "model" / "tokenizer.json").read_text()
+    (folder / "adapter" / "tokenizer.json").write_text(tokenizer)
+    texts = {"tokenizer.json": tokenizer.replace("<eos>", "<end>"), "chat_template.jinja": "{{ messages }}"}
+    for number in range(2):
+        assert compile_main(["--check", str(folder / "p.rlg")]) == 0
+        assert capsys.readouterr().err.count(f"the {name} in {folder}/adapter differs from the model's") == number
+        (folder / "adapter" / name).write_text(texts[name])
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 BROKEN = [
     ((Q.format("A"), None), f"has no `{Q.format('A')[17:]}`, which the adapter of `actor` needs"),
@@ -137,3 +149,14 @@ def test_a_plan_from_a_file_is_the_same_and_another_adapter_is_noticed(folder):
     edit(folder, r=8)
     with pytest.raises(Fault, match="initial"):
         load(text, "plan.json", run=True)
+
+
+def test_experts_without_modules_are_not_left_out_silently(folder):
+    text = PROGRAM.replace(MODEL, 'model policy  = "gpt-oss-20b"').replace('device = "cpu"', 'device = "h200"')
+    with pytest.raises(Fault) as caught:
+        compile(folder / "p.rlg", text=text.replace(ACTOR, f"{ACTOR} {{ adapter = lora }}"))
+    (problem,) = caught.value.diagnostics
+    assert "`gate_up_proj` and `down_proj`" in problem.message
+    written = re.search("write `(.*)`", problem.help)[1]
+    plan = compile(folder / "p.rlg", text=text.replace(ACTOR, f"{ACTOR} {{ adapter = lora({written}) }}"))
+    assert plan.model("actor.update").lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -164,3 +164,16 @@ def test_merged_as_the_help_says_it_is_a_model(tmp_path):
     assert "`use_rslora = true`" in refusal(tmp_path / "adapter").message
     theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert models.load("./merged", tmp_path, None, NOWHERE).initial is None
+
+
+def test_a_folder_at_a_url_names_its_model_or_the_program_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_adapter(tmp_path / "adapter")
+    url = f"file://{folder}"
+    with pytest.raises(Fault) as caught:
+        models.load(url, tmp_path, None, NOWHERE)
+    assert "base = " in caught.value.diagnostics[0].help
+    found = models.load(url, tmp_path, None, NOWHERE, "./model")
+    assert found.path == str(tmp_path / "model") and found.initial.folder.startswith(url)
+    other = models.load(url, tmp_path, None, NOWHERE, f"file://{tmp_path}/model")
+    assert all(place.startswith("file://") for place in other.folders)
