@@ -18,7 +18,7 @@ from ..model import models
 from ..model.architecture import Model
 from ..model.end_tokens import read_end_tokens
 from ..model.sampling_settings import read_sampling
-from . import weights
+from . import adapter_folders, weights
 from .stage import PlanContext
 
 
@@ -35,6 +35,7 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         *(diagnostic for name in folders if (diagnostic := _check_sampling(plan, name))),
         *(diagnostic for model in folders.values() if (diagnostic := _check_type(model))),
         *weights.check(plan, {model.path for model in folders.values()} - vocabulary.keys()),
+        *adapter_folders.check(plan),
     ]
 
 

@@ -127,6 +127,13 @@ def test_a_plan_needs_no_weights_and_a_run_does(folder):
         run(plan, out=folder / "out", dry_run=True)
 
 
+def test_a_run_checks_the_weights_again(folder):
+    plan = compiled(folder)
+    change(folder, BROKEN[0][0])
+    with pytest.raises(Fault, match="which the adapter of `actor` needs"):
+        run(plan, out=folder / "out", dry_run=True)
+
+
 def test_hosts_and_inputs_have_the_files_of_the_adapter(folder):
     plan = compiled(folder)
     paths = [str(folder / "adapter" / name) for name in ("adapter_config.json", FILE)]

@@ -7,9 +7,12 @@ import mixture
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from place import EXAMPLE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from msrl_graph import compile
+from msrl_graph.data import plan_paths
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.model import lora, models, peft_folder
 from msrl_graph.sharding.layout import full_box
@@ -177,3 +180,26 @@ def test_a_folder_at_a_url_names_its_model_or_the_program_does(tmp_path, monkeyp
     assert found.path == str(tmp_path / "model") and found.initial.folder.startswith(url)
     other = models.load(url, tmp_path, None, NOWHERE, f"file://{tmp_path}/model")
     assert all(place.startswith("file://") for place in other.folders)
+
+
+def test_each_host_has_a_copy_of_an_adapter_at_a_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (write_adapter(tmp_path / "adapter") / "adapter_model.bin").write_bytes(b"weights")
+    models_of_plan = f'model policy = "file://{tmp_path}/adapter" {{ base = "./model" }}'
+    text = (EXAMPLE / "grpo.rlg").read_text().replace('model policy  = "./model"', models_of_plan)
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).symlink_to(EXAMPLE / name)
+    text = text.replace("generate { tp = 2 }", "generate { dp = 2 }")  # of two key-value heads
+    plan = plan_paths.pin_urls(plan_paths.make_absolute(compile(tmp_path / "p.rlg", text=text)))
+    assert plan_paths.has_urls(plan)
+    heads, copied = (way(plan).deploy.models["policy"] for way in (plan_paths.copy_model_heads, copy_all))
+    assert heads.path == copied.path == str(tmp_path / "model")
+    assert not peft_folder.find_files(heads.initial.folder)
+    (file,) = peft_folder.find_files(copied.initial.folder)
+    assert file.read_bytes() == b"weights" and file.is_relative_to(tmp_path / "cache")
+
+
+def copy_all(plan):
+    local = plan_paths.copy_to_host(plan, data=False)
+    assert not plan_paths.has_urls(local)
+    return local
