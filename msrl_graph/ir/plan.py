@@ -371,7 +371,7 @@ class Plan(PlanViews):
         stated = self.graph.worker(worker.follows or worker.name).adapter
         if stated is None and model.initial is None:
             return freeze(model, worker.freeze)
-        lora = replace((stated or StatedLora()).resolve(model.initial), seed=self.deploy.run.seed)
+        lora = (stated or StatedLora()).resolve(model.initial, self.deploy.run.seed)
         return adapt(model, lora, self.graph.node(node).verb == "generate")
 
 

@@ -44,16 +44,16 @@ class StatedLora:
         texts = (f"{name} = {format_setting(value)}" for name, value in stated.items())
         return f"lora({', '.join(texts)})" if stated else "lora"
 
-    def resolve(self, initial: Lora | None) -> Lora:
+    def resolve(self, initial: Lora | None, seed: int) -> Lora:
         """Return the adapter.
 
         Settings that are left out are those of the adapter `initial`. Without it, they have their defaults.
         """
         if initial is not None:
-            return replace(initial, dropout=self.dropout)
+            return replace(initial, dropout=self.dropout, seed=seed)
         rank = self.rank or RANK
         targets = (ALL_LINEAR,) if self.targets is None else self.targets
-        return Lora(rank, self.alpha or 2.0 * rank, targets, self.dropout)
+        return Lora(rank, self.alpha or 2.0 * rank, targets, self.dropout, seed)
 
 
 def format_setting(value: float | tuple[str, ...] | list[str]) -> str:
