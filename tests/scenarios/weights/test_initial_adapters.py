@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from place import SMALL, metrics, ran, rows_of
+from stale_runs import APART, stale
 
 pytestmark = pytest.mark.slow
 WORKER = "worker actor     : policy"
@@ -84,3 +85,16 @@ def test_a_resumed_run_needs_the_adapter_that_it_began_with(place):
     shutil.copy(place.folder / "whole" / name, place.folder / "first" / name)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "3", "--resume", "half", "--out", "half")
     assert code == 1 and "adapter policy: adapter_model.safetensors has other content" in err, err
+
+
+def test_ranks_of_a_pool_of_their_own_share_a_copy_too(place):
+    """They fetch the adapter when they need it, and generate what one rank generates."""
+    two = [(old, new.replace("{ dp = 1 }\n", "{ dp = 2 }\n")) for old, new in APART]
+    for name, changes in {"one": APART, "two": [("devices_per_node = 2", "devices_per_node = 3"), *two]}.items():
+        place.write(*changes, *LEARNS, stale(1), ADAPTER, evaluated=False)
+        ran(place, *SMALL, "--iterations", "3", "--record", "--out", name)
+    for iteration in range(3):
+        one, other = (rows_of(place.folder / name, iteration) for name in ("one", "two"))
+        assert one["response"].equals(other["response"])
+        logps = [np.concatenate(rows["gen_logp"].to_pylist()) for rows in (one, other)]
+        assert np.abs(logps[0] - logps[1]).max() < 1e-4
