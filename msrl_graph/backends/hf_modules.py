@@ -37,8 +37,10 @@ def build_empty_model(model: Model) -> Any:
     dtype = getattr(torch, DTYPES[model.dtype])
     for name in [field for field in vars(config) if field.endswith("dropout")]:
         setattr(config, name, 0.0)  # the log-probability depends on tokens and weights only, in training too
+    # Of transformers 5.19, Gemma 2 would use a fused kernel, which ignores the cap of scores.
+    attention = {"attn_implementation": "eager"} if "attention_cap" in model.features else {}
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
         if model.scores:
             del module.lm_head
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)

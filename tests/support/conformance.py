@@ -78,7 +78,12 @@ VOCABULARY = 16
 RATE = 0.01
 EPSILON = 0.1
 # The largest allowed difference. Float32 rounds by 1e-7 of the largest number of a sum.
-BARS = {"logits": 2e-4, "logp": 2e-4, "gradient": 1e-4, "step": 1e-3}
+BARS = {"logits": 1e-5, "logp": 1e-5, "gradient": 1e-5, "step": 1e-4}
+# Of these models, transformers' own step in float32 differs from that in float64 by the bar or more.
+ROUNDED = dict.fromkeys(("qwen2", "qwen2 with windows", "smollm3"), {"step": 2e-4})
+# With frozen weights, an adapter, or rows divided among ranks.
+OTHER_BARS = {"logits": 2e-4, "logp": 2e-4, "gradient": 1e-4, "step": 1e-3}
+SEEN = 2e-3  # the least difference in log-probability if an engine leaves out a feature
 
 
 def settle_layout(name, model, layout):
@@ -139,14 +144,20 @@ class AddProducts(torch.nn.Module):
         )
 
 
+def read_by_transformers(folder):
+    """Return transformers' model of a folder. Kernels that ignore a cap of scores are not used."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention).eval()
+
+
 class Reference:
     """A model that transformers and torch compute."""
 
     def __init__(self, folder, frozen=(), adapter=None):
-        from transformers import AutoModelForCausalLM
-
-        self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.net.eval()
+        self.net = read_by_transformers(folder)
         self.model = model = load(folder, frozen, adapter)
         trained = {tensor.name for tensor in model.trained}
         for name, value in self.net.named_parameters():
@@ -314,10 +325,10 @@ def generate_by_transformers(folder, sampling):
 
     The filters are transformers' own. A processor after them replaces its random numbers.
     """
-    from transformers import AutoModelForCausalLM, LogitsProcessorList
+    from transformers import LogitsProcessorList
     from transformers.generation import logits_process
 
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    net = read_by_transformers(folder)
     filters = []
     if sampling.temperature:
         filters.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
@@ -410,10 +421,10 @@ def measure(family, names, folder, breaks=change_nothing, frozen=(), layouts=LAY
     return found
 
 
-def assert_close(found):
+def assert_close(found, bars=OTHER_BARS):
     for cell, values in found.items():
         for what, value in values.items():
-            assert value < BARS[what], (cell, values)
+            assert value < bars[what], (cell, values)
 
 
 def remove_head_norms(engine):

@@ -18,7 +18,7 @@ def test_every_family_has_a_small_model():
 def test_a_family_is_computed_as_by_transformers(family, tmp_path):
     found = conformance.measure(family, LIGHT, tmp_path)
     assert {"one rank", "tp 2", "dp 2"} <= {layout for _, layout in found}
-    conformance.assert_close(found)
+    conformance.assert_close(found, conformance.BARS | conformance.ROUNDED.get(family, {}))
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
 )
 def test_what_an_engine_leaves_out_is_seen(family, broken, tmp_path):
     for cell, values in conformance.measure(family, LIGHT, tmp_path, broken).items():
-        assert values["logp"] > 10 * conformance.BARS["logp"], (cell, values)
+        assert values["logp"] > conformance.SEEN, (cell, values)
 
 
 @pytest.mark.slow
