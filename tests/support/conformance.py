@@ -80,7 +80,7 @@ EPSILON = 0.1
 # The largest allowed difference. Float32 rounds by 1e-7 of the largest number of a sum.
 BARS = {"logits": 1e-5, "logp": 1e-5, "gradient": 1e-5, "step": 1e-4}
 # Of these models, transformers' own step in float32 differs from that in float64 by the bar or more.
-ROUNDED = dict.fromkeys(("qwen2", "qwen2 with windows", "smollm3"), {"step": 2e-4})
+ROUNDED = {family: {"step": 2e-4} for family in ("qwen2", "qwen2 with windows", "smollm3")}
 # With frozen weights, an adapter, or rows divided among ranks.
 OTHER_BARS = {"logits": 2e-4, "logp": 2e-4, "gradient": 1e-4, "step": 1e-3}
 SEEN = 2e-3  # the least difference in log-probability if an engine leaves out a feature
