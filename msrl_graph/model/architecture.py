@@ -24,7 +24,7 @@ HEAD = "score.weight"  # of a model that scores
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether tp ranks have copies of a tensor, but different gradients.
+    """Return whether tp ranks (for experts: etp ranks) have copies of a tensor, but different gradients.
 
     With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from the rank's part
     of the tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from

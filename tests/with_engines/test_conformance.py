@@ -3,6 +3,8 @@
 import conformance
 import pytest
 
+from msrl_graph.model.architecture import Lora
+
 
 @pytest.mark.parametrize("family", conformance.WRITTEN)
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
@@ -37,5 +39,14 @@ def test_vllm_leaves_classes_of_transformers_as_they_are_for_a_trainer_of_the_sa
 )
 def test_frozen_weights_are_not_trained_and_the_others_are_as_by_transformers(family, frozen, tmp_path):
     found = conformance.measure(family, ["megatron"], tmp_path, frozen=frozen)
+    assert {"one rank", "tp 2", "pp 2", "dp 2"} <= {layout for _, layout in found}
+    conformance.assert_close(found)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("targets", [("all_linear",), ("o_proj", "up_proj")])
+def test_an_adapter_is_computed_and_trained_as_its_product_added_to_the_weights(family, targets, tmp_path):
+    adapter = Lora(rank=3, alpha=6, targets=targets)
+    found = conformance.measure(family, ["megatron"], tmp_path, adapter=adapter)
     assert {"one rank", "tp 2", "pp 2", "dp 2"} <= {layout for _, layout in found}
     conformance.assert_close(found)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from conformance import adapter_values
 from mixture import latent, mixture
 from place import THRICE, TRAINED, assert_alike
 from torch import distributed as dist
@@ -16,7 +17,8 @@ from torch import distributed as dist
 from msrl_graph.algorithms.optimizers import sgd
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.model import models
+from msrl_graph.model import lora, models
+from msrl_graph.model.architecture import Lora
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout, slices
@@ -104,10 +106,20 @@ def _records(rank, folder, layout, of):
         assert torch.allclose(found.logp, wanted.logp, atol=1e-5)
 
 
+def set_adapter(engine, of):
+    """Give an adapter values at random, those of B too."""
+    tensors = {tensor.name: tensor for tensor in of.trained if tensor.role == "adapter"}
+    for shard in engine.shards():
+        if shard.name in tensors:
+            shard.tensor.copy_(adapter_values(tensors[shard.name])[slices(shard.box)])
+
+
 def _alike(rank, _, layout, of, name, prepare=lambda batches: batches, **options):
     scores = of.scores
     alone = engines.trainer(of, optimizer=sgd(lr=0.0, momentum=0.9)) if rank == 0 else None
     engine = engines.built(name, of, layout, rank, engines.mesh(layout), sgd(lr=0.0, momentum=0.9), **options)
+    for trainer in filter(None, (alone, engine)):
+        set_adapter(trainer, of)
     found, norms, weights = trained(engine, prepare(micro_batches(rank, layout, scores)), scores)
     everyone = [None] * layout.devices
     dist.all_gather_object(everyone, (found, norms, weights))
@@ -228,6 +240,37 @@ def test_a_router_that_it_has_not_is_refused(tmp_path, alone):
         engines.built("megatron", of, Layout(), 0, engines.mesh(Layout()))
 
 
+ADAPTER = Lora(rank=3, alpha=6, targets=(lora.ALL_LINEAR,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_it_trains_an_adapter_as_fsdp_on_one_rank(layout, tmp_path):
+    ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path), ADAPTER), "megatron")
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_so_it_does_if_layers_are_recomputed(layout, tmp_path):
+    """The embedding is frozen, so no input of the first layer has a gradient."""
+    of = lora.adapt(model(tmp_path), ADAPTER)
+    ranks.run(layout.devices, _recomputed, layout, of)
+
+
+def _recomputed(rank, folder, layout, of):
+    _alike(rank, folder, layout, of, "megatron", recompute="full")
+
+
+@pytest.mark.parametrize("layout", MIXED, ids=str)
+def test_so_it_does_with_adapters_of_experts(layout, tmp_path):
+    of = lora.adapt(models.load(mixture(tmp_path), Path("/"), None, NOWHERE), ADAPTER)
+    ranks.run(layout.devices, _alike, layout, of, "megatron")
+
+
+@pytest.mark.parametrize("layout", LATENT, ids=str)
+def test_so_it_does_with_adapters_of_latent_attention(layout, tmp_path):
+    of = lora.adapt(models.load(latent(tmp_path), Path("/"), None, NOWHERE), ADAPTER)
+    ranks.run(layout.devices, _alike, layout, of, "megatron")
+
+
 def _bf16(rank, _, of):
     """Three steps of micro-batches, whose gradients are summed in float32, beside fsdp's, which sums them in bf16."""
     found = [
@@ -242,6 +285,10 @@ def _bf16(rank, _, of):
 
 def test_bf16(tmp_path):
     ranks.run(1, _bf16, model(tmp_path, dtype="bfloat16"))
+
+
+def test_bf16_of_an_adapter(tmp_path):
+    ranks.run(1, _bf16, lora.adapt(model(tmp_path, dtype="bfloat16"), ADAPTER))
 
 
 def test_bf16_of_latent_attention(tmp_path):

@@ -21,28 +21,12 @@ from ...sharding.tensors import Box
 from .. import prefix_tree
 from ..engine_protocols import Shard
 from ..hf_modules import DTYPES
-from . import latent_attention
+from . import latent_attention, stage_adapters, weight_names
 from .chunk_spec import ChunkSpec
 
 if TYPE_CHECKING:
     import torch
 
-# This package's names within a layer, by Megatron's names. Several names: Megatron concatenates these weights.
-NAMES = {
-    "input_layernorm": ("input_layernorm",),
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.q_layernorm": ("self_attn.q_norm",),
-    "self_attention.k_layernorm": ("self_attn.k_norm",),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-    "pre_mlp_layernorm": ("post_attention_layernorm",),
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
-    "mlp.router": ("mlp.gate",),
-    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
-}
-# The same for experts, whose parameters become parts of one parameter each.
-EXPERTS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
 TABLE = "model.embed_tokens.weight"
 LAST_NORM = "model.norm.weight"
 LOGITS = "lm_head.weight"
@@ -82,6 +66,7 @@ def build_stage(spec: ChunkSpec) -> Any:
     size = mixer.head_dim
     latent = mixer if isinstance(mixer, MultiHeadLatentAttention) else None
     scale = spec.hf_attention.scaling
+    recomputes = config.recompute_granularity is not None and model.first_trained < spec.layers.stop
 
     class ChunkNorm(torch.nn.RMSNorm):
         """An RMSNorm for layers with sequence parallelism.
@@ -181,6 +166,9 @@ def build_stage(spec: ChunkSpec) -> Any:
             (`Tree.before`). On every other stage, the result has all nodes.
             """
             hidden = self.look_up(tree.ids)[:, None] if spec.first else None
+            if hidden is not None and recomputes and torch.is_grad_enabled():
+                # Of a layer that it recomputes, Megatron computes no gradients if the layer's input has none.
+                hidden.requires_grad_()
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
             output: torch.Tensor = self.decoder(
                 hidden, attention_mask=None, packed_seq_params=Nodes(tree, (cosines, sines))
@@ -244,7 +232,7 @@ def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> I
     make = {"dtype": getattr(torch, DTYPES[model.dtype]), "device": first.place}
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     tensors: dict[str, torch.Tensor] = {}
-    names_of = NAMES | (latent_attention.NAMES if isinstance(model.mixer, MultiHeadLatentAttention) else {})
+    names_of = weight_names.list_names(model)
     for module, spec in chunks:
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(spec.layers):
@@ -255,11 +243,20 @@ def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> I
                     for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if parameter is not None):
                         tensors[name] = parameter.detach()[begin : begin + sizes[name][0]]
                         begin += sizes[name][0]
-            for theirs, ours in EXPERTS.items() if number in model.expert_layers else ():
-                names = [f"model.layers.{number}.mlp.experts.*.{own}.weight" for own in ours]
-                stacked = _stack_experts(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
-                parts = torch.split(stacked, [sizes[name][1] for name in names], 1)
+                for matrix, name in stage_adapters.list_matrices(theirs, ours):
+                    if (parameter := named.pop(f"layers.{layer}.{matrix}", None)) is not None:
+                        tensors[f"model.layers.{number}.{name}"] = parameter.detach()
+            for theirs, ours in weight_names.EXPERTS.items() if number in model.expert_layers else ():
+                owner = f"layers.{layer}.mlp.experts.local_experts"
+                own_experts = [f"model.layers.{number}.mlp.experts.*.{own}" for own in ours]
+                names = [f"{name}.weight" for name in own_experts]
+                parts = torch.split(
+                    _stack_experts(named, owner, f"{theirs}.weight"), [sizes[name][1] for name in names], 1
+                )
                 tensors |= dict(zip(names, parts, strict=True))
+                for matrix, name in stage_adapters.list_matrices(theirs, own_experts):
+                    if name in sizes:
+                        tensors[name] = _stack_experts(named, owner, matrix)
         if (norm := named.pop("final_layernorm.weight", None)) is not None:
             tensors[LAST_NORM] = norm.detach()
         if named:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from ...model.architecture import is_copied
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import shard
-from .. import hf_modules, prefix_tree, vocab_parallel
+from .. import adapters, hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
 from ..context_parallel import ContextGroup
 from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, StepRequest, Weights
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..spec import offloads
-from . import chunk, cpu, latent_attention, stage_routers
+from . import chunk, cpu, latent_attention, stage_adapters, stage_routers
 from .chunk_spec import ChunkSpec
 from .spec import SPEC
 
@@ -106,6 +106,8 @@ class MegatronEngine:
                 )
                 self.chunks.append(module)
         boxes = {tensor.name: shard(tensor, SPEC.side(layout), devices.rank) for tensor in model.weights}
+        for module, spec in zip(self.chunks, specs, strict=True):
+            stage_adapters.install(module, spec, boxes)
         self._shards = list(chunk.make_shards(list(zip(self.chunks, specs, strict=True)), boxes))
         hf_modules.fill(model, self._shards)
         self._optimizer = None
@@ -117,7 +119,8 @@ class MegatronEngine:
             for parameter in parameters:  # fused parameters may be trained in part
                 parameter.requires_grad_(parameter.requires_grad or is_trained[piece.name])
         if weights.optimizer is not None:
-            self._gradients = Gradients(parameter for module in self.chunks for parameter in module.parameters())
+            parameters = (parameter for module in self.chunks for parameter in module.parameters())
+            self._gradients = Gradients(parameter for parameter in parameters if parameter.requires_grad)
             offloads_optimizer = offloads(placement, "optimizer")
             self._optimizer = Steps(
                 weights.optimizer, model.weights, self._shards, layout, devices, False, offloads_optimizer
@@ -143,7 +146,9 @@ class MegatronEngine:
     def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
+            for module in self.chunks:
+                stack.enter_context(adapters.disable(module, disabled=not request.adapter))
             return self._run(micro_batches, request, None)
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
@@ -228,9 +233,14 @@ class MegatronEngine:
                     self._gradients.take(parameter)
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
-        if self.layout.tp > 1:  # a norm sees a part of the tokens
+        for experts, ranks, group in (
+            (False, self.layout.tp, self.groups.tp),  # such as a norm, which sees a part of the tokens
+            (True, self.layout.etp, self.groups.expt_tp),
+        ):
             pairs = zip(gradients, self.model.trained, strict=True)
-            add_up([gradient for gradient, tensor in pairs if is_copied(tensor) and gradient.numel()], self.groups.tp)
+            copied = [gradient for gradient, tensor in pairs if is_copied(tensor) and tensor.experts is experts]
+            if ranks > 1:
+                add_up([gradient for gradient in copied if gradient.numel()], group)
         return self._optimizer.step(gradients, request)
 
     def _read_gradient(self, i: int) -> torch.Tensor:

@@ -18,17 +18,6 @@ from .chunk_spec import ChunkSpec
 if TYPE_CHECKING:
     import torch
 
-# This package's names within a layer, by Megatron's names, for latent attention.
-NAMES = {
-    "self_attention.linear_q_proj": ("self_attn.q_proj",),
-    "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
-    "self_attention.q_layernorm": ("self_attn.q_a_layernorm",),
-    "self_attention.linear_q_up_proj": ("self_attn.q_b_proj",),
-    "self_attention.linear_kv_down_proj": ("self_attn.kv_a_proj_with_mqa",),
-    "self_attention.kv_layernorm": ("self_attn.kv_a_layernorm",),
-    "self_attention.linear_kv_up_proj": ("self_attn.kv_b_proj",),
-}
-
 
 def make_size_options(latent: MultiHeadLatentAttention) -> dict[str, Any]:
     """Convert the sizes of latent attention to options of Megatron's config.

@@ -43,7 +43,6 @@ LACKING = {
     "residual_scale",
     "logits_scale",
     "attention_cap",
-    "lora",
     "logits_cap",
     "rope_by_window",
     "offset_norms",

@@ -60,10 +60,16 @@ class StageSizes(Sizes):
 
     @cached_property
     def trained_stretches(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the stage's layers that a backward pass reaches."""
+        """The ranges of the stage's layers that a backward pass reaches.
+
+        With recomputation, it reaches all layers of a chunk, also those below the first trained one.
+        """
         first = self.work.model.first_trained
         stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
-        return tuple((max(start, first), max(stop, first)) for start, stop in stretches)
+        return tuple(
+            (start if self.work.recompute and first < stop else max(start, first), max(stop, first))
+            for start, stop in stretches
+        )
 
     @cached_property
     def trained_layers(self) -> tuple[int, ...]:

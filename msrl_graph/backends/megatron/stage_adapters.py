@@ -1,0 +1,152 @@
+"""LoRA adapters (backends/adapters.py) in Megatron's linear layers.
+
+A layer of Megatron may have the weights of several projections, such as q, k and v. Each of them has an adapter of its
+own, whose product is added to its own columns of the layer's output.
+
+Invariant: an adapter's product is sharded as the output that it is added to. A layer sharded by columns multiplies
+its own part of the tokens by A, gathers these small products from all tp ranks, and multiplies them by its own rows of
+B. A layer sharded by rows sums the small products over tp, and keeps those of its own part of the tokens. Experts add
+partial products, which Megatron sums with the experts' partial results. So every matrix that tp or etp ranks have
+copies of has a partial sum of its gradient on each rank (`is_copied`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from ...model.lora import DOWN, UP, list_adapted
+from ..adapters import DISABLED
+from . import weight_names
+from .chunk_spec import ChunkSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...sharding.tensors import Box
+
+Exchange = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
+    """Add the adapters of a model to the layers of a chunk; their parameters have no values yet.
+
+    `boxes` has this rank's box of each weight, by name.
+    """
+    model = spec.model
+    if model.lora is None:
+        return
+    adapted = {weight.name for weight, _, _ in list_adapted(model)}
+    sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
+    for layer, number in zip(chunk.decoder.layers, spec.layers, strict=True):
+        modules = dict(layer.named_modules())
+        linears = [
+            (modules[theirs], [f"model.layers.{number}.{own}" for own in ours], _find_exchange(modules[theirs], spec))
+            for theirs, ours in weight_names.list_names(model).items()
+            if theirs in modules
+        ]
+        for expert in layer.mlp.experts.local_experts if number in model.expert_layers else ():
+            for theirs, ours in weight_names.EXPERTS.items():
+                names = [f"model.layers.{number}.mlp.experts.*.{own}" for own in ours]
+                linears.append((getattr(expert, theirs), names, _keep))
+        for linear, names, exchange in linears:
+            if adapted.isdisjoint(f"{name}.weight" for name in names):
+                continue
+            parts = []
+            start = 0
+            for name in names:
+                if f"{name}.weight" in adapted:
+                    projection = _make_matrices([sizes[name + matrix][-2:] for matrix in (DOWN, UP)], linear.weight)
+                    linear.add_module(name.rpartition(".")[2], projection)
+                    parts.append((projection, start))
+                start += sizes[f"{name}.weight"][-2]
+            setattr(linear, DISABLED, False)
+            linear.forward = partial(_forward, linear, linear.forward, parts, model.lora.scale, exchange)
+
+
+def list_matrices(theirs: str, ours: Iterable[str]) -> list[tuple[str, str]]:
+    """Return Megatron's and this package's names of the matrices of a linear layer's adapters."""
+    return [(f"{theirs}.{own.rpartition('.')[2]}{matrix}", own + matrix) for own in ours for matrix in (DOWN, UP)]
+
+
+def _make_matrices(sizes: Sequence[Sequence[int]], weight: torch.Tensor) -> Any:
+    """Return a module with the matrices of one adapter."""
+    import torch
+
+    projection = torch.nn.Module()
+    for name, size in zip((DOWN, UP), sizes, strict=True):
+        matrix = torch.nn.Module()
+        matrix.weight = torch.nn.Parameter(torch.empty(*size, dtype=weight.dtype, device=weight.device))
+        projection.add_module(name.split(".")[1], matrix)
+    return projection
+
+
+def _keep(small: torch.Tensor) -> torch.Tensor:
+    return small
+
+
+def _find_exchange(linear: Any, spec: ChunkSpec) -> Exchange:
+    """Return what tp ranks do with the products of A before they multiply them by B."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings
+
+    if spec.config.sequence_parallel and isinstance(linear, ColumnParallelLinear):
+        return partial(mappings.gather_from_sequence_parallel_region, group=spec.groups.tp)
+    if spec.config.sequence_parallel and isinstance(linear, RowParallelLinear):
+        return partial(mappings.reduce_scatter_to_sequence_parallel_region, group=spec.groups.tp)
+    return _keep  # also a projection to latents, which each rank has
+
+
+def _forward(
+    linear: Any, forward: Any, parts: Sequence[tuple[Any, int]], scale: float, exchange: Exchange, x: Any
+) -> Any:
+    import torch
+
+    result = forward(x)
+    if getattr(linear, DISABLED):
+        return result
+    output, bias = result
+    downs = [projection.lora_A.weight for projection, _ in parts]
+    small = exchange(torch.nn.functional.linear(x, torch.cat(downs) if len(downs) > 1 else downs[0]))
+    if output._is_view():  # of what another function of Megatron returned: autograd forbids changes in place
+        output = output.clone()
+    starts = [start for _, start in parts]
+    ups = [projection.lora_B.weight for projection, _ in parts]
+    return _make_sum()(output, small, scale, starts, *ups), bias
+
+
+@cache
+def _make_sum() -> Any:
+    """Return a differentiable function that adds products to ranges of columns of a tensor, in place.
+
+    Torch's own operators would copy the whole gradient of the tensor for each range.
+    """
+    import torch
+
+    class AddProducts(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, output: torch.Tensor, small: torch.Tensor, scale: float, starts: list[int], *ups: torch.Tensor
+        ) -> torch.Tensor:
+            ctx.save_for_backward(small, *ups)
+            ctx.scale = scale
+            ctx.starts = starts
+            ctx.mark_dirty(output)
+            ranks = [up.shape[1] for up in ups]
+            columns = output.flatten(0, -2)
+            for start, up, part in zip(starts, ups, small.flatten(0, -2).split(ranks, 1), strict=True):
+                columns.narrow(1, start, len(up)).addmm_(part, up.t(), alpha=scale)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            small, *ups = ctx.saved_tensors
+            ranks = [up.shape[1] for up in ups]
+            columns = gradient.flatten(0, -2)
+            own = [columns.narrow(1, start, len(up)) for start, up in zip(ctx.starts, ups, strict=True)]
+            pairs = [*zip(own, ups, small.flatten(0, -2).split(ranks, 1), strict=True)]
+            of_ups = [(part.t() @ inner).mul_(ctx.scale) for part, _, inner in pairs]
+            of_small = torch.cat([part @ up for part, up, _ in pairs], 1).mul_(ctx.scale)
+            return gradient, of_small.view(small.shape), None, None, *of_ups
+
+    return AddProducts.apply
