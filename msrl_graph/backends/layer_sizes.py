@@ -15,6 +15,10 @@ from math import gcd
 from ..model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, Mixer
 from .sizes import SCORES, Sizes
 
+# The projections that read a layer's normed hidden states.
+INTO_ATTENTION = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
+INTO_MLP = {"gate_proj", "up_proj"}
+
 
 @dataclass(frozen=True)
 class LayerSizes:

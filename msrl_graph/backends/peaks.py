@@ -19,13 +19,9 @@ from operator import mul
 from ..ir.workload import Workload, kv_elements
 from ..model.architecture import Model
 from ..model.layers import MultiHeadLatentAttention
-from .layer_sizes import LayerSizes
+from .layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
 from .sizes import GRADIENT, Sizes, optimizer_step
 from .spec import Moments
-
-# The projections that read a layer's normed hidden states.
-INTO_ATTENTION = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
-INTO_MLP = {"gate_proj", "up_proj"}
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,35 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from ..backends.layer_sizes import INTO_MLP
 from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import ClusterSpec, Collective, Figure, weakest
 from ..ir.optimizer_spec import MASTER
 from ..ir.plan import Placement
 from ..model.architecture import Model, is_copied
+from ..model.layers import ExpertMlp
 from ..sharding.layout import Layout, Side, TensorKind, stage_parts
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
+
+
+# The linear layers of Megatron that tensor parallelism shards by columns, with their projections, and those that it
+# shards by rows.
+COLUMN_LINEARS = ({"q_proj", "k_proj", "v_proj"}, {"q_b_proj"}, {"kv_b_proj"}, INTO_MLP)
+ROW_LINEARS = {"o_proj", "down_proj"}
+MLP = INTO_MLP | {"down_proj"}
+
+
+class AdapterSums(NamedTuple):
+    """Collectives of adapters in the layers of a pipeline stage: their number, and elements for each token."""
+
+    gathers: float
+    scatters: float
+    gathered: float
+    scattered: float
 
 
 def total(*parts: Figure) -> Figure:
@@ -149,7 +167,11 @@ class Collectives:
             # tokens once more for the weights' gradients (arXiv:2205.05198, section 4.2).
             gathers = 1 + layers * (2 + backward * 4)
             scatters = 1 + layers * (2 + backward * 2)
+            adapters = self._adapter_sums(backward)
+            small = tokens * self._item * (tp - 1) / tp
             parts = [
+                self.seconds("all_gather", "tp", adapters.gathered * small, adapters.gathers),
+                self.seconds("reduce_scatter", "tp", adapters.scattered * small, adapters.scatters),
                 self.seconds("all_gather", "tp", gathers * per_reduction, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * per_reduction, scatters),
                 # The logits stay sharded (vocab_parallel.py). The ranks reduce the logits' maximum, their normalizer,
@@ -164,6 +186,32 @@ class Collectives:
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
         return total(*parts)
 
+    def _adapter_sums(self, backward: bool) -> AdapterSums:
+        """Return what adapters add to the collectives of sequence parallelism (megatron/stage_adapters.py).
+
+        Adapters of layers that are sharded by columns gather the products of A, and scatter sums of their gradients.
+        Adapters of layers that are sharded by rows do it the other way round. Those of experts do neither.
+        """
+        if (lora := self.model.lora) is None:
+            return AdapterSums(0, 0, 0, 0)
+        columns = rows = products = 0
+        for kind in self.model.layer_kinds:
+            has_mlp = not isinstance(kind.mlp, ExpertMlp) or kind.mlp.shared > 0
+            own = [name for name in lora.targets if has_mlp or name not in MLP]
+            for linear in COLUMN_LINEARS:
+                columns += kind.count * (not linear.isdisjoint(own))
+                products += kind.count * len(linear.intersection(own))
+            rows += kind.count * len(ROW_LINEARS.intersection(own))
+        share = 1 / self.placement.layout.pp
+        wide = products * lora.rank
+        narrow = rows * lora.rank
+        return AdapterSums(
+            share * (columns + backward * rows),
+            share * (rows + backward * columns),
+            share * (wide + backward * narrow),
+            share * (narrow + backward * wide),
+        )
+
     def copies(self) -> Figure:
         """Return the seconds to all-reduce the gradients of copied weights over tp.
 
@@ -174,8 +222,13 @@ class Collectives:
         model = self.model
         if layout.tp == 1 or not (self.spec.memory.divides_sequence and self._eager):
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
-        elements = sum(tensor.elements for tensor in model.trained if is_copied(tensor)) / layout.pp
-        return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
+        copied = [tensor for tensor in model.trained if is_copied(tensor)]
+        elements = sum(tensor.elements for tensor in copied if not tensor.experts) / layout.pp
+        dense = self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
+        if layout.etp == 1 or not any(tensor.experts for tensor in copied):
+            return dense
+        elements = sum(tensor.elements for tensor in copied if tensor.experts) / layout.pp / layout.ep
+        return total(dense, self.seconds("all_reduce", "etp", 2 * GRADIENT * elements * (layout.etp - 1) / layout.etp))
 
     def stages(self, tokens: float, backward: bool) -> Figure:
         """Return the seconds of the messages between pipeline stages.

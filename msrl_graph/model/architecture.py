@@ -24,8 +24,9 @@ HEAD = "score.weight"  # of a model that scores
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether tp ranks (for experts: etp ranks) have copies of a tensor, but different gradients.
+    """Return whether tp ranks have copies of a tensor, but different gradients.
 
+    For experts, these are the ranks of expert tensor parallelism, which have copies of some matrices of adapters.
     With sequence parallelism (arXiv:2205.05198), each tp rank computes the gradient of such a copy from the rank's part
     of the tokens. The result is False for the score head: each tp rank has a copy of it, but computes the gradient from
     all tokens.

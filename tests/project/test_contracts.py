@@ -42,7 +42,7 @@ WRONG = [
     ),
     (
         ("megatron/latent_attention.py", '"moe_router_score_function"', '"moe_router_scores"'),
-        ("megatron/engine.py", "(MLATransformerConfig if"),
+        ("megatron/layer_config.py", "(MLATransformerConfig if"),
         f"`{LATENT}` of megatron-core 0.16.1 has no parameter `moe_router_scores`",
     ),
     (

@@ -1,6 +1,6 @@
 """Cases of walk.py in which an adapter is trained."""
 
-from walk import DEEP, EVEN, ROUTED, WIDE, case
+from walk import DEEP, EVEN, ROUTED, WIDE, case, heavy
 
 
 def adapted(rank=8, targets="all_linear"):
@@ -25,4 +25,21 @@ LIGHT = (
 SHARED = (
     case("llama, dp 2, adapter", "llama", WIDE, *COPIED, ranks=2, changes=adapted()),
     case("llama, dp 2 x tp 2, adapter", "llama", WIDE, "dp = 4", "dp = 2, tp = 2", 2, 2, ranks=4, changes=adapted()),
+)
+HEAVY = (
+    heavy("llama, adapter", "llama", WIDE, "dp = 1", changes=adapted()),
+    heavy("qwen2, bf16, tp 2, adapter", "qwen2", WIDE, "tp = 2", "tp = 2", ranks=2, dtype="bf16", changes=adapted()),
+    heavy(
+        "llama, pp 2, attention's adapter",
+        "llama",
+        DEEP,
+        "pp = 2",
+        "dp = 2",
+        8,
+        2,
+        ranks=2,
+        changes=adapted(4, "[q_proj, v_proj]"),
+    ),
+    heavy("llama, recompute, adapter", "llama", DEEP, "dp = 1", engine=", recompute = full", changes=adapted()),
+    heavy("experts, adapter", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED, changes=adapted()),
 )

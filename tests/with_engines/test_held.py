@@ -6,8 +6,11 @@ import ranks
 from held import EXPERTS, assert_close, peaks, small
 from walk import CASES as WALKS
 from walk import measured, predicted
+from walk_adapters import HEAVY as ADAPTED
 from walk_frozen import HEAVY
 
+from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora import ALL_LINEAR, adapt
 from msrl_graph.sharding.layout import Layout
 
 CASES = {
@@ -26,7 +29,7 @@ CASES = {
 }
 
 NAMES = ("qwen2, tied, deep, megatron and vllm", "experts, dp 2 x ep 2, megatron and vllm")
-PROGRAMS = (*(walk for walk in WALKS if walk.name in NAMES), *HEAVY)
+PROGRAMS = (*(walk for walk in WALKS if walk.name in NAMES), *HEAVY, *ADAPTED)
 
 
 @pytest.mark.parametrize(("layout", "changes"), CASES.values(), ids=CASES)
@@ -34,9 +37,17 @@ def test_it_holds_what_is_said(layout, changes, tmp_path):
     assert_close(peaks("megatron", small(tmp_path, **changes), layout))
 
 
+@pytest.mark.parametrize(("layout", "changes"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("targets", [(ALL_LINEAR,), ("q_proj", "v_proj")], ids=len)
+def test_so_it_does_of_an_adapter(layout, changes, targets, tmp_path):
+    adapted = adapt(small(tmp_path, **changes), Lora(8, 16.0, targets))
+    assert_close(peaks("megatron", adapted, layout))
+
+
 @pytest.mark.parametrize("more", [{"recompute": "full"}, {"entropy": True}], ids=["recompute", "entropy"])
 def test_so_it_does_of_what_is_computed_again_and_of_entropies(more, tmp_path):
     assert_close(peaks("megatron", small(tmp_path), Layout(), **more))
+    assert_close(peaks("megatron", adapt(small(tmp_path), Lora(8, 16.0, (ALL_LINEAR,))), Layout(), **more))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)

@@ -77,6 +77,21 @@ def build_stage(spec: ChunkSpec) -> Any:
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
             super().__init__(hidden_size, eps, dtype=config.params_dtype, device=spec.place)
 
+    class RecomputedInput(torch.autograd.Function):
+        """The input of a recomputed layer, as a part of the autograd graph.
+
+        If the embedding is frozen, its output is not part of the graph, and Megatron would compute no gradients of a
+        recomputed layer.
+        """
+
+        @staticmethod
+        def forward(_: Any, states: torch.Tensor, _anchor: torch.Tensor) -> torch.Tensor:
+            return states.view_as(states)
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return gradient, None
+
     class Attend(torch.nn.Module):
         """Causal attention over the rows of a prefix tree.
 
@@ -167,8 +182,8 @@ def build_stage(spec: ChunkSpec) -> Any:
             """
             hidden = self.look_up(tree.ids)[:, None] if spec.first else None
             if hidden is not None and recomputes and torch.is_grad_enabled():
-                # Of a layer that it recomputes, Megatron computes no gradients if the layer's input has none.
-                hidden.requires_grad_()
+                anchor = torch.empty(0, device=spec.place, requires_grad=True)
+                hidden = RecomputedInput.apply(hidden, anchor)  # type: ignore[no-untyped-call]
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
             output: torch.Tensor = self.decoder(
                 hidden, attention_mask=None, packed_seq_params=Nodes(tree, (cosines, sines))

@@ -18,7 +18,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import is_copied
-from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import shard
 from .. import adapters, hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
@@ -27,15 +26,15 @@ from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard,
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..spec import offloads
-from . import chunk, cpu, latent_attention, stage_adapters, stage_routers
+from . import chunk, cpu, stage_adapters, stage_routers
 from .chunk_spec import ChunkSpec
+from .layer_config import make_config
 from .spec import SPEC
 
 if TYPE_CHECKING:
     import torch
 
     from ...ir.plan import Placement
-    from ...model.architecture import Model
     from ...sharding.layout import Layout
     from ..devices import Devices
 
@@ -69,7 +68,7 @@ class MegatronEngine:
             _prepare()
             # The schedule needs the number of stages, and the setting that tensors between stages have varying lengths.
             # The schedule does not need the layers of each stage.
-            self.config = _config(
+            self.config = make_config(
                 model,
                 layout,
                 hf_model.config,
@@ -86,7 +85,7 @@ class MegatronEngine:
             for i, layers in enumerate(chunk_layers):
                 first = self.first and i == 0
                 last = self.last and i == len(chunk_layers) - 1
-                config = _config(
+                config = make_config(
                     model, layout, hf_model.config, len(layers), placement.engine.options.get("recompute") == "full"
                 )
                 spec = ChunkSpec(model, hf_model, config, layers, first, last, self.groups, self.place)
@@ -119,8 +118,8 @@ class MegatronEngine:
             for parameter in parameters:  # fused parameters may be trained in part
                 parameter.requires_grad_(parameter.requires_grad or is_trained[piece.name])
         if weights.optimizer is not None:
-            parameters = (parameter for module in self.chunks for parameter in module.parameters())
-            self._gradients = Gradients(parameter for parameter in parameters if parameter.requires_grad)
+            every_parameter = (parameter for module in self.chunks for parameter in module.parameters())
+            self._gradients = Gradients(parameter for parameter in every_parameter if parameter.requires_grad)
             offloads_optimizer = offloads(placement, "optimizer")
             self._optimizer = Steps(
                 weights.optimizer, model.weights, self._shards, layout, devices, False, offloads_optimizer
@@ -309,70 +308,6 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
         ends_group = new_group([stages[0], stages[-1]] if ends else [dist.get_rank()])
         groups.embd = ends_group if ends else None
     return groups
-
-
-def _config(model: Model, layout: Layout, hf_config: Any, layers: int, recompute: bool = False, **options: Any) -> Any:
-    """Make Megatron's config for `layers` layers of a model.
-
-    `hf_config` is the model's config in transformers.
-    """
-    import torch
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-    from transformers.activations import ACT2FN
-
-    mixer = model.mixer
-    latent = isinstance(mixer, MultiHeadLatentAttention)
-    if isinstance(mixer, MultiHeadLatentAttention):
-        options |= latent_attention.make_size_options(mixer)
-    if experts := model.expert_mlp:
-        options |= {
-            "num_moe_experts": experts.number,
-            "moe_router_topk": experts.active,
-            "moe_ffn_hidden_size": experts.intermediate,
-            # Whether the weights of a token's experts are a softmax over all experts, or over the chosen experts only.
-            "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
-            "moe_router_load_balancing_type": "none",
-            "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": layout.etp,
-            "moe_shared_expert_intermediate_size": experts.shared or None,
-        }
-        if experts.corrected:
-            options |= latent_attention.make_router_options(experts, hf_config)
-    dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
-    return (MLATransformerConfig if latent else TransformerConfig)(
-        **options,
-        num_layers=layers,
-        hidden_size=model.hidden,
-        num_attention_heads=mixer.heads,
-        num_query_groups=mixer.kv_heads,
-        kv_channels=mixer.head_dim,
-        ffn_hidden_size=next(iter(model.mlps)).width,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
-        moe_token_dispatcher_type="alltoall",  # required for varying lengths, with or without experts
-        activation_func=ACT2FN[hf_config.hidden_act],
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias=mixer.qkv_bias,
-        qk_layernorm=mixer.head_norms,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.tp > 1,
-        params_dtype=dtype,
-        bf16=model.dtype == "bf16",
-        use_cpu_initialization=False,
-        perform_initialization=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
-    )
 
 
 def _prepare() -> None:

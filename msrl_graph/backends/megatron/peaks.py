@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from ...ir.workload import Workload
 from ...model.architecture import is_copied
+from ...sharding.layout import box_at, elements
 from ..sizes import CHUNK, GRADIENT, optimizer_step
 from ..spec import Moments
 from .stage_sizes import StageLayer, StageSizes
@@ -45,13 +46,19 @@ def moments(verb: str, work: Workload) -> Moments:
 def _sum(s: StageSizes) -> Moments:
     """Return the bytes that exist while replicated weights' gradients are summed.
 
-    The sum is over tp, and is computed bucket by bucket.
+    The sum is over tp, for experts over etp, and is computed bucket by bucket.
     """
-    own = tuple(kind for kind in s.work.model.trained_kinds if is_copied(kind.tensor))
-    if s.work.layout.tp == 1 or not own:
-        return {}
-    bucket = min(sum(s.parts(own)), max(CHUNK, max(kind.tensor.elements for kind in own)))
-    return {"the sum of copies' gradients": {"gradients": s.gradients, "workspace": GRADIENT * bucket}}
+    layout = s.work.layout
+    moments: Moments = {}
+    for experts, number in ((False, layout.tp), (True, layout.etp)):
+        kinds = s.work.model.trained_kinds
+        own = tuple(kind for kind in kinds if is_copied(kind.tensor) and kind.tensor.experts is experts)
+        if own and number > 1:
+            largest = max(elements(box_at(kind.tensor, s.side, (0, 0, 0))) for kind in own)
+            bucket = min(sum(s.parts(own)), max(CHUNK, largest))
+            name = "the sum of copies' gradients" + " of experts" * experts
+            moments[name] = {"gradients": s.gradients, "workspace": GRADIENT * bucket}
+    return moments
 
 
 def stored(work: Workload) -> int:
@@ -77,7 +84,7 @@ def _infer(s: StageSizes) -> Named:
     before = (s.work.batches > 1) * (s.requested_states if s.last_stage else s.part)
     if s.work.layout.vpp > 1:  # another chunk's output, and the input that was received for the next chunk
         before = 2 * s.part
-    base = s.angles + (1 + several) * s.part + s.whole_part + before
+    base = s.angles + (1 + several) * s.part + s.buffer + before
     kinds = [kind for kind, count in zip(s.kinds, s.layers, strict=True) if count]
     yield "in attention", {"activations": base + max(map(_attention, kinds), default=0)}
     if dense := [kind.wide for kind in kinds if kind.experts is None]:
@@ -89,7 +96,7 @@ def _infer(s: StageSizes) -> Named:
         received = (s.work.layout.pp > 1) * s.part
         yield (
             "in the head",
-            {"logits": 3 * s.logits, "activations": s.requested_states + s.whole_part + before + received},
+            {"logits": 3 * s.logits, "activations": s.requested_states + s.buffer + before + received},
         )
 
 
@@ -187,7 +194,8 @@ def _update(s: StageSizes) -> Named:
         )
     if matrices := [kind.matrix for kind, count in zip(s.kinds, s.layers, strict=True) if kind.experts and count]:
         # Gradients of experts' parameters are copied together, matrix by matrix; gate and up are one parameter.
-        yield "experts' gradients are joined", {"gradients": s.gradients + 2 * max(matrices) // s.item * 4}
+        joined = s.largest if s.is_adapted else 2 * max(matrices) // s.item
+        yield "experts' gradients are joined", {"gradients": s.gradients + 4 * joined}
 
 
 def _backward(layer: StageLayer, separate: bool, summed: bool) -> Named:
@@ -204,8 +212,11 @@ def _backward(layer: StageLayer, separate: bool, summed: bool) -> Named:
 
         `before` is the number of matrices whose gradients are complete. `now` is the number of matrices whose gradients
         are being computed. If the weights are not float32, the gradients that are being computed also
-        exist in the weights' dtype, before they are added to their float32 sums.
+        exist in the weights' dtype, before they are added to their float32 sums. Gradients of an adapter's matrices are
+        so small that they are left out.
         """
+        if s.is_adapted:
+            return 0
         return layer.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
 
     if layer.experts:

@@ -30,9 +30,9 @@ Exchange = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
-    """Add the adapters of a model to the layers of a chunk; their parameters have no values yet.
+    """Add the adapters of a model to the layers of a chunk.
 
-    `boxes` has this rank's box of each weight, by name.
+    Their parameters have no values yet. `boxes` has this rank's box of each weight, by name.
     """
     model = spec.model
     if model.lora is None:
@@ -66,7 +66,10 @@ def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
 
 
 def list_matrices(theirs: str, ours: Iterable[str]) -> list[tuple[str, str]]:
-    """Return Megatron's and this package's names of the matrices of a linear layer's adapters."""
+    """Return the names of the matrices of a layer's adapters.
+
+    Each pair has Megatron's name and this package's name.
+    """
     return [(f"{theirs}.{own.rpartition('.')[2]}{matrix}", own + matrix) for own in ours for matrix in (DOWN, UP)]
 
 
@@ -88,7 +91,8 @@ def _keep(small: torch.Tensor) -> torch.Tensor:
 
 def _find_exchange(linear: Any, spec: ChunkSpec) -> Exchange:
     """Return what tp ranks do with the products of A before they multiply them by B."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     if spec.config.sequence_parallel and isinstance(linear, ColumnParallelLinear):
         return partial(mappings.gather_from_sequence_parallel_region, group=spec.groups.tp)
@@ -106,8 +110,8 @@ def _forward(
     if getattr(linear, DISABLED):
         return result
     output, bias = result
-    downs = [projection.lora_A.weight for projection, _ in parts]
-    small = exchange(torch.nn.functional.linear(x, torch.cat(downs) if len(downs) > 1 else downs[0]))
+    products = [torch.nn.functional.linear(x, projection.lora_A.weight) for projection, _ in parts]
+    small = exchange(torch.cat(products, -1) if len(products) > 1 else products[0])
     if output._is_view():  # of what another function of Megatron returned: autograd forbids changes in place
         output = output.clone()
     starts = [start for _, start in parts]
@@ -117,9 +121,10 @@ def _forward(
 
 @cache
 def _make_sum() -> Any:
-    """Return a differentiable function that adds products to ranges of columns of a tensor, in place.
+    """Return a differentiable function that adds products to a tensor in place.
 
-    Torch's own operators would copy the whole gradient of the tensor for each range.
+    Each product is added to a range of the tensor's columns. Torch's own operators would copy the whole gradient of the
+    tensor for each range.
     """
     import torch
 
@@ -134,7 +139,7 @@ def _make_sum() -> Any:
             ctx.mark_dirty(output)
             ranks = [up.shape[1] for up in ups]
             columns = output.flatten(0, -2)
-            for start, up, part in zip(starts, ups, small.flatten(0, -2).split(ranks, 1), strict=True):
+            for start, up, part in zip(starts, ups, torch.split(small.flatten(0, -2), ranks, 1), strict=True):
                 columns.narrow(1, start, len(up)).addmm_(part, up.t(), alpha=scale)
             return output
 
@@ -144,7 +149,7 @@ def _make_sum() -> Any:
             ranks = [up.shape[1] for up in ups]
             columns = gradient.flatten(0, -2)
             own = [columns.narrow(1, start, len(up)) for start, up in zip(ctx.starts, ups, strict=True)]
-            pairs = [*zip(own, ups, small.flatten(0, -2).split(ranks, 1), strict=True)]
+            pairs = [*zip(own, ups, torch.split(small.flatten(0, -2), ranks, 1), strict=True)]
             of_ups = [(part.t() @ inner).mul_(ctx.scale) for part, _, inner in pairs]
             of_small = torch.cat([part @ up for part, up, _ in pairs], 1).mul_(ctx.scale)
             return gradient, of_small.view(small.shape), None, None, *of_ups

@@ -13,9 +13,12 @@ from operator import mul
 from ...ir.workload import in_flight
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
-from ..layer_sizes import LayerSizes
+from ..layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
 from ..sizes import GRADIENT, Sizes
 
+MLP = {*INTO_MLP, "down_proj"}
+# Projections of attention that tensor parallelism shards by columns.
+BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 # A rank's part of the vocabulary is padded to a multiple of this (make_vocab_size_divisible_by).
 PADDED = 128
 
@@ -92,10 +95,15 @@ class StageSizes(Sizes):
     def whole_part(self) -> int:
         """Bytes of the hidden states of all tokens, gathered from all tp ranks.
 
-        The result is 0 without tp. A pass has one buffer of this size. The backward pass has a second buffer of this
-        size while the gradient of a row-parallel product is gathered.
+        The result is 0 without tp. A pass has one buffer of this size, unless an adapter is trained. The backward pass
+        has a second buffer of this size while the gradient of a row-parallel product is gathered.
         """
         return self.hidden if self.work.layout.tp > 1 else 0
+
+    @cached_property
+    def buffer(self) -> int:
+        """Bytes of Megatron's gather buffer, which linear layers with trained weights share."""
+        return 0 if self.is_adapted else self.whole_part
 
     @cached_property
     def norm(self) -> int:
@@ -140,14 +148,14 @@ class StageSizes(Sizes):
     def schedule_state(self) -> int:
         """Bytes that micro-batches in flight hold in addition to saved activations.
 
-        The bytes are for the rotary angles, the gather buffer (`whole_part`), and the output of each chunk except the
+        The bytes are for the rotary angles, the gather buffer (`buffer`), and the output of each chunk except the
         model's last chunk. The schedule holds an output until the output's gradient arrives. The autograd graph of a
         recomputed layer holds the angles as long as the loss exists.
         """
         vpp = self.work.layout.vpp
         outputs = ceil(self.in_flight_batches * vpp) - self.last_stage
         angles = ceil(self.in_flight_batches) + (self.work.recompute and self.work.batches > 1)
-        return angles * self.angles + outputs * self.part * (self.work.layout.pp > 1) + self.whole_part
+        return angles * self.angles + outputs * self.part * (self.work.layout.pp > 1) + self.buffer
 
     @cached_property
     def states(self) -> int:
@@ -156,7 +164,17 @@ class StageSizes(Sizes):
         The requested states are the hidden states for which logits are computed. The result of the last norm is not
         included.
         """
-        return self.norm - self.part + self.requested_states
+        return self.norm - self.part - self.normed * self.is_adapted + self.requested_states
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether only an adapter is trained."""
+        return self.work.model.lora is not None
+
+    @property
+    def normed(self) -> int:
+        """Bytes of a norm's normed input, which a norm keeps if its weight is trained."""
+        return self.norm // 5 * 2 if self.item == 2 else self.part
 
     @cached_property
     def requested_states(self) -> int:
@@ -232,4 +250,41 @@ class StageLayer(LayerSizes):
 
     @cached_property
     def saved(self) -> int:
-        return 2 * self.whole.norm + self.attention + self.heads + self.latents + self.feed
+        return 2 * self.whole.norm + self.attention + self.heads + self.latents + self.feed - self.unsaved
+
+    @cached_property
+    def unsaved(self) -> int:
+        """The bytes that a layer does not save if an adapter is trained.
+
+        A norm does not keep its normed input, and a linear layer without an adapter does not keep its input, but a
+        router does. The inputs of B are saved in addition.
+        """
+        s = self.whole
+        if (lora := s.work.model.lora) is None:
+            return 0
+        adapted = {*lora.targets}
+        halves = (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP and self.experts is None)
+        size = 2 * s.normed + halves * s.part
+        size += s.tokens * (self.query + self.keys) * self.mixer.head_norms * (1 if s.item == 4 else 2)
+        size += s.tokens * self.query * ("o_proj" not in adapted)
+        size += (self.wide + self.inner + self.shared) * ("down_proj" not in adapted)
+        size += self.received * (not adapted & INTO_MLP)
+        if isinstance(latent := self.mixer, MultiHeadLatentAttention):
+            kept = {latent.q_rank: "q_b_proj", latent.kv_rank: "kv_b_proj"}
+            size += sum(s.tokens * rank * (1 + (name not in adapted)) * s.item for rank, name in kept.items())
+        return size - self.count_inner_tokens(adapted) * lora.rank * s.item
+
+    def count_inner_tokens(self, adapted: set[str]) -> int:
+        """Return the number of tokens whose products of A a layer keeps.
+
+        `adapted` are the projections that have an adapter. A token counts once for each of them. With tensor
+        parallelism, a linear layer that is sharded by rows has a part of the tokens.
+        """
+        s = self.whole
+        own = s.split(s.tokens)
+        of_attention = sum(s.tokens if name.endswith(BY_COLUMNS) else own for name in adapted - MLP)
+        of_mlp = {name: own if name == "down_proj" else s.tokens for name in adapted & MLP}
+        if self.experts is None:
+            return of_attention + sum(of_mlp.values())
+        shared = sum(of_mlp.values()) * (self.experts.shared > 0)
+        return of_attention + shared + self.sent * s.work.layout.etp * len(of_mlp)
