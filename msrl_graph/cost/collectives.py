@@ -35,7 +35,11 @@ MLP = INTO_MLP | {"down_proj"}
 
 
 class AdapterSums(NamedTuple):
-    """Collectives of adapters in the layers of a pipeline stage: their number, and elements for each token."""
+    """The collectives of adapters in the layers of a pipeline stage.
+
+    `gathers` and `scatters` are numbers of collectives. `gathered` and `scattered` are numbers of elements for each
+    token.
+    """
 
     gathers: float
     scatters: float
@@ -187,8 +191,9 @@ class Collectives:
         return total(*parts)
 
     def _adapter_sums(self, backward: bool) -> AdapterSums:
-        """Return what adapters add to the collectives of sequence parallelism (megatron/stage_adapters.py).
+        """Return what adapters add to the collectives of sequence parallelism.
 
+        The collectives are those of megatron/stage_adapters.py.
         Adapters of layers that are sharded by columns gather the products of A, and scatter sums of their gradients.
         Adapters of layers that are sharded by rows do it the other way round. Those of experts do neither.
         """

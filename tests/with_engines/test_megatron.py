@@ -248,6 +248,11 @@ def test_it_trains_an_adapter_as_fsdp_on_one_rank(layout, tmp_path):
     ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path), ADAPTER), "megatron")
 
 
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_so_it_does_with_a_head_that_scores(layout, tmp_path):
+    ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path).scoring, ADAPTER), "megatron")
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
 def test_so_it_does_if_layers_are_recomputed(layout, tmp_path):
     """The embedding is frozen, so no input of the first layer has a gradient."""

@@ -173,7 +173,10 @@ class StageSizes(Sizes):
 
     @property
     def normed(self) -> int:
-        """Bytes of a norm's normed input, which a norm keeps if its weight is trained."""
+        """Bytes of a norm's normed input.
+
+        A norm keeps it if the norm's weight is trained.
+        """
         return self.norm // 5 * 2 if self.item == 2 else self.part
 
     @cached_property
