@@ -102,7 +102,10 @@ class StageSizes(Sizes):
 
     @cached_property
     def buffer(self) -> int:
-        """Bytes of Megatron's gather buffer, which linear layers with trained weights share."""
+        """Bytes of Megatron's gather buffer.
+
+        Linear layers with trained weights share it.
+        """
         return 0 if self.is_adapted else self.whole_part
 
     @cached_property
