@@ -17,6 +17,8 @@ the name of an evaluation, and `step` is the position of the drawn token in its 
     order       data          pass, row of the data               the order of a data file
     weighted    data          iteration, pass, row of the data    a source that draws by `weights`
     adapter     weight        -                                   the first values of a LoRA adapter
+    dropout     node          step; then the tokens of the row    the tokens in masks of an adapter's dropout
+    dropout     weight        input                               the inputs in these masks
     probe       edge          prompt, position                    the prompts that test whether weights arrived
     digest      -             dim, index                          the digests of weights, the same in all runs
 
@@ -36,7 +38,18 @@ from numpy.typing import NDArray
 VERSION = 2
 
 Purpose = Literal[
-    "token", "function", "episode", "loss", "mini_batch", "order", "weighted", "adapter", "mixture", "probe", "digest"
+    "token",
+    "function",
+    "episode",
+    "loss",
+    "mini_batch",
+    "order",
+    "weighted",
+    "adapter",
+    "dropout",
+    "mixture",
+    "probe",
+    "digest",
 ]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -74,6 +87,14 @@ def uniform(keys: NDArray[np.uint64], steps: Any) -> NDArray[np.float64]:
     `keys` are results of `RandomStream.keys`. The arrays `keys` and `steps` are broadcast against each other.
     """
     return _floats(_keys(keys, steps))
+
+
+def extend(keys: Any, part: Any) -> NDArray[np.uint64]:
+    """Return 64 random bits for each pair of a key, a result of this module, and an integer.
+
+    The arrays `keys` and `part` are broadcast against each other.
+    """
+    return _keys(keys, part)
 
 
 def _floats(keys: NDArray[np.uint64]) -> NDArray[np.float64]:

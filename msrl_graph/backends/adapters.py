@@ -19,6 +19,8 @@ from ..model.lora import UP, list_adapted
 from ..noise import RandomStream
 from ..sharding.layout import slices
 from . import weight_reader
+from .devices import get_local_tensor
+from .kernels.keyed_dropout import InputDropout, TokenKeys
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +35,17 @@ if TYPE_CHECKING:
 DISABLED = "adapter_disabled"
 
 
-def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
-    """Add the adapters of a model to its linear layers.
+def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> TokenKeys:
+    """Add the adapters of a model to its linear layers; return the keys that their dropout reads.
 
     The module is on the meta device. `mesh` has the ranks of tensor parallelism over which the layers were sharded.
     Adapters of experts are in the modules of experts (experts.py).
     """
     import torch
 
+    tokens = TokenKeys()
     if model.lora is None:
-        return
+        return tokens
     tensors = {tensor.name: tensor for tensor in model.weights}
     for weight, *names in list_adapted(model):
         if weight.experts:
@@ -58,7 +61,12 @@ def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> None:
                 part.add_module(leaf, matrix)
             matrices.append(getattr(part, leaf))
         setattr(linear, DISABLED, False)
-        linear.forward = partial(_forward, linear, matrices, linear.forward, model.lora.scale)
+        size = get_local_tensor(matrices[0].weight).shape[1]
+        first = mesh.get_local_rank() * size if mesh is not None and tensors[names[0]].tp_dim == 1 else 0
+        in_files = names[0].rsplit(".", 2)[0]  # projections that are one in the files have the same mask
+        dropout = InputDropout(model.lora, f"{in_files}.weight", (first, first + size), tokens)
+        linear.forward = partial(_forward, linear, matrices, linear.forward, model.lora.scale, dropout)
+    return tokens
 
 
 def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> torch.nn.Parameter:
@@ -79,7 +87,7 @@ def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> tor
     return torch.nn.Parameter(DTensor.from_local(local, mesh, [placement]))
 
 
-def _forward(linear: Any, matrices: Sequence[Any], forward: Any, scale: float, x: Any) -> Any:
+def _forward(linear: Any, matrices: Sequence[Any], forward: Any, scale: float, dropout: InputDropout, x: Any) -> Any:
     from torch.distributed.tensor import DTensor
     from torch.nn.functional import linear as multiply
 
@@ -87,7 +95,7 @@ def _forward(linear: Any, matrices: Sequence[Any], forward: Any, scale: float, x
     if getattr(linear, DISABLED):
         return output
     down, up = (matrix.weight for matrix in matrices)
-    small = multiply(x, down) * scale
+    small = dropout.multiply(x, down) * scale
     if isinstance(up, DTensor):
         return output + multiply(small, up)
     # In place: the sum needs no more memory than the output, and is rounded once.

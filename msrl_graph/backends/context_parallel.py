@@ -87,6 +87,7 @@ class ContextGroup:
 
         if self.size == 1:
             longer: Any = {name: pad_nodes(getattr(tree, name)) for name in ("ids", "depth", "place")}
+            longer["keys"] = None if tree.keys is None else pad_nodes(tree.keys)
             longer["routes"] = pad_routes(tree.routes)
             return replace(tree, **longer), micro_batch
         own = owner == self.rank
@@ -107,6 +108,8 @@ class ContextGroup:
             part = _Ring(ids, depth, rows, place, before, tokens, len(tree.before), self)
         if tree.routes is not None:
             part = replace(part, routes=pad_routes(tree.routes[own]))
+        if tree.keys is not None:
+            part = replace(part, keys=pad_nodes(tree.keys[own]))
         known = TensorDict(
             {
                 column: values[tokens]

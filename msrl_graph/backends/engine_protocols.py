@@ -86,7 +86,8 @@ class ForwardRequest:
     the token's distribution. `best` is the number of likeliest tokens to return. With `routes`, the pass returns the
     routes of all ids. `temperature` applies to all tokens, unless the micro-batch has temperatures. `node` is the
     update that requests the pass. The update's attributes are `UpdateAttributes.of(request.node)`. Without `adapter`,
-    an engine with the feature `lora` leaves the adapter out."""
+    an engine with the feature `lora` leaves the adapter out. `dropout` is a key of random numbers: with it, an engine
+    with the feature `lora_dropout` sets inputs of the adapter to 0 (kernels/keyed_dropout.py)."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -94,6 +95,7 @@ class ForwardRequest:
     routes: bool = False
     node: Node | None = None
     adapter: bool = True
+    dropout: int | None = None
 
 
 class Outputs(NamedTuple):

@@ -81,7 +81,7 @@ class FsdpEngine:
             joint_norms.install(module, model, self._tp)
             hf_modules.count_local_heads(module, model, layout.tp)
             self._tie(module)
-        adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
+        self._token_keys = adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = lambda *args: _outputs(module, *args)
         self._fsdp_modules = []
@@ -151,12 +151,13 @@ class FsdpEngine:
     def _forward(self, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:
         import torch
 
-        whole = prefix_tree.build_tree(micro_batch)
+        whole = prefix_tree.build_tree(micro_batch, request.dropout)
         tree, known = self.context.share(whole, micro_batch)
         tree = replace(tree, attention=self._attention, node_of_id=None)
         tree = tree.to(self.place)
         self._routers.records = request.routes
         self._routers.given = tree.routes
+        self._token_keys.keys = tree.keys
         columns = known.to(self.place, non_blocking=True)
         with self._forward_context():
             outputs: Outputs = self.module(tree, columns, request)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from .. import noise
 from .kernels import ScoreRule, torch_native
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Tree:
     - `attention`: the function that computes attention.
     - `routes` [nodes, layers, k]: the routes to replay (`MicroBatch`), if there are any.
     - `node_of_id`: for each id of the micro-batch, its node; -1 if it is not computed.
+    - `keys`: 32 random bits for each node, if an adapter's dropout needs them (kernels/keyed_dropout.py).
 
     With context parallelism, a rank's part of a tree is also a Tree (context_parallel.py).
     """
@@ -51,6 +53,7 @@ class Tree:
     attention: Attention = field(default=torch_native.attention, kw_only=True)
     routes: torch.Tensor | None = field(default=None, kw_only=True)
     node_of_id: torch.Tensor | None = field(default=None, kw_only=True)
+    keys: torch.Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
         import torch
@@ -97,8 +100,11 @@ class Tree:
         return self.attention(q, k, v, rule, sinks)
 
 
-def build_tree(packed: TensorDict) -> Tree:
-    """Build the prefix tree of a micro-batch (`MicroBatch` in engine_protocols.py)."""
+def build_tree(packed: TensorDict, key: int | None = None) -> Tree:
+    """Build the prefix tree of a micro-batch (`MicroBatch` in engine_protocols.py).
+
+    With a `key` of random numbers, each node has random bits. They depend on the key and on the tokens of its prefix.
+    """
     import numpy as np
     import torch
 
@@ -117,11 +123,17 @@ def build_tree(packed: TensorDict) -> Tree:
         digests, first, route = np.unique(_digest(routes), return_index=True, return_inverse=True)
         ids = ids * len(digests) + route
     base = int(ids.max()) + 1
+    columns_keys = [np.full(1, key or 0, np.uint64)]
+    before = 0  # the first node of the column before
     for column in range(nodes.shape[1]):
         live = np.flatnonzero(lengths > column)
         distinct, index = np.unique(parent[live] * base + ids[offsets[live] + column], return_inverse=True)
         parent[live] = nodes[live, column] = count + index
         tokens.append(distinct % base)
+        if key is not None:
+            content = tokens[-1] if routes is None else tokens[-1] // len(digests)
+            columns_keys.append(noise.extend(columns_keys[-1][distinct // base - before], content))
+        before = count if column else 0
         count += len(distinct)
     _, chosen = np.unique(parent, return_index=True)  # `parent` is now the last node of each row
     rows = nodes[chosen]
@@ -139,7 +151,11 @@ def build_tree(packed: TensorDict) -> Tree:
     is_computed = column_of_id < lengths[of_row]
     node_of_id = np.where(is_computed, nodes[of_row, np.where(is_computed, column_of_id, 0)], -1)
     parts = map(torch.from_numpy, (content, depth, rows, place, nodes[row, position]))
-    return Tree(*parts, routes=node_routes, node_of_id=torch.from_numpy(node_of_id))
+    keys = None
+    if key is not None:
+        bits = (np.concatenate(columns_keys[1:]) >> np.uint64(32)).astype(np.uint32)
+        keys = torch.from_numpy(bits.view(np.int32))
+    return Tree(*parts, routes=node_routes, node_of_id=torch.from_numpy(node_of_id), keys=keys)
 
 
 def _digest(routes: torch.Tensor) -> np.ndarray[Any, Any]:

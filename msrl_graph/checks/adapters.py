@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..diagnostics import Diagnostic, nearest
+from ..diagnostics import Diagnostic, Span, nearest
 from ..ir.graph import Graph, Worker
 from ..ir.plan import Plan
 from ..model.architecture import Lora, Model
-from ..model.lora import ALL_LINEAR, format_setting, list_left_out, list_projections, list_targets
+from ..model.lora import ALL_LINEAR, format_setting, list_adapted, list_left_out, list_projections, list_targets
 from .columns import Library
 from .stage import PlanContext
 
@@ -25,9 +25,9 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
     if worker.adapter and worker.adapter.targets == ():
         message = f"the adapter of `{worker.name}` has no targets"
         yield Diagnostic("bad-value", message, worker.span, f"leave `targets` out: it is `{ALL_LINEAR}`")
-    if worker.adapter and worker.adapter.dropout:
-        message = f"`dropout` in the adapter of `{worker.name}` can be neither planned nor run"
-        yield Diagnostic("not-yet", message, worker.span, "leave `dropout` out: it is 0")
+    if worker.adapter and worker.adapter.dropout >= 1:
+        message = f"with `dropout = 1`, the adapter of `{worker.name}` gets no inputs and learns nothing"
+        yield Diagnostic("bad-value", message, worker.span, "state a share below 1, such as `dropout = 0.05`")
 
 
 def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
@@ -42,6 +42,7 @@ def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         if trained and worker.freeze:
             message = f"`{worker.name}` has an adapter, so all weights that `freeze` can name are frozen"
             diagnostics.append(Diagnostic("bad-value", message, worker.span, "leave `freeze` out"))
+        diagnostics += _check_dropout(model, model.lora, worker.span)
         if model.initial is None:
             diagnostics += _check_targets(worker, model)
             continue
@@ -50,6 +51,15 @@ def check_models(plan: Plan, context: PlanContext) -> list[Diagnostic]:
         if trained and model.initial.dropout != model.lora.dropout:
             diagnostics.append(_report_dropout(worker, model.initial, model))
     return diagnostics
+
+
+def _check_dropout(model: Model, adapter: Lora, span: Span) -> Iterator[Diagnostic]:
+    experts = {pair.weight.name.split(".")[-2] for pair in list_adapted(model) if pair.weight.experts}
+    if adapter.dropout and experts:
+        message = f"`dropout` in adapters of experts of `{model.name}` can be neither planned nor run"
+        others = [name for name in list_projections(model) if name not in experts]
+        help = f"leave `dropout` out, or name other projections: `targets = [{', '.join(others)}]`"
+        yield Diagnostic("not-yet", message, span, help)
 
 
 def _check_targets(worker: Worker, model: Model) -> Iterator[Diagnostic]:

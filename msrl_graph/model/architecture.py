@@ -39,7 +39,8 @@ class Lora:
     """A LoRA adapter (lora.py).
 
     - `targets`: the names of the projections that have an adapter, or `all_linear`.
-    - `seed`: the seed of the first values.
+    - `dropout`: the share of the inputs of A that an update sets to 0 (backends/kernels/keyed_dropout.py).
+    - `seed`: the seed of the first values, and of the dropout.
     - `folder`: the folder with the first values (peft_folder.py); "" if they are drawn.
     """
 

@@ -38,6 +38,7 @@ FEATURES = {
     "offset_norms": "norms whose weights are offsets from 1",
     "tied_head": "a head that shares the embedding's weights",
     "lora": "LoRA adapters",
+    "lora_dropout": "dropout in LoRA adapters",
     "rope_by_window": "rotary positions that differ between layers with and without windows",
     "rope_partial": "rotary positions of a part of each head",
     "rope_interleaved": "rotary positions of adjacent elements of a head",

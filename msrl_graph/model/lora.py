@@ -79,7 +79,8 @@ def adapt(model: Model, lora: Lora | None, merged: bool = False) -> Model:
         return model
     if (lora, merged) not in model.with_adapter:
         tensors = tuple(part for tensor in model.tensors for part in _iterate_adapted(tensor, lora))
-        features = model.features if merged else (*model.features, "lora")
+        added = ("lora", "lora_dropout") if lora.dropout else ("lora",)
+        features = model.features if merged else (*model.features, *added)
         named = replace(lora, targets=tuple(list_targets(model, lora.targets)))
         model.with_adapter[lora, merged] = replace(model, tensors=tensors, lora=named, base=model, features=features)
     return model.with_adapter[lora, merged]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from msrl_graph.backends import adapters, hf_modules
 from msrl_graph.backends.engine_protocols import Shard
+from msrl_graph.backends.kernels.keyed_dropout import InputDropout, is_dropped
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import lora, models
 from msrl_graph.model.architecture import HEAD, Lora
@@ -57,16 +58,38 @@ def compute_loss(net, ids):
     return (logps[..., 0] * torch.linspace(-1, 1, ids.shape[1] - 1)).sum()
 
 
+class InjectedMask(torch.nn.Module):
+    """A dropout of PEFT's with our masks."""
+
+    def __init__(self, said, name, size, tokens):
+        super().__init__()
+        self.features = InputDropout(said, name, (0, size), tokens).features
+        self.tokens = tokens
+        self.share = said.dropout
+
+    def forward(self, x):
+        dropped = is_dropped(self.tokens.keys, self.features, self.share).view(x.shape)
+        return x.masked_fill(dropped, 0) / (1 - self.share)
+
+
+def inject(net, said, tokens):
+    for path, part in net.named_modules():
+        if hasattr(part, "lora_dropout"):
+            name = f"{path.removeprefix(BEHIND)}.weight"
+            part.lora_dropout["default"] = InjectedMask(said, name, part.in_features, tokens)
+
+
 @pytest.mark.parametrize(("write", "targets"), CASES)
-def test_loss_and_gradients_are_those_of_peft(write, targets, tmp_path):
-    said = Lora(rank=4, alpha=12, targets=targets)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_loss_and_gradients_are_those_of_peft(write, targets, dropout, tmp_path):
+    said = Lora(rank=4, alpha=12, targets=targets, dropout=dropout)
     folder = write(tmp_path / "model")
     model = lora.adapt(models.load(folder, Path("/"), None, NOWHERE), said)
     names = "all-linear" if targets == ALL else [*targets]
-    theirs = get_peft_model(load(folder), LoraConfig(r=4, lora_alpha=12, target_modules=names, lora_dropout=0.0))
+    theirs = get_peft_model(load(folder), LoraConfig(r=4, lora_alpha=12, target_modules=names, lora_dropout=dropout))
     ours = load(folder)
     split_fused(ours, model)
-    adapters.install(ours, model)
+    tokens = adapters.install(ours, model)
     own = {name: value for name, value in ours.named_parameters() if lora.is_adapter(name)}
     assert {tensor.name: tensor.shape for tensor in model.trained} == {n: (*v.shape,) for n, v in own.items()}
     others = {name.removeprefix(BEHIND).replace(".default", ""): value for name, value in theirs.named_parameters()}
@@ -82,10 +105,15 @@ def test_loss_and_gradients_are_those_of_peft(write, targets, tmp_path):
         place, rows = places[name]
         others[place].data[rows] = value
     ids = torch.randint(0, 16, (3, 7))
+    plain = compute_loss(ours, ids)
+    if dropout:
+        tokens.keys = torch.randint(-(2**31), 2**31, (ids.numel(),), dtype=torch.int32)
+        inject(theirs, model.lora, tokens)
     losses = [compute_loss(net, ids) for net in (ours, theirs)]
     for loss in losses:
         loss.backward()
     assert torch.allclose(*losses, rtol=1e-9, atol=0)
+    assert bool(dropout) != torch.allclose(losses[0], plain, rtol=1e-6)
     for name, value in own.items():
         assert value.grad.abs().max() > 0
         place, rows = places[name]

@@ -103,7 +103,8 @@ def _peaks(rank, _, name, work, out):
     engine = engines.built(name, work.model, layout, rank, mesh, work.optimizer, recompute=recompute)
     draw = np.random.default_rng(rank if mesh is None else layout.coordinates(rank).dp)
     batches = [_batch(draw, work) for _ in range(work.batches)]
-    asked = ForwardRequest(entropy=work.entropy)
+    drops = work.model.lora is not None and work.model.lora.dropout > 0
+    asked = ForwardRequest(entropy=work.entropy, dropout=7 if drops else None)
 
     def update():
         engine.train(batches, _loss, asked)

@@ -3,8 +3,8 @@
 from walk import DEEP, EVEN, ROUTED, WIDE, case, heavy
 
 
-def adapted(rank=8, targets="all_linear"):
-    lora = f"{{ adapter = lora(rank = {rank}, targets = {targets}) }}"
+def adapted(rank=8, targets="all_linear", dropout=0):
+    lora = f"{{ adapter = lora(rank = {rank}, targets = {targets}, dropout = {dropout}) }}"
     return (("worker actor     : policy", f"worker actor     : policy {lora}"),)
 
 
@@ -13,6 +13,8 @@ COPIED = ("dp = 2, zero = 3", "dp = 2", 4, 2)
 LIGHT = (
     case("llama, adapter", "llama", EVEN, "dp = 1", changes=adapted()),
     case("llama, wide, adapter", "llama", WIDE, "dp = 1", changes=adapted()),
+    case("llama, adapter, dropout", "llama", WIDE, "dp = 1", changes=adapted(dropout=0.1)),
+    case("llama, tp 2, adapter, dropout", "llama", EVEN, "tp = 2", "tp = 2", ranks=2, changes=adapted(dropout=0.1)),
     case("llama, attention's adapter", "llama", WIDE, "dp = 1", changes=adapted(4, "[q_proj, v_proj]")),
     case("qwen2, bf16, adapter", "qwen2", WIDE, "dp = 1", dtype="bf16", changes=adapted()),
     case("llama, dp 2, zero 3, adapter", "llama", WIDE, *SHARDED, ranks=2, changes=adapted()),

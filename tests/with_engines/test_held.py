@@ -44,6 +44,12 @@ def test_so_it_does_of_an_adapter(layout, changes, targets, tmp_path):
     assert_close(peaks("megatron", adapted, layout))
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_so_it_does_of_dropout_whose_masks_are_not_kept(layout, tmp_path):
+    adapted = adapt(small(tmp_path), Lora(8, 16.0, (ALL_LINEAR,), dropout=0.1))
+    assert_close(peaks("megatron", adapted, layout))
+
+
 @pytest.mark.parametrize("more", [{"recompute": "full"}, {"entropy": True}], ids=["recompute", "entropy"])
 def test_so_it_does_of_what_is_computed_again_and_of_entropies(more, tmp_path):
     assert_close(peaks("megatron", small(tmp_path), Layout(), **more))

@@ -2,6 +2,7 @@
 vocabulary of tensor parallelism (backends/vocab_parallel.py) too."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import engines
@@ -73,8 +74,9 @@ def trained(engine, batches, scores):
     asked = ForwardRequest(0.8, entropy=not scores, best=0 if scores else 3)
     told = [[None if x is None else x.clone() for x in out] for out in engine.score(batches, asked)]
     norms = []
-    for _ in range(3):
-        engine.train(batches, loss, ForwardRequest(0.8, entropy=not scores))
+    for step in range(3):
+        dropout = step if engine.model.lora and engine.model.lora.dropout else None
+        engine.train(batches, loss, ForwardRequest(0.8, entropy=not scores, dropout=dropout))
         norms.append(engine.step(StepRequest(0.3, 1.0)))
     return told, norms, {s.name: (s.box, s.tensor.clone()) for s in engine.shards()}
 
@@ -248,8 +250,29 @@ def test_it_trains_an_adapter_as_fsdp_on_one_rank(layout, tmp_path):
     ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path), ADAPTER), "megatron")
 
 
+DROPOUT = replace(ADAPTER, dropout=0.3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_dropout_has_the_same_masks_on_each_layout(layout, tmp_path):
+    ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path), DROPOUT), "megatron")
+
+
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
-def test_so_it_does_with_a_head_that_scores(layout, tmp_path):
+def test_so_it_has_if_layers_are_recomputed(layout, tmp_path):
+    """With stages, a layer is recomputed after passes of other micro-batches, whose masks are others."""
+    ranks.run(layout.devices, _recomputed, layout, lora.adapt(model(tmp_path), DROPOUT))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, ep=2), Layout(tp=2, pp=2, stages=(1, 2))], ids=str)
+def test_so_it_has_of_latent_attention(layout, tmp_path):
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    of = models.load(latent(tmp_path), Path("/"), None, NOWHERE)
+    ranks.run(layout.devices, _alike, layout, lora.adapt(of, replace(DROPOUT, targets=targets)), "megatron")
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_it_trains_an_adapter_and_a_head_that_scores(layout, tmp_path):
     ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path).scoring, ADAPTER), "megatron")
 
 

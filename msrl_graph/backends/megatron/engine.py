@@ -171,7 +171,7 @@ class MegatronEngine:
             i = next(numbers)
             micro_batch = micro_batches[i]
             # tp ranks must share the nodes evenly.
-            whole = prefix_tree.build_tree(micro_batch)
+            whole = prefix_tree.build_tree(micro_batch, request.dropout)
             tree, known = self.context.share(whole, micro_batch, self.layout.tp)
             tree = tree.to(self.place)
             for router in self._routers:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...model.lora import DOWN, UP, list_adapted
 from ..adapters import DISABLED
+from ..kernels.keyed_dropout import InputDropout, TokenKeys
 from . import weight_names
 from .chunk_spec import ChunkSpec
 
@@ -39,18 +40,25 @@ def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
         return
     adapted = {weight.name for weight, _, _ in list_adapted(model)}
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
+    tokens = TokenKeys()
+
+    def read_keys(_layer: Any, _args: Any, options: dict[str, Any]) -> None:
+        """Take the keys of the layer's own micro-batch, also if the layer is recomputed after others."""
+        tokens.keys = options["packed_seq_params"].tree.keys
+
     for layer, number in zip(chunk.decoder.layers, spec.layers, strict=True):
+        layer.register_forward_pre_hook(read_keys, with_kwargs=True)
         modules = dict(layer.named_modules())
         linears = [
-            (modules[theirs], [f"model.layers.{number}.{own}" for own in ours], _find_exchange(modules[theirs], spec))
+            (modules[theirs], [f"model.layers.{number}.{own}" for own in ours], *_find_exchange(modules[theirs], spec))
             for theirs, ours in weight_names.list_names(model).items()
             if theirs in modules
         ]
         for expert in layer.mlp.experts.local_experts if number in model.expert_layers else ():
             for theirs, ours in weight_names.EXPERTS.items():
                 names = [f"model.layers.{number}.mlp.experts.*.{own}" for own in ours]
-                linears.append((getattr(expert, theirs), names, _keep))
-        for linear, names, exchange in linears:
+                linears.append((getattr(expert, theirs), names, _keep, _keep))
+        for linear, names, exchange, select in linears:
             if adapted.isdisjoint(f"{name}.weight" for name in names):
                 continue
             parts = []
@@ -59,7 +67,10 @@ def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
                 if f"{name}.weight" in adapted:
                     projection = _make_matrices([sizes[name + matrix][-2:] for matrix in (DOWN, UP)], linear.weight)
                     linear.add_module(name.rpartition(".")[2], projection)
-                    parts.append((projection, start))
+                    inputs = boxes[name + DOWN][-1]
+                    parts.append(
+                        (projection, start, InputDropout(model.lora, f"{name}.weight", inputs, tokens, select))
+                    )
                 start += sizes[f"{name}.weight"][-2]
             setattr(linear, DISABLED, False)
             linear.forward = partial(_forward, linear, linear.forward, parts, model.lora.scale, exchange)
@@ -89,20 +100,36 @@ def _keep(small: torch.Tensor) -> torch.Tensor:
     return small
 
 
-def _find_exchange(linear: Any, spec: ChunkSpec) -> Exchange:
-    """Return what tp ranks do with the products of A before they multiply them by B."""
+def _find_exchange(linear: Any, spec: ChunkSpec) -> tuple[Exchange, Exchange]:
+    """Return what tp ranks do with the products of A before they multiply them by B.
+
+    The second result selects, from the keys of all tokens, those of the tokens that are the layer's input.
+    """
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    if spec.config.sequence_parallel and isinstance(linear, ColumnParallelLinear):
-        return partial(mappings.gather_from_sequence_parallel_region, group=spec.groups.tp)
-    if spec.config.sequence_parallel and isinstance(linear, RowParallelLinear):
-        return partial(mappings.reduce_scatter_to_sequence_parallel_region, group=spec.groups.tp)
-    return _keep  # also a projection to latents, which each rank has
+    tp = spec.groups.tp
+    if not spec.config.sequence_parallel:
+        return _keep, _keep
+    if isinstance(linear, RowParallelLinear):
+        return partial(mappings.reduce_scatter_to_sequence_parallel_region, group=tp), _keep
+
+    def select(keys: torch.Tensor) -> torch.Tensor:
+        own: torch.Tensor = keys.chunk(tp.size())[tp.rank()]
+        return own
+
+    if isinstance(linear, ColumnParallelLinear):
+        return partial(mappings.gather_from_sequence_parallel_region, group=tp), select
+    return _keep, select  # a projection to latents, which each rank has
 
 
 def _forward(
-    linear: Any, forward: Any, parts: Sequence[tuple[Any, int]], scale: float, exchange: Exchange, x: Any
+    linear: Any,
+    forward: Any,
+    parts: Sequence[tuple[Any, int, InputDropout]],
+    scale: float,
+    exchange: Exchange,
+    x: Any,
 ) -> Any:
     import torch
 
@@ -110,12 +137,12 @@ def _forward(
     if getattr(linear, DISABLED):
         return result
     output, bias = result
-    products = [torch.nn.functional.linear(x, projection.lora_A.weight) for projection, _ in parts]
+    products = [dropout.multiply(x, projection.lora_A.weight) for projection, _, dropout in parts]
     small = exchange(torch.cat(products, -1) if len(products) > 1 else products[0])
     if output._is_view():  # of what another function of Megatron returned: autograd forbids changes in place
         output = output.clone()
-    starts = [start for _, start in parts]
-    ups = [projection.lora_B.weight for projection, _ in parts]
+    starts = [start for _, start, _ in parts]
+    ups = [projection.lora_B.weight for projection, _, _ in parts]
     return _make_sum()(output, small, scale, starts, *ups), bias
 
 

@@ -103,7 +103,12 @@ class TrainerRole:
         trainer = self.engines.trainers[node.worker]
         normalizer = self._loss_normalizer(work, batch)
         target = next(iter(batch.lengths))
-        request = ForwardRequest(batch.pass_temperature, entropy="entropy" in loss.filled_parameters(node), node=node)
+        request = ForwardRequest(
+            batch.pass_temperature,
+            entropy="entropy" in loss.filled_parameters(node),
+            node=node,
+            dropout=self._dropout_key(node),
+        )
         together = loss.needs_mini_batch(node)
         # A single micro-batch is the whole mini-batch, so its loss needs no second forward pass.
         joint = None
@@ -212,6 +217,14 @@ class TrainerRole:
         """
         seed = self.context.plan.deploy.run.seed
         return noise.RandomStream(seed, "loss", node.name).generator(task.number, epoch, first)
+
+    def _dropout_key(self, node: Node) -> int | None:
+        """Return the key of the masks of an adapter's dropout in the next optimizer step, if there is any."""
+        lora = self.context.plan.model(node.name).lora
+        if lora is None or not lora.dropout:
+            return None
+        step = self.engines.steps.get(node.name, 0) + 1
+        return int(noise.RandomStream(self.context.plan.deploy.run.seed, "dropout", node.name).keys(step))
 
     def _loss(self, work: NodeBatch, batch: PreparedBatch, rows: Array, output: Outputs, **fills: Any) -> loss.Value:
         """Return the loss of some rows, from the output of a forward pass over them."""
