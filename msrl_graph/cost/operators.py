@@ -11,6 +11,7 @@ from ..backends.optimizer.step_calls import TENSORS
 from ..backends.spec import Act, EngineSpec, OperatorCalls
 from ..hardware.cluster import Figure
 from ..model.architecture import Model
+from . import adapter_dropout
 
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
@@ -51,4 +52,8 @@ def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) 
     if act == "step" and model.frozen_kinds:
         trained = sum(0 <= tensor.layer < model.layers for tensor in model.trained)
         return calls.layer * trained / (model.layers * TENSORS)
-    return calls.layer + (spec.time.adapter_calls(act, len(model.adapted)) if model.lora else 0.0)
+    if model.lora is None:
+        return calls.layer
+    projections = len(model.adapted)
+    masks = adapter_dropout.CALLS * projections if act == "update" and model.lora.dropout else 0
+    return calls.layer + spec.time.adapter_calls(act, projections) + masks

@@ -26,6 +26,7 @@ from ..model.architecture import Model
 from ..model.layers import Mixer
 from ..sharding.layout import Layout
 from . import holdings
+from .adapter_dropout import mask_seconds
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
@@ -220,10 +221,8 @@ class Costs:
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(rows.response, SCORING) + laid * BYTES[self.dtype]
         moved += count * self.model.count_capped(math.sqrt(pairs)) * CAPPED
         work = ForwardWork(tokens, rows.response, count, math.sqrt(pairs), pairs, moved)
-        parts = (
-            [self._pass("infer", work)] if not update else [self._pass("update", work, 1 + self.model.backward_share)]
-        )
         looks_ahead = update and self._looks_ahead
+        parts = [self._pass("update", work, 1 + self.model.backward_share) if update else self._pass("infer", work)]
         parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
         if update and not self.recomputes:
             parts.append(self._backward_reads(tokens, moved))
@@ -239,6 +238,7 @@ class Costs:
             parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
         host = self.device.overheads.row
         if update:
+            parts.append(mask_seconds(self.model, self.spec, self.layout, self.device, self.dtype, tokens, passes - 1))
             parts.append(self._offloaded_activations(tokens, math.fsum(part.value for part in parts)))
         cost = total(*parts, Figure(rows.count * host.value, host.source, "rows x host overhead"))
         if self.layout.pp == 1:

@@ -20,7 +20,8 @@ from msrl_graph.backends.engine_protocols import (
     StepRequest,
     collect_responses,
 )
-from msrl_graph.backends.spec import Act
+from msrl_graph.backends.spec import Act, OperatorCalls
+from msrl_graph.cost.operators import layer_calls
 from msrl_graph.model import lora
 from msrl_graph.model.architecture import Lora
 from msrl_graph.runtime.calibrate.probes import operators
@@ -63,20 +64,21 @@ def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
 
 
 @pytest.mark.parametrize("targets", [("all_linear",), ("q_proj", "v_proj")], ids=len)
-def test_adapters_add_as_many_operators_as_the_spec_says(targets: tuple[str, ...]) -> None:
-    adapted = lora.adapt(compile(EXAMPLE / "one_rank.rlg").model("actor.update"), Lora(16, 32.0, targets))
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapters_add_as_many_operators_as_the_spec_says(targets: tuple[str, ...], dropout: float) -> None:
+    adapted = lora.adapt(compile(EXAMPLE / "one_rank.rlg").model("actor.update"), Lora(16, 32.0, targets, dropout))
     engine = engines.trainer(adapted, optimizer=adamw(lr=0.0))
     rng = np.random.default_rng(0)
     prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
     packed = pack([prompt], [response], np.arange(4))
 
     def update() -> None:
-        engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
+        request = ForwardRequest(dropout=3 if dropout else None)
+        engines.train(engine, packed, lambda made: made.logp.sum(), request)
 
-    assert adapted.lora
     more = {
-        act: ENGINES["fsdp"].time.adapter_calls(act, len(adapted.lora.targets)) * adapted.layers
-        for act in get_args(Act)
+        act: layer_calls(act, OperatorCalls(0, 0), adapted, ENGINES["fsdp"]) * adapted.layers
+        for act in ("infer", "update")
     }
     found = operators(lambda: engine.score([packed], ForwardRequest()))
     assert found == pytest.approx(counted("fsdp", "infer", adapted.layers) + more["infer"], rel=SAME)

@@ -21,6 +21,7 @@ from msrl_graph.backends.engine_protocols import (
 from msrl_graph.backends.megatron import spec as megatron
 from msrl_graph.backends.spec import OperatorCalls
 from msrl_graph.backends.vllm import spec as vllm
+from msrl_graph.cost.operators import layer_calls
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import lora, models
@@ -44,17 +45,17 @@ def test_kernels_are_fused_on_devices_alone(kind):
         assert (ENGINES[name].eager(kind) is None) == (kind == "device")
 
 
-@pytest.mark.parametrize("targets", [(), ("all_linear",), ("q_proj", "v_proj")], ids=len)
-def test_megatron_calls_as_many_operators_as_its_spec_says(targets, alone):
+@pytest.mark.parametrize(("targets", "dropout"), [((), 0), (("all_linear",), 0), (("q_proj", "v_proj"), 0.1)], ids=str)
+def test_megatron_calls_as_many_operators_as_its_spec_says(targets, dropout, alone):
     model = models.load(str(EXAMPLE), Path("/"), None, NOWHERE)
-    model = lora.adapt(model, Lora(4, 8.0, targets) if targets else None)
+    model = lora.adapt(model, Lora(4, 8.0, targets, dropout) if targets else None)
     engine = engines.built("megatron", model, engines.ALONE, 0, engines.mesh(engines.ALONE), adamw(lr=0.0))
     rng = np.random.default_rng(0)
     prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
     packed = pack([prompt], [response], np.arange(4))
 
     def update():
-        engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
+        engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest(dropout=3 if dropout else None))
 
     update()
     engine.step(StepRequest(1e-6, 1.0))  # the first one makes the optimizer's state
@@ -66,7 +67,7 @@ def test_megatron_calls_as_many_operators_as_its_spec_says(targets, alone):
     for act, action in actions.items():
         wanted = counted("megatron", act, model.layers, megatron.PYTHON[act])
         if model.lora and act != "step":
-            wanted += ENGINES["megatron"].time.adapter_calls(act, len(model.lora.targets)) * model.layers
+            wanted += layer_calls(act, OperatorCalls(0, 0), model, ENGINES["megatron"]) * model.layers
         if not model.lora or act != "step":
             assert operators(action) == pytest.approx(wanted, rel=0.1), act
 

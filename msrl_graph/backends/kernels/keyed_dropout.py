@@ -85,13 +85,13 @@ class InputDropout:
 def is_dropped(tokens: torch.Tensor, features: torch.Tensor, share: float) -> torch.Tensor:
     """Return which elements [tokens, features] are set to 0, by the keys of both.
 
-    The bits of the combined keys are mixed by the function `lowbias32` of C. Wellons' hash-prospector.
+    The bits of the combined keys are mixed by the function `lowbias32` of C. Wellons' hash-prospector, without its last
+    shift, which changes low bits alone.
     """
     bits = tokens[:, None] ^ features
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         bits ^= (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         bits *= factor
-    bits ^= (bits >> 15).bitwise_and_((1 << 17) - 1)
     return bits < round(share * 2**32) - 2**31
 
 

@@ -25,7 +25,6 @@ def in_numpy(tokens, features, share):
     bits = tokens.numpy().view(np.uint32)[:, None] ^ features.numpy().view(np.uint32)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    bits ^= bits >> np.uint32(15)
     return bits.view(np.int32) < round(share * 2**32) - 2**31
 
 
