@@ -90,9 +90,9 @@ def uniform(keys: NDArray[np.uint64], steps: Any) -> NDArray[np.float64]:
 
 
 def extend(keys: Any, part: Any) -> NDArray[np.uint64]:
-    """Return 64 random bits for each pair of a key, a result of this module, and an integer.
+    """Return 64 random bits for each pair of a key and an integer.
 
-    The arrays `keys` and `part` are broadcast against each other.
+    Keys are results of this module. The arrays `keys` and `part` are broadcast against each other.
     """
     return _keys(keys, part)
 

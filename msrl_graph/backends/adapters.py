@@ -36,9 +36,9 @@ DISABLED = "adapter_disabled"
 
 
 def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> TokenKeys:
-    """Add the adapters of a model to its linear layers; return the keys that their dropout reads.
+    """Add the adapters of a model to its linear layers.
 
-    The module is on the meta device. `mesh` has the ranks of tensor parallelism over which the layers were sharded.
+    Returns the keys of tokens that their dropout reads, which the engine sets. The module is on the meta device. `mesh` has the ranks of tensor parallelism over which the layers were sharded.
     Adapters of experts are in the modules of experts (experts.py).
     """
     import torch

@@ -4,6 +4,7 @@ The adapter alone is sent and saved. A run that is killed and resumed computes w
 """
 
 import os
+import re
 import signal
 
 import numpy as np
@@ -17,7 +18,8 @@ from msrl_graph import compile
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes", "dock_messages", "imbalance")
 TIMES = (*TIMES, "reshard_bytes", "changed")
 WORKER = "worker actor     : policy"
-ADAPTER = (WORKER, f"{WORKER} {{ adapter = lora(rank = 4, targets = [q_proj, up_proj, down_proj]) }}")
+TARGETS = "[q_proj, up_proj, down_proj]"
+ADAPTER = (WORKER, f"{WORKER} {{ adapter = lora(rank = 4, targets = {TARGETS}, dropout = 0.1) }}")
 SAVED = ("seed = 0 }", "seed = 0, save = 2 }")
 
 
@@ -49,7 +51,7 @@ def kill(place, process):
 @pytest.mark.parametrize(("axis", "generator"), [("tp", "vllm"), ("pp", "hf")])
 def test_a_killed_and_resumed_run_goes_on_as_the_whole_one(axis, generator, place):
     place.write(*engines(axis, generator), ADAPTER, SAVED, evaluated=False)
-    ran(place, *SMALL, "--iterations", "5", "--out", "whole")
+    ran(place, *SMALL, "--iterations", "8", "--out", "whole")
     plan = compile(place.folder / "p.rlg")
     (edge,) = plan.reshards
     first, *later = [line["reshard_bytes"] for line in metrics(place.folder / "whole") if "iteration" in line]
@@ -59,11 +61,11 @@ def test_a_killed_and_resumed_run_goes_on_as_the_whole_one(axis, generator, plac
         assert edge.received_bytes_per_device < first
     # The reference computes with the weights of the trained worker, without the adapter.
     assert not any("reference.infer weights" in entry.items for entry in plan.memory)
-    process = place.start("p.rlg", *SMALL, "--iterations", "5", "--out", "again")
+    process = place.start("p.rlg", *SMALL, "--iterations", "8", "--out", "again")
     place.wait_for_lines("again", 3)
     kill(place, process)
-    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "5", "--resume", "again", "--out", "again")
-    assert code == 0 and "resumed after 2 iterations" in err, err
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "8", "--resume", "again", "--out", "again")
+    assert code == 0 and re.search("resumed after [246] iterations", err), err
     one, other = (computed(place.folder / name) for name in ("whole", "again"))
     assert one == other
     assert max(line["logp_drift"] for line in one if "logp_drift" in line) < 1e-4

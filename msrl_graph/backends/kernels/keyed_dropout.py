@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ...noise import RandomStream
 
 if TYPE_CHECKING:
@@ -32,7 +30,10 @@ ELEMENTS = 1 << 22  # of a mask that exist at once
 
 @dataclass
 class TokenKeys:
-    """The keys (int32) of the tokens that an engine's layers compute; None in a pass without dropout."""
+    """The keys (int32) of the tokens that an engine's layers compute.
+
+    They are None in a pass without dropout.
+    """
 
     keys: torch.Tensor | None = None
 
@@ -54,6 +55,7 @@ class InputDropout:
         tokens: TokenKeys,
         select: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
     ) -> None:
+        import numpy as np
         import torch
 
         keys = RandomStream(lora.seed, "dropout", name).keys(np.arange(*inputs))
@@ -63,9 +65,9 @@ class InputDropout:
         self._select = select
 
     def multiply(self, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        """Return the product of A, `down`, and the inputs `x`, after dropout if the pass has any.
+        """Return the product of A, `down`, and the inputs `x`.
 
-        Both can be DTensors. If A is sharded by its inputs, the result is a partial sum.
+        If the pass has dropout, it is applied to the inputs. Both can be DTensors. If A is sharded by its inputs, the result is a partial sum.
         """
         import torch
         from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -43,7 +43,10 @@ def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
     tokens = TokenKeys()
 
     def read_keys(_layer: Any, _args: Any, options: dict[str, Any]) -> None:
-        """Take the keys of the layer's own micro-batch, also if the layer is recomputed after others."""
+        """Take the keys of the micro-batch that the layer computes.
+
+        A layer may be recomputed after passes of other micro-batches.
+        """
         tokens.keys = options["packed_seq_params"].tree.keys
 
     for layer, number in zip(chunk.decoder.layers, spec.layers, strict=True):

@@ -219,7 +219,10 @@ class TrainerRole:
         return noise.RandomStream(seed, "loss", node.name).generator(task.number, epoch, first)
 
     def _dropout_key(self, node: Node) -> int | None:
-        """Return the key of the masks of an adapter's dropout in the next optimizer step, if there is any."""
+        """Return the key of an adapter's dropout in the next optimizer step.
+
+        Returns None if the node's model has no such dropout.
+        """
         lora = self.context.plan.model(node.name).lora
         if lora is None or not lora.dropout:
             return None

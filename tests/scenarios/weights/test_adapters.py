@@ -98,6 +98,25 @@ def test_one_rank_trains_the_same_adapter(place):
         assert np.abs(value - two[name]).max() < 1e-5, name
 
 
+def test_so_it_does_with_dropout_whatever_the_size_of_micro_batches_and_a_resumed_run_too(place):
+    dropped = (ADAPTER[0], ADAPTER[1].replace("down_proj]", "down_proj], dropout = 0.3"))
+    steps = ("mini_batch = 256", "mini_batch = 12, epochs = 2")
+    place.write(dropped, SAVED, steps, evaluated=False)
+    ran(place, *SMALL, "--iterations", "4", "--out", "two")
+    ran(place, *SMALL, "--iterations", "2", "--out", "half")
+    ran(place, *SMALL, "--iterations", "4", "--resume", "half", "--out", "half")
+    small = ("run {", "engine actor.update = fsdp { micro_batch = 3 }\n  run {")
+    place.write(*ONE_RANK, dropped, steps, small, evaluated=False)
+    ran(place, *SMALL, "--iterations", "4", "--out", "one")
+    place.write(*ONE_RANK, ADAPTER, steps, evaluated=False)
+    ran(place, *SMALL, "--iterations", "4", "--out", "none")
+    found = {name: adapter(place.folder / name) for name in ("two", "half", "one", "none")}
+    for name, value in found["two"].items():
+        assert np.array_equal(value, found["half"][name]), name
+        assert np.abs(value - found["one"][name]).max() < 1e-5, name
+    assert any(np.abs(value - found["none"][name]).max() > 1e-4 for name, value in found["two"].items())
+
+
 @pytest.mark.parametrize("lead", [[], [stale(1)]], ids=["in step", "ahead"])
 def test_between_two_pools(place, lead):
     place.write(*APART, *lead, ADAPTER, evaluated=False)
