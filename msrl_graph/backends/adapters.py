@@ -38,8 +38,9 @@ DISABLED = "adapter_disabled"
 def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> TokenKeys:
     """Add the adapters of a model to its linear layers.
 
-    Returns the keys of tokens that their dropout reads, which the engine sets. The module is on the meta device. `mesh` has the ranks of tensor parallelism over which the layers were sharded.
-    Adapters of experts are in the modules of experts (experts.py).
+    Returns the keys of tokens that their dropout reads; the engine sets them. The module is on the meta device. `mesh`
+    has the ranks of tensor parallelism over which the layers were sharded. Adapters of experts are in the modules of
+    experts (experts.py).
     """
     import torch
 

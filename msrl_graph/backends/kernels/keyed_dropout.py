@@ -67,7 +67,8 @@ class InputDropout:
     def multiply(self, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         """Return the product of A, `down`, and the inputs `x`.
 
-        If the pass has dropout, it is applied to the inputs. Both can be DTensors. If A is sharded by its inputs, the result is a partial sum.
+        If the pass has dropout, it is applied to the inputs. Both tensors can be DTensors. If A is sharded by its inputs,
+        the result is a partial sum.
         """
         import torch
         from torch.distributed.tensor import DTensor, Partial, Replicate
