@@ -67,7 +67,7 @@ class InputDropout:
     def multiply(self, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         """Return the product of A, `down`, and the inputs `x`.
 
-        If the pass has dropout, it is applied to the inputs. Both tensors can be DTensors. If A is sharded by its inputs,
+        If the pass has dropout, it is applied to the inputs. Both tensors can be DTensors: if A is sharded by inputs,
         the result is a partial sum.
         """
         import torch
