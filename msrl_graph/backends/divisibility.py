@@ -36,7 +36,9 @@ def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str
         yield f"`stages` hold {sum(layout.stages)} layers, `{model.name}` has {model.layers}"
     elif 0 in layout.stages:
         yield "a stage of `stages` holds no layer"
-    for heads in dict.fromkeys(mixer.heads for mixer in model.mixers):
+    if layout.cp > 1 and model.recurrent_mixers:
+        yield f"cp = {layout.cp} shards rows, but recurrent layers of `{model.name}` need whole rows: use dp or tp"
+    for heads in dict.fromkeys(mixer.heads for mixer in model.attention_mixers):
         if layout.cp > 1 and layout.cp_kind == "ulysses" and heads % (layout.tp * layout.cp):
             yield (
                 f"tp x cp = {layout.tp * layout.cp} does not divide the {heads} heads of `{model.name}`, as "

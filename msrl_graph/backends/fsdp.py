@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..model.layers import RecurrentMixer
 from ..sharding.layout import Layout, shard
 from . import adapters, experts, hf_modules, joint_norms, kernels, prefix_tree
 from .activations import Activations
@@ -29,6 +30,7 @@ from .fsdp_spec import SPEC
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
 from .optimizer.steps import Steps
+from .recurrent import parameters, row_layout
 from .routes import Routers
 from .spec import is_compiled, offloads
 
@@ -44,10 +46,13 @@ if TYPE_CHECKING:
 
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
 # Weights that all tp ranks have, and that each rank applies to its own heads: a rank's gradient is a partial sum.
-NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
+NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
 # Linear layers of attention and feed-forward that tp shards by columns, and by rows.
-COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-ROWS = ("o_proj", "down_proj")
+COLUMNS = (
+    *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
+    *(f"in_proj_{part}" for part in ("qkvz", "ba", *"qkvzba")),
+)
+ROWS = ("o_proj", "out_proj", "down_proj")
 
 
 class FsdpEngine:
@@ -77,11 +82,12 @@ class FsdpEngine:
             self._tp = devices.axis("tp").get_group()
             # A fused sum uses the links within one host.
             summed = self.kernels.summed if devices.on_one_host("tp") and not model.lora else None
-            _divide_tensors(module, devices.axis("tp"), model.scores, summed)
+            _divide_tensors(module, model, devices.axis("tp"), summed)
             joint_norms.install(module, model, self._tp)
             hf_modules.count_local_heads(module, model, layout.tp)
             self._tie(module)
         self._token_keys = adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
+        row_layout.install(module, model, is_compiled(placement))
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = lambda *args: _outputs(module, *args)
         self._fsdp_modules = []
@@ -240,15 +246,13 @@ def _divide_weights(
     return [part for part, _ in expert_meshes] + [*layers, module]
 
 
-def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed | None) -> None:
-    from torch.distributed.tensor import Replicate, distribute_tensor
-    from torch.distributed.tensor import Shard as ShardedDim
+def _divide_tensors(module: Any, model: Model, mesh: DeviceMesh, summed: Summed | None) -> None:
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.nn import Parameter
 
     _distinguish_masks()
-    for block in module.model.layers:
-        for part in (block.self_attn, getattr(block.mlp, "shared_experts", block.mlp)):
+    for block, (mixer, module_of_mixer) in zip(module.model.layers, hf_modules.list_mixers(module, model), strict=True):
+        for part in (module_of_mixer, hf_modules.find_shared_mlp(block.mlp)):
             names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
             if summed is not None:
                 for name in [linear for linear in names if linear in ROWS]:
@@ -259,15 +263,30 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed 
                     linear: ColwiseParallel() if linear in COLUMNS else RowwiseParallel() for linear in names
                 }
                 parallelize_module(part, mesh, plan)
-        if hasattr(block.self_attn, "sinks"):  # each rank has those of its heads
-            sinks = distribute_tensor(block.self_attn.sinks, mesh, [ShardedDim(0)])
-            block.self_attn.sinks = Parameter(sinks)
-        if hasattr(block.self_attn, "kv_a_proj_with_mqa"):
-            _sum_rotary_key_gradients(block.self_attn, mesh)
+        if isinstance(mixer, RecurrentMixer):
+            for name, part in module_of_mixer.named_children():
+                if name.startswith("conv"):
+                    _divide_heads(part, ["weight"], mesh)
+            _divide_heads(module_of_mixer, mixer.by_head, mesh)
+            parameters.make_local(module_of_mixer, mixer.by_head)
+        if hasattr(module_of_mixer, "sinks"):
+            _divide_heads(module_of_mixer, ["sinks"], mesh)
+        if hasattr(module_of_mixer, "kv_a_proj_with_mqa"):
+            _sum_rotary_key_gradients(module_of_mixer, mesh)
     ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-    if not scores:  # one number per token: each rank computes it
+    if not model.scores:  # one number per token: each rank computes it
         ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(module, mesh, ends)
+
+
+def _divide_heads(part: Any, names: Sequence[str], mesh: DeviceMesh) -> None:
+    """Shard parameters of a module by heads, their first dim."""
+    from torch.distributed.tensor import Shard as ShardedDim
+    from torch.distributed.tensor import distribute_tensor
+    from torch.nn import Parameter
+
+    for name in names:
+        setattr(part, name, Parameter(distribute_tensor(getattr(part, name), mesh, [ShardedDim(0)])))
 
 
 def _distinguish_masks() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..ir.plan import Placement
+    from ..model.architecture import Model
     from .devices import Devices
 
 
@@ -68,7 +69,7 @@ class HfEngine:
             self.module.lm_head.weight = self.module.model.embed_tokens.weight
         self.group = devices.axis("tp").get_group() if layout.tp > 1 else None
         if self.group is not None:
-            _install_tensor_parallel_sums(self.module, self.group, layout.coordinates(rank).tp)
+            _install_tensor_parallel_sums(self.module, model, self.group, layout.coordinates(rank).tp)
             joint_norms.install(self.module, model, self.group)
             hf_modules.count_local_heads(self.module, model, layout.tp)
 
@@ -145,7 +146,7 @@ class HfEngine:
         return token.cpu().numpy(), logp.cpu().numpy()
 
 
-def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
+def _install_tensor_parallel_sums(module: Any, model: Model, group: Any, index: int) -> None:
     """Add the all-reduces of tensor parallelism to a transformers model.
 
     The all-reduces come after the sharded embedding and after the row-parallel linear layers. `group` is the group of
@@ -159,9 +160,10 @@ def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
         dist.all_reduce(output, group=group)
         return output if linear.bias is None else output + linear.bias
 
+    for mixer, part in hf_modules.list_mixers(module, model):
+        getattr(part, mixer.output).register_forward_hook(add_up)
     for layer in module.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(add_up)
-        feed = getattr(layer.mlp, "shared_experts", layer.mlp)
+        feed = hf_modules.find_shared_mlp(layer.mlp)
         if hasattr(feed, "down_proj"):  # a router's experts are whole on each rank
             feed.down_proj.register_forward_hook(add_up)
     table = module.model.embed_tokens

@@ -6,17 +6,19 @@ The functions build a model without weights, and fill a rank's shards with weigh
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..model.architecture import HEAD, Model
+from ..model.layers import Mixer, RecurrentMixer
 from ..model.models import read_engine_fields, read_folder_weights
 from ..sharding.layout import full_box
 from ..sharding.tensors import Box, Tensor
 from . import adapters, weight_reader
 from .engine_protocols import Shard
+from .recurrent.parameters import JoinedConvolution
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +61,29 @@ def build_empty_model(model: Model) -> Any:
     return module
 
 
-def _split_fused(module: Any, model: Model) -> None:
-    """Replace projections that are one tensor in the files by several.
+def list_mixers(module: Any, model: Model) -> Iterator[tuple[Mixer, Any]]:
+    """Yield the mixer of each layer of a transformers model, with its module."""
+    for kind, layer in zip(model.kind_of_layer, module.model.layers, strict=True):
+        mixer = model.layer_kinds[kind].mixer
+        yield mixer, getattr(layer, mixer.module)
 
-    Each part of the tensor becomes a projection, which tensor parallelism can shard.
+
+def list_recurrent(module: Any, model: Model) -> Iterator[tuple[RecurrentMixer, Any]]:
+    """Yield the recurrent mixers of a transformers model, with their modules."""
+    for mixer, part in list_mixers(module, model):
+        if isinstance(mixer, RecurrentMixer):
+            yield mixer, part
+
+
+def find_shared_mlp(mlp: Any) -> Any:
+    """Return the part of an MLP that all tokens pass: of experts, the shared ones."""
+    return getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", mlp))
+
+
+def _split_fused(module: Any, model: Model) -> None:
+    """Replace modules whose weight is one tensor in the files by several.
+
+    Each part of the tensor becomes a module, which tensor parallelism can shard.
     """
     import torch
 
@@ -72,11 +93,20 @@ def _split_fused(module: Any, model: Model) -> None:
             continue
         owner_path, name, _ = tensor.name.rsplit(".", 2)
         owner = module.get_submodule(owner_path)
-        outputs, inputs = tensor.shape
-        setattr(owner, name, torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
-        if isinstance(getattr(owner, tensor.fused), torch.nn.Linear):
-            joined = torch.nn.Module()
-            joined.forward = partial(_join_outputs, owner, model.fused[tensor.fused])
+        is_linear = len(tensor.shape) == 2
+        part: Any = torch.nn.Module()
+        if is_linear:
+            outputs, inputs = tensor.shape
+            part = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+        else:
+            part.weight = torch.nn.Parameter(torch.empty(tensor.shape, device="meta", dtype=dtype))
+        setattr(owner, name, part)
+        if isinstance(getattr(owner, tensor.fused), torch.nn.Linear | torch.nn.Conv1d):
+            delattr(owner, tensor.fused)
+            names = model.fused[tensor.fused]
+            joined: Any = torch.nn.Module()
+            joined.forward = partial(_join_outputs, owner, names)
+            joined = joined if is_linear else JoinedConvolution(owner, names)
             setattr(owner, tensor.fused, joined)
 
 
@@ -87,10 +117,14 @@ def _join_outputs(owner: Any, names: Sequence[str], states: torch.Tensor) -> tor
 
 
 def count_local_heads(module: Any, model: Model, tp: int) -> None:
-    """Make attention count the heads of one of `tp` ranks.
+    """Make mixers count the heads of one of `tp` ranks.
 
-    By these counts it splits the joined outputs of projections that are one tensor in the files.
+    By these counts attention splits the joined outputs of projections that are one tensor in the files, and recurrent
+    mixers split all outputs of projections.
     """
+    for mixer, part in list_recurrent(module, model):
+        for name in mixer.counts:
+            setattr(part, name, getattr(part, name) // tp)
     for layer in module.model.layers if "qkv_proj" in model.fused else ():
         attention = layer.self_attn
         attention.config = copy(attention.config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ..model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, Mixer
+from ..model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, Mixer, RecurrentMixer
 from .sizes import SCORES, Sizes
 
 # The projections that read a layer's normed hidden states.
@@ -44,12 +44,12 @@ class LayerSizes:
     @cached_property
     def query(self) -> int:
         """Bytes of one token's queries."""
-        return self.whole.split(self.mixer.heads * self.mixer.head_dim) * self.whole.item
+        return self.whole.split(self.mixer.query_width) * self.whole.item
 
     @cached_property
     def keys(self) -> int:
         """Bytes of one token's keys; the token's values need the same number of bytes."""
-        return self.whole.split(self.mixer.kv_heads * self.mixer.head_dim) * self.whole.item
+        return self.whole.split(self.mixer.key_width) * self.whole.item
 
     @cached_property
     def attended_keys(self) -> int:
@@ -60,6 +60,8 @@ class LayerSizes:
         if self.is_capped:  # each query head has a copy
             return self.query
         layout = self.whole.work.layout
+        if isinstance(self.mixer, RecurrentMixer):  # without context parallelism
+            return self.keys
         cp = layout.cp if layout.cp_kind == "ulysses" else 1
         return self.keys * (cp // gcd(cp, self.whole.split(self.mixer.kv_heads)))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
 
-from ..ir.workload import Workload, kv_elements
+from ..ir.workload import Workload, kv_bytes
 from ..model.architecture import Model
 from ..model.layers import MultiHeadLatentAttention
 from .layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
@@ -346,8 +346,10 @@ def generator(verb: str, work: Workload) -> Moments:
         for kind, half in halves
     )
     computing = responses * max(_count_joined_bytes(kind, sequence) + half for kind, half in halves)
-    prompts = fed * round(kv_elements(model, work.layout, 1) * s.item)  # no window is shorter than a token
-    cache = round(responses * kv_elements(model, work.layout, sequence) * s.item)
+    states = kv_bytes(model, work.layout, 0, s.item)  # of recurrent layers
+    by_token = kv_bytes(model, work.layout, 1, s.item) - states  # no window is shorter than a token
+    prompts = round(fed * by_token + work.rows * states)
+    cache = round(responses * kv_bytes(model, work.layout, sequence, s.item))
     # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, and a comparison. Filters
     # need more copies.
     routes = 2 * s.routes_of(fed) if work.records_routes else 0  # of each router, and of all together

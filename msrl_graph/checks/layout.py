@@ -187,11 +187,12 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     layout = placement.layout
     model = plan.model(placement.node)
     stated = plan.deploy.layouts.get(placement.node, layout)
-    rest = layout.cp * layout.pp
+    cp = 1 if model.recurrent_mixers else layout.cp
+    rest = cp * layout.pp
     rows = rows_in_step(plan.graph, plan.graph.node(placement.node))
     works = []
     for tp in [size for size in range(1, min(devices, model.fewest_heads) + 1) if devices % (size * rest) == 0]:
-        sized = replace(layout, tp=tp, dp=devices // (tp * rest))
+        sized = replace(layout, tp=tp, cp=cp, dp=devices // (tp * rest))
         if rows is None or rows % sized.dp == 0:
             same = spec.sharding.spread.settle_etp(replace(sized, etp=stated.etp), model)
             works += [

@@ -264,7 +264,7 @@ class Collectives:
         if layout.cp_kind == "ring":
             sizes = [
                 count * 2 * mixer.kv_heads * mixer.head_dim / min(layout.tp, mixer.kv_heads)
-                for mixer, count in model.mixers.items()
+                for mixer, count in model.attention_mixers.items()
             ]
             received = tokens * sum(sizes) / layout.pp * share
             return self.seconds("send", "cp", passes * received * self._item, layers * passes * (cp - 1))

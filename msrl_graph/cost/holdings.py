@@ -22,7 +22,7 @@ from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
-from ..ir.workload import Workload, kv_elements, micro_batches
+from ..ir.workload import Workload, kv_bytes, micro_batches
 from ..sharding.layout import Side, count_busiest_elements, stage_parts
 from . import default_activations
 from .offloading import step_moments
@@ -295,8 +295,8 @@ def scored_tokens(plan: Plan, node: str) -> int:
 
 def kv_sequence(plan: Plan, node: str) -> int:
     """Return the KV-cache bytes of one sequence of full length on one device."""
-    elements = kv_elements(plan.model(node), plan.placement(node).layout, row_tokens(plan, node))
-    return round(elements * BYTES[dtype(plan, node)])
+    layout = plan.placement(node).layout
+    return round(kv_bytes(plan.model(node), layout, row_tokens(plan, node), BYTES[dtype(plan, node)]))
 
 
 def offloads(plan: Plan, node: str, kind: str) -> bool:

@@ -42,6 +42,14 @@ class ForwardWork:
     pairs: float
     moved: float
 
+    def count_scan_flop(self, act: Act, model: Model) -> float:
+        """Return the FLOP of recurrent layers, without their projections.
+
+        A forward pass scans each sequence, a step of decoding scans the last token of each.
+        """
+        tokens = self.sequences if act == "decode" else self.sequences * self.length
+        return tokens * model.count_scan_flop(act == "decode")
+
 
 def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) -> float:
     """Return how many operators a layer of a model calls on average.

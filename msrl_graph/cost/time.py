@@ -21,9 +21,9 @@ from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
-from ..ir.workload import kv_elements, micro_batches
+from ..ir.workload import kv_bytes, micro_batches
 from ..model.architecture import Model
-from ..model.layers import Mixer
+from ..model.layers import AttentionMixer
 from ..sharding.layout import Layout
 from . import holdings
 from .adapter_dropout import mask_seconds
@@ -128,7 +128,7 @@ class Costs:
 
     def _cache_bytes(self, tokens: float) -> float:
         """Return the KV-cache bytes of one sequence of `tokens` tokens on one device."""
-        return kv_elements(self.model, self.layout, tokens) * BYTES[self.dtype]
+        return kv_bytes(self.model, self.layout, tokens, BYTES[self.dtype])
 
     def rows(self, count: float) -> Rows:
         """Return the sums over `count` consecutive rows, each of the greatest length.
@@ -324,9 +324,9 @@ class Costs:
         multiplied = math.fsum(flop * number / rate.value for (flop, number), rate in zip(products, rates, strict=True))
         per_head = math.fsum(
             mixer.heads * count * self._head_seconds(act, mixer, work, rates[0].value)
-            for mixer, count in self.model.mixers.items()
+            for mixer, count in self.model.attention_mixers.items()
         )
-        attention = per_head * work.sequences / group
+        attention = (per_head * work.sequences + work.count_scan_flop(act, self.model) / rates[0].value) / group
         weights = self._decode_weight_bytes(work.tokens) if act == "decode" else self._pass_weight_bytes
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
@@ -346,7 +346,7 @@ class Costs:
         times = f"{factor:.3g} x ({how})" if factor > 1 else how
         return Figure(seconds, source, f"{times}, {calls.basis}")
 
-    def _head_seconds(self, act: Act, mixer: Mixer, work: ForwardWork, rate: float) -> float:
+    def _head_seconds(self, act: Act, mixer: AttentionMixer, work: ForwardWork, rate: float) -> float:
         """Return the seconds that one head of a layer's mixer needs for one sequence."""
         decode = act == "decode"
         flop = mixer.count_flop(decode) * work.pairs * mixer.share_of_pairs(work.length, decode)

@@ -13,6 +13,8 @@ from ..model.architecture import Model
 from ..sharding.layout import Layout
 from .optimizer_spec import OptimizerSpec
 
+STATE = 4  # bytes per element: states of recurrent layers are float32, whatever the weights' type
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -76,14 +78,18 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 
-def kv_elements(model: Model, layout: Layout, tokens: float, expanded: bool = False) -> float:
-    """Return the number of elements of a sequence's KV cache on one rank.
+def kv_bytes(model: Model, layout: Layout, tokens: float, item: int, expanded: bool = False) -> float:
+    """Return the bytes of a sequence's KV cache on one rank.
 
-    The sequence has `tokens` tokens. Only the layers on the rank are counted. With pipeline stages, the rank is in the
-    stage with the largest cache. If the cache of latent attention is `expanded`, it has keys and values instead of
-    latents.
+    The sequence has `tokens` tokens, and an element of a key has `item` bytes. A recurrent layer has a state of
+    constant size. Only the layers on the rank are counted. With pipeline stages, the rank is in the stage with the
+    largest cache. If the cache of latent attention is `expanded`, it has keys and values instead of latents.
     """
-    sizes = [kind.mixer.count_cached(tokens, layout.tp, expanded) for kind in model.layer_kinds]
+    mixers = [kind.mixer for kind in model.layer_kinds]
+    sizes = [
+        item * mixer.count_cached(tokens, layout.tp, expanded) + STATE * mixer.count_state(layout.tp)
+        for mixer in mixers
+    ]
     cached: float = max(
         sum(map(mul, model.count_kinds(*layout.stage_layers(stage, model.layers)), sizes)) for stage in range(layout.pp)
     )

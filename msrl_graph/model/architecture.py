@@ -17,7 +17,16 @@ from ..diagnostics import NOWHERE, Span
 from ..sharding.layout import TensorKind, TensorKinds, full_box, group_by_kind
 from ..sharding.tensors import Tensor
 from .features import FEATURES
-from .layers import ExpertMlp, GroupedQueryAttention, Layer, Mixer, Mlp
+from .layers import (
+    AttentionMixer,
+    ExpertMlp,
+    GroupedQueryAttention,
+    Layer,
+    Mixer,
+    Mlp,
+    MultiHeadLatentAttention,
+    RecurrentMixer,
+)
 
 Kind = TypeVar("Kind")
 HEAD = "score.weight"  # of a model that scores
@@ -153,6 +162,16 @@ class Model:
         return _sum_counts((layer.mixer, layer.count) for layer in self.stack)
 
     @cached_property
+    def attention_mixers(self) -> dict[AttentionMixer, int]:
+        """The kinds of attention, with the number of layers of each kind."""
+        return {mixer: count for mixer, count in self.mixers.items() if isinstance(mixer, AttentionMixer)}
+
+    @cached_property
+    def recurrent_mixers(self) -> dict[RecurrentMixer, int]:
+        """The kinds of recurrent mixers, with the number of layers of each kind."""
+        return {mixer: count for mixer, count in self.mixers.items() if isinstance(mixer, RecurrentMixer)}
+
+    @cached_property
     def mlps(self) -> dict[Mlp, int]:
         """The kinds of MLPs, with the number of layers of each kind."""
         return _sum_counts((layer.mlp, layer.count) for layer in self.stack)
@@ -163,12 +182,13 @@ class Model:
         return {mlp: count for mlp, count in self.mlps.items() if isinstance(mlp, ExpertMlp)}
 
     @property
-    def mixer(self) -> Mixer:
-        """The mixer of all layers, for engines that need equal layers.
+    def mixer(self) -> GroupedQueryAttention | MultiHeadLatentAttention:
+        """The attention of all layers, for engines that need equal layers.
 
         Raises ValueError if layers have different mixers.
         """
         (mixer,) = self.mixers
+        assert isinstance(mixer, GroupedQueryAttention | MultiHeadLatentAttention)
         return mixer
 
     @property
@@ -201,6 +221,10 @@ class Model:
     def query_key_size(self) -> int:
         """The number of elements of a token's queries and keys, in all layers together."""
         return sum(count * mixer.query_key_size for mixer, count in self.mixers.items())
+
+    def count_scan_flop(self, decode: bool) -> int:
+        """Return the FLOP per token of all recurrent layers, without their projections."""
+        return sum(count * mixer.count_scan_flop(decode) for mixer, count in self.recurrent_mixers.items())
 
     @cached_property
     def norms(self) -> int:

@@ -13,15 +13,18 @@ from itertools import groupby
 import msgspec
 
 from ..sharding.tensors import Tensor
-from .mixers import KV_HEADS, GroupedQueryAttention, Mixer, MultiHeadLatentAttention
+from .mixers import KV_HEADS, AttentionMixer, GroupedQueryAttention, Mixer, MultiHeadLatentAttention
 from .mlps import ClampedExpertMlp, DenseMlp, ExpertMlp, MakeTensor, Mlp, iterate_linear
+from .recurrent_mixers import GatedDeltaNet, RecurrentMixer
 
 __all__ = [
     "BEFORE",
     "KV_HEADS",
+    "AttentionMixer",
     "ClampedExpertMlp",
     "DenseMlp",
     "ExpertMlp",
+    "GatedDeltaNet",
     "GroupedQueryAttention",
     "Layer",
     "LayerNorms",
@@ -29,6 +32,7 @@ __all__ = [
     "Mixer",
     "Mlp",
     "MultiHeadLatentAttention",
+    "RecurrentMixer",
     "group_layers",
     "iterate_linear",
 ]
@@ -86,8 +90,12 @@ class Layer(msgspec.Struct, frozen=True):
 
         The result is the mean over the tokens of a row with `tokens` tokens. `hidden` is the model's hidden size.
         """
-        attention = self.mixer.heads * self.mixer.count_flop(False) * self.mixer.share_of_pairs(tokens, False)
-        return 2 * hidden * (2 * self.mixer.query_key_size + 3 * self.mlp.width) + attention * tokens / 2
+        mixer = self.mixer
+        projections = 2 * hidden * (mixer.projected + 3 * self.mlp.width)
+        if isinstance(mixer, RecurrentMixer):
+            return projections + mixer.count_scan_flop(False)
+        attention = mixer.heads * mixer.count_flop(False) * mixer.share_of_pairs(tokens, False)
+        return projections + attention * tokens / 2
 
 
 def group_layers(layers: Iterable[tuple[Mixer, Mlp]], norms: LayerNorms = BEFORE) -> Iterator[Layer]:

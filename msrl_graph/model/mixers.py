@@ -8,16 +8,73 @@ Dim 1 of a projection is its input. So tensor parallelism shards dim 0 of q, k a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
 from ..sharding.tensors import Tensor
 from .mlps import MakeTensor, iterate_linear
+from .recurrent_mixers import GatedDeltaNet
 
 KV_HEADS = "key-value heads"  # a size that some engines need not divide, because they replicate heads
 
 
-class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
+class AttentionMixer(msgspec.Struct, frozen=True):
+    """What all kinds of attention have."""
+
+    heads: int
+    module: ClassVar[str] = "self_attn"
+    output: ClassVar[str] = "o_proj"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def query_width(self) -> int:
+        """The number of elements of a token's queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """The number of elements of a token's keys."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def query_key_size(self) -> int:
+        """The number of elements of a token's query and key."""
+        return self.query_width + self.key_width
+
+    @property
+    def projected(self) -> int:
+        """The widths of all projections together.
+
+        They are the outputs of projections of a hidden state, and the inputs of the projection to one. Latents make the
+        number smaller.
+        """
+        return 2 * self.query_key_size
+
+    def count_flop(self, decode: bool) -> int:
+        """Return one head's FLOP per pair of a query and a key."""
+        raise NotImplementedError
+
+    def share_of_pairs(self, tokens: float, decode: bool) -> float:
+        """Return the share of pairs of a query and an earlier key that attention needs.
+
+        A sequence has `tokens` tokens. With `decode`, only the last of them is a query.
+        """
+        return 1.0
+
+    def count_state(self, tp: int = 1) -> int:
+        """Return the number of float32 elements of a sequence's state: attention has none."""
+        return 0
+
+
+class GroupedQueryAttention(AttentionMixer, frozen=True, tag="attention"):
     """Attention with grouped key-value heads.
 
     - `head_norms`: whether queries and keys are normalized (q_norm and k_norm): each head by itself, or all heads
@@ -27,9 +84,9 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     - `cap`: the cap of attention scores; 0 for none. A score s becomes cap · tanh(s / cap).
     - `sinks`: whether each head has a sink, the score of a further key without a value.
     - `fused`: whether the files have the projections of queries, keys and values as one tensor, `qkv_proj`.
+    - `output_gate`: whether outputs are multiplied by gates, which `q_proj` computes behind each head's query.
     """
 
-    heads: int
     kv_heads: int
     head_dim: int
     qkv_bias: bool = False
@@ -41,26 +98,21 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
     cap: float = 0.0
     fused: bool = False
     sinks: bool = False
+    output_gate: bool = False
+
+    @property
+    def projected(self) -> int:
+        return 2 * self.query_key_size + self.output_gate * self.query_width
 
     @property
     def scores_itself(self) -> bool:
         """Whether the attention caps scores or has sinks, which no fused kernel does."""
         return self.cap > 0 or self.sinks
 
-    @property
-    def query_key_size(self) -> int:
-        """The number of elements of a token's query and key."""
-        return (self.heads + self.kv_heads) * self.head_dim
-
     def count_flop(self, decode: bool) -> int:
-        """Return one head's FLOP per pair of a query and a key."""
         return 4 * self.head_dim
 
     def share_of_pairs(self, tokens: float, decode: bool) -> float:
-        """Return the share of pairs of a query and an earlier key that attention needs.
-
-        A sequence has `tokens` tokens. With `decode`, only the last of them is a query.
-        """
         if not self.window or tokens <= self.window:
             return 1.0
         share = self.window / tokens
@@ -79,7 +131,7 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
 
         The result is a pair: elements that each tp rank saves, and elements that are sharded over tp.
         """
-        return 0, 2 * self.query_key_size
+        return 0, 2 * self.query_key_size + 2 * self.output_gate * self.query_width
 
     def list_divided(self) -> Iterator[tuple[int, str]]:
         """Yield the sizes that tp must divide, with their names."""
@@ -101,6 +153,8 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
             yield "attention_cap"
         if self.sinks:
             yield "attention_sinks"
+        if self.output_gate:
+            yield "output_gate"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the attention.
@@ -109,10 +163,12 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
         the same head.
         """
         unit = self.head_dim
-        q = self.heads * unit
-        kv = self.kv_heads * unit
+        q = self.query_width
+        kv = self.key_width
         fused = {"fused": "qkv_proj"} if self.fused else {}
-        yield from iterate_linear(make, "self_attn.q_proj", (q, hidden), 0, self.qkv_bias, unit=unit, **fused)
+        outputs = 2 if self.output_gate else 1
+        size = (outputs * q, hidden)
+        yield from iterate_linear(make, "self_attn.q_proj", size, 0, self.qkv_bias, unit=outputs * unit, **fused)
         for name, start in (("k", q), ("v", q + kv)):
             more = {"start": start, **fused} if self.fused else {}
             yield from iterate_linear(
@@ -126,7 +182,7 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag="attention"):
             yield make("self_attn.sinks", (self.heads,), 0)
 
 
-class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attention"):
+class MultiHeadLatentAttention(AttentionMixer, frozen=True, tag="latent_attention"):
     """Multi-head latent attention (arXiv:2405.04434).
 
     - `q_rank`: the size of the latent vector of queries; 0 if queries have no latent vector.
@@ -137,7 +193,6 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
     - `qkv_bias`: whether the projections down to the latents, and the output, have biases.
     """
 
-    heads: int
     q_rank: int
     kv_rank: int
     nope: int
@@ -150,10 +205,6 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
         return False
 
     @property
-    def kv_heads(self) -> int:
-        return self.heads
-
-    @property
     def head_dim(self) -> int:
         return self.nope + self.rope
 
@@ -161,17 +212,9 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
     def window(self) -> int:
         return 0
 
-    @property
-    def query_key_size(self) -> int:
-        """The number of elements of a token's query and key."""
-        return 2 * self.heads * self.head_dim
-
     def count_flop(self, decode: bool) -> int:
         """Return one head's FLOP per pair of a query and a key (arXiv:2405.04434, 2.1.2)."""
         return 2 * (2 * self.kv_rank + self.rope if decode else self.nope + self.rope + self.value)
-
-    def share_of_pairs(self, tokens: float, decode: bool) -> float:
-        return 1.0
 
     def count_cached(self, tokens: float, tp: int = 1, expanded: bool = False) -> float:
         """Return the number of elements of a sequence's KV cache on one of `tp` ranks.
@@ -219,4 +262,4 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag="latent_attentio
         yield from iterate_linear(make, "self_attn.o_proj", out, 1, self.qkv_bias, unit=self.value)
 
 
-Mixer = GroupedQueryAttention | MultiHeadLatentAttention
+Mixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDeltaNet

@@ -64,6 +64,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     - `shared`: the intermediate size of all shared experts together. Every token passes through the shared experts.
     - `router`: `softmax` scores all experts. `sigmoid` does so, too, and a bias corrects its scores. `grouped_sigmoid`
       also first chooses groups of experts (arXiv:2412.19437).
+    - `shared_gate`: whether each token has a gate for the shared experts.
     - `block_sparse`: whether experts and projections have other names in the files, those of Mixtral's.
     """
 
@@ -73,6 +74,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     shared: int = 0
     router: Literal["softmax", "sigmoid", "grouped_sigmoid"] = "softmax"
     block_sparse: bool = False
+    shared_gate: bool = False
 
     @property
     def width(self) -> int:
@@ -112,7 +114,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     def list_features(self) -> Iterator[str]:
         yield f"{self.router}_router"
         if self.shared:
-            yield "shared_experts"
+            yield "gated_shared_experts" if self.shared_gate else "shared_experts"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the router and the experts.
@@ -129,8 +131,11 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
             file_name = name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")
             stacked = (self.number, *size)
             yield make(f"mlp.experts.*.{name}_proj.weight", stacked, tp_dim + 1, experts=True, **file_name)
+        shared = "shared_expert" if self.shared_gate else "shared_experts"
         for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
-            yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+            yield make(f"mlp.{shared}.{name}_proj.weight", size, tp_dim)
+        if self.shared_gate:
+            yield make("mlp.shared_expert_gate.weight", (1, hidden))
         if self.corrected:
             # Transformers has the bias next to the router if the files do.
             owner = "mlp" if self.block_sparse else "mlp.gate"

@@ -14,7 +14,7 @@ from msrl_graph.cost import default_activations
 from msrl_graph.cost.collectives import Collectives
 from msrl_graph.cost.operators import ForwardWork
 from msrl_graph.cost.time import Costs
-from msrl_graph.ir.workload import Workload, kv_elements
+from msrl_graph.ir.workload import Workload, kv_bytes
 from msrl_graph.model import models
 from msrl_graph.model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, LayerNorms
 from msrl_graph.sharding.layout import Layout
@@ -45,11 +45,11 @@ def test_kinds_of_layers_are_counted_on_any_stretch():
 
 def test_a_window_bounds_the_cache():
     element = 2 * 8 * 64
-    assert kv_elements(HYBRID, Layout(), 100) == 8 * 100 * element
-    assert kv_elements(HYBRID, Layout(tp=2), 5000) == (6 * WINDOW + 2 * 5000) * element / 2
+    assert kv_bytes(HYBRID, Layout(), 100, 1) == 8 * 100 * element
+    assert kv_bytes(HYBRID, Layout(tp=2), 5000, 1) == (6 * WINDOW + 2 * 5000) * element / 2
     # The stage that holds the largest cache has both layers of full attention.
     stages = stacked(Layer(SLIDING, DENSE, 6), Layer(FULL, DENSE, 2))
-    assert kv_elements(stages, Layout(pp=2), 5000) == (2 * WINDOW + 2 * 5000) * element
+    assert kv_bytes(stages, Layout(pp=2), 5000, 1) == (2 * WINDOW + 2 * 5000) * element
 
 
 @pytest.mark.parametrize("tokens", [500, 1024, 1500, 5000])

@@ -11,7 +11,7 @@ from folders import ROOT
 
 from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
-from msrl_graph.ir.workload import kv_elements
+from msrl_graph.ir.workload import kv_bytes
 from msrl_graph.model.families import find_family
 from msrl_graph.model.fields import ConfigError, engine_fields, read_fields
 from msrl_graph.model.models import load, read_engine_fields
@@ -81,8 +81,8 @@ def test_published_configs_of_deepseek_v3s_architecture_are_read_as_they_are(
 
 def test_what_a_token_leaves_in_the_cache() -> None:
     # Latent attention keeps 512 + 64 elements a layer (arXiv:2405.04434, section 2.1).
-    assert kv_elements(load("deepseek-r1-671b", Path()), Layout(), 1) == 61 * 576
-    assert kv_elements(load("qwen2.5-7b", Path()), Layout(), 3) == 28 * 2 * 4 * 128 * 3
+    assert kv_bytes(load("deepseek-r1-671b", Path()), Layout(), 1, 2) == 61 * 576 * 2
+    assert kv_bytes(load("qwen2.5-7b", Path()), Layout(), 3, 2) == 28 * 2 * 4 * 128 * 3 * 2
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-32b", "llama3-70b", "tiny"])

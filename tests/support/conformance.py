@@ -19,6 +19,7 @@ from types import FunctionType, MethodType
 
 import dense_families
 import engines
+import hybrid_families
 import mixture
 import mixture_families
 import numpy as np
@@ -61,6 +62,7 @@ WRITTEN = {
     "qwen3_moe with mixed layers": partial(mixture.mixture, width=64, **mixture.MIXED),
     **dense_families.WRITTEN,
     **mixture_families.WRITTEN,
+    **hybrid_families.WRITTEN,
 }
 FAMILIES = [name for name in WRITTEN if " " not in name]  # one model of each
 LAYOUTS = {

@@ -87,8 +87,8 @@ def qwen2(folder, **changes):
 
 def saved(folder, config, model, **stated):
     torch.manual_seed(0)
-    stated = SIZES | HEADS | TOKENS | stated
-    return _written(model(config(dtype="float32", initializer_range=0.2, **stated)), folder)
+    stated = SIZES | HEADS | TOKENS | {"initializer_range": 0.2} | stated
+    return _written(model(config(dtype="float32", **stated)), folder)
 
 
 def latent(folder, **more):
@@ -113,6 +113,9 @@ def _written(made, folder):
     for name, value in made.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(value, std=0.3)
+    for name, value in made.named_parameters():
+        if name.endswith("A_log"):  # states that last for some tokens
+            torch.nn.init.normal_(value, mean=-2.0, std=0.5)
     for value in made.parameters():
         # Biases of zero and norms of one would hide an engine that ignores them.
         if value.unique().numel() == 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine_protocols import GenerateRequest, Response, Sampling
+from .layer_caches import join_places, select_places, stack_padded
 from .stops import Stops, join_response
 
 if TYPE_CHECKING:
@@ -187,14 +188,8 @@ class SequenceBatch:
         before = int(self.mask.any(0).int().argmax())  # padding that all remaining places share
         own_mask = self.mask[:, before:]
         tokens = own_mask.shape[1]
-        self.mask = _stack_padded(own_mask, mask, 1)
-        for mine, new in zip(self.cache.layers, cache.layers, strict=True):
-            # A layer with a window may have fewer tokens than the mask: the last ones.
-            mine.keys = _stack_padded(mine.keys[:, :, -tokens:], new.keys, 2)
-            mine.values = _stack_padded(mine.values[:, :, -tokens:], new.values, 2)
-            new.keys = new.values = None  # layer by layer, so that the whole cache is never held twice
-            if mine.is_sliding:
-                mine.cumulative_length = self.mask.shape[1]
+        self.mask = stack_padded(own_mask, mask, 1)
+        join_places(self.cache, cache, tokens, self.mask.shape[1])
 
     def _draw_tokens(self) -> NDArray[np.int64]:
         """Draw a token for each running response, and compute the next token's logits.
@@ -261,28 +256,10 @@ class SequenceBatch:
         """
         assert self.mask is not None
         chosen = self._to_device(places)
-        self.cache.batch_select_indices(chosen)
+        select_places(self.cache, chosen)
         self.mask = self.mask[chosen]
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         import torch
 
         return torch.from_numpy(array).to(self.network.place, non_blocking=True)
-
-
-def _stack_padded(mine: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """Concatenate two batches along the first dimension.
-
-    If the batches differ in the size of dimension `dim`, the smaller batch is padded with zeros at the beginning of
-    `dim`.
-    """
-    import torch
-
-    width = max(mine.shape[dim], new.shape[dim])
-
-    def pad(tensor: torch.Tensor) -> list[torch.Tensor]:
-        shape = list(tensor.shape)
-        shape[dim] = width - shape[dim]
-        return [torch.cat([tensor.new_zeros(shape), tensor], dim)] if shape[dim] else [tensor]
-
-    return torch.cat(pad(mine) + pad(new))

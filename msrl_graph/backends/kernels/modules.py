@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from inspect import unwrap
+from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,19 @@ def install(module: Any, model: Model, kernels: Kernels) -> None:
     whole heads; a model with other rotary positions keeps its own operators.
     """
     for part in module.modules():
-        if kernels.rms_norm is not None and hasattr(part, "variance_epsilon"):
+        if kernels.rms_norm is not None and hasattr(part, "variance_epsilon") and not _has_gate(part):
             part.forward = partial(_apply_norm, part, kernels.rms_norm)
         if kernels.swiglu is not None and hasattr(part, "gate_proj") and is_silu(getattr(part, "act_fn", None)):
             part.forward = partial(_apply_feed_forward, part, kernels.swiglu)
     if kernels.rotary is not None and not {"rope_partial", "rope_interleaved"} & {*model.features}:
         for layer in module.model.layers:
-            layer.self_attn.forward = _bind_rotary(layer.self_attn, kernels.rotary)
+            if hasattr(layer, "self_attn"):
+                layer.self_attn.forward = _bind_rotary(layer.self_attn, kernels.rotary)
+
+
+def _has_gate(norm: Any) -> bool:
+    """Return whether a norm multiplies its result by a gate."""
+    return "gate" in signature(type(norm).forward).parameters
 
 
 def is_silu(activation: Any) -> bool:

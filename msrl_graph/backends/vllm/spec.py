@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...hardware.environment_variables import Setting
-from ...ir.workload import Workload, kv_elements
+from ...ir.workload import Workload, kv_bytes
 from ...model.features import SUPPORTED
 from ...model.layers import DenseMlp, Mixer, Mlp, MultiHeadLatentAttention
 from ...sharding.layout import Layout
@@ -72,9 +72,9 @@ def count_cache_bytes(work: Workload) -> int:
     block = block_size(work)
     tokens = -(-(work.prompt + work.response) // block) * block
     counts = ((work.rows * work.samples, tokens), (1, block))
+    item = BYTES[work.dtype]
     return round(
-        sum(number * kv_elements(work.model, work.layout, length, work.on_host) for number, length in counts)
-        * BYTES[work.dtype]
+        sum(number * kv_bytes(work.model, work.layout, length, item, work.on_host) for number, length in counts)
     )
 
 
@@ -127,10 +127,10 @@ def _peaks(verb: str, work: Workload) -> Moments:
 
 def _count_attention(mixer: Mixer, layout: Layout) -> int:
     """Return how many elements attention computes for one token."""
-    heads = -(-mixer.heads // layout.tp) * mixer.head_dim
+    heads = -(-mixer.query_width // layout.tp)
     if isinstance(mixer, MultiHeadLatentAttention):
         return 4 * heads
-    return heads + 4 * mixer.kv_heads * mixer.head_dim
+    return heads + 4 * mixer.key_width
 
 
 def _count_products(mlp: Mlp, hidden: int, layout: Layout) -> int:

@@ -31,6 +31,7 @@ from . import (
     smollm3,
 )
 from .family import Family
+from .hybrid import qwen3_5, qwen3_next
 
 __all__ = ["FAMILIES", "Family", "find_family"]
 
@@ -39,29 +40,32 @@ FAMILIES: PlugInTable[Family] = PlugInTable(
     "msrl_graph.families",
     Family,
     {
-        module.FAMILY.name: module.FAMILY
-        for module in (
-            llama,
-            qwen2,
-            qwen3,
-            qwen3_moe,
-            deepseek_v3,
-            gemma,
-            mistral,
-            mixtral,
-            minimax_m2,
-            gpt_oss,
-            granite,
-            seed_oss,
-            smollm3,
-            olmo2,
-            phi3,
-            glm,
-            glm4,
-            glm4_moe,
-            olmo3,
-            gemma2,
-            gemma3,
+        family.name: family
+        for family in (
+            llama.FAMILY,
+            qwen2.FAMILY,
+            qwen3.FAMILY,
+            qwen3_moe.FAMILY,
+            deepseek_v3.FAMILY,
+            gemma.FAMILY,
+            mistral.FAMILY,
+            mixtral.FAMILY,
+            minimax_m2.FAMILY,
+            gpt_oss.FAMILY,
+            granite.FAMILY,
+            seed_oss.FAMILY,
+            smollm3.FAMILY,
+            olmo2.FAMILY,
+            phi3.FAMILY,
+            glm.FAMILY,
+            glm4.FAMILY,
+            glm4_moe.FAMILY,
+            olmo3.FAMILY,
+            gemma2.FAMILY,
+            gemma3.FAMILY,
+            qwen3_next.FAMILY,
+            qwen3_5.FAMILY,
+            qwen3_5.MOE_FAMILY,
         )
     },
 )

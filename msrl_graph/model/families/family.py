@@ -22,6 +22,7 @@ class Family:
     - `positions`: the number of positions if a config has no `max_position_embeddings`; the default of the class.
     - `unused`: beginnings of the names of weights that no engine reads, for a number of layers.
     - `other_names`: other values of `model_type` that published configs with this architecture have.
+    - `multimodal`: the `model_type` of configs whose `text_config` is a config of this family.
     """
 
     name: str
@@ -32,3 +33,4 @@ class Family:
     positions: int = 32768
     unused: Callable[[int], tuple[str, ...]] = lambda layers: ()
     other_names: tuple[str, ...] = ()
+    multimodal: str = ""

@@ -1,0 +1,1 @@
+"""Recurrent layers in a transformers model: rows, and tensor parallelism."""

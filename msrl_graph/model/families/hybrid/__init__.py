@@ -1,0 +1,1 @@
+"""Families whose models have recurrent layers, besides layers of attention."""
