@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from hybrid_families import qwen3_5_moe, qwen3_next
 from mixture import latent, mixture
 from mixture_families import glm4_moe, gpt_oss, minimax_m2, mixtral
 
@@ -20,7 +21,9 @@ from msrl_graph.sharding.layout import Layout, slices
 
 ASKED = ForwardRequest(routes=True)
 SAMPLES = 3
-MADE = pytest.mark.parametrize("made", [mixture, latent, mixtral, glm4_moe, minimax_m2, gpt_oss])
+MADE = pytest.mark.parametrize(
+    "made", [mixture, latent, mixtral, glm4_moe, minimax_m2, gpt_oss, qwen3_next, qwen3_5_moe]
+)
 
 
 def loaded(made, folder):

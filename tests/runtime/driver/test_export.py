@@ -11,6 +11,7 @@ import published
 import pytest
 import torch
 from dense_families import phi3
+from hybrid_families import qwen3_5, qwen3_next
 from mixture import latent, mixture
 from place import EXAMPLE, SMALL
 from safetensors.torch import load_file
@@ -122,7 +123,7 @@ def test_what_is_exported_loads_in_transformers(tmp_path):
         assert AutoTokenizer.from_pretrained(tmp_path / "to" / worker)("1+2=").input_ids
 
 
-@pytest.mark.parametrize("write", [phi3, mixture_families.minimax_m2, mixture_families.gpt_oss])
+@pytest.mark.parametrize("write", [phi3, mixture_families.minimax_m2, mixture_families.gpt_oss, qwen3_next, qwen3_5])
 def test_a_models_folder_that_is_read_and_written_again_has_the_same_tensors(write, tmp_path):
     """Of projections and experts that the files have as one tensor, and where files have other names, too."""
     folder = Path(write(tmp_path / "model"))

@@ -87,6 +87,8 @@ FROZEN = [
     ("qwen3_moe", ("router", "attention")),
     ("qwen3_moe", ("embeddings", "attention", "norms", "mlp")),
     ("deepseek_v3", ("experts", "model.layers.0.self_attn.q*")),
+    ("qwen3_next", ("attention", "experts")),
+    ("qwen3_5_text", ("embeddings", "model.layers.0.*", "*conv*")),
 ]
 
 
@@ -98,9 +100,15 @@ def test_frozen_weights_are_not_trained_and_the_others_are_as_by_transformers(fa
     conformance.assert_close(found)
 
 
+ADAPTED = [
+    (family, targets)
+    for family in ("llama with biases", "qwen3", "gemma", "qwen3_moe", "deepseek_v3", "qwen3_next")
+    for targets in (("all_linear",), ("o_proj", "up_proj"))
+] + [("qwen3_5_text", ("in_proj_z", "out_proj", "q_proj"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama with biases", "qwen3", "gemma", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("targets", [("all_linear",), ("o_proj", "up_proj")])
+@pytest.mark.parametrize(("family", "targets"), ADAPTED)
 def test_an_adapter_is_computed_and_trained_as_its_product_added_to_the_weights(family, targets, tmp_path):
     assert_adapter_is_trained(family, targets, tmp_path)
 
