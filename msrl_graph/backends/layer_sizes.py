@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ..model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, Mixer, RecurrentMixer
+from ..model.layers import DenseMlp, ExpertMlp, GatedDeltaNet, GroupedQueryAttention, Layer, Mixer, RecurrentMixer
+from .recurrent.memory import DeltaSizes
 from .sizes import SCORES, Sizes
 
 # The projections that read a layer's normed hidden states.
@@ -89,6 +90,15 @@ class LayerSizes:
         ring = layout.cp > 1 and layout.cp_kind == "ring"
         return 0 < self.mixer.window < self.whole.work.fed and not ring and not self.is_capped
 
+    def find_recurrent(self, rows: int, width: int) -> DeltaSizes | None:
+        """Return the sizes of a recurrent mixer that scans `rows` rows of `width` tokens; None for attention."""
+        return DeltaSizes(self.whole, self.mixer, rows, width) if isinstance(self.mixer, GatedDeltaNet) else None
+
+    @cached_property
+    def recurrent(self) -> DeltaSizes | None:
+        """The sizes of a recurrent mixer in a pass over a micro-batch."""
+        return self.find_recurrent(self.whole.work.rows, self.whole.work.fed)
+
     @cached_property
     def attention(self) -> int:
         """Bytes of the tensors that a layer's attention keeps for its backward pass.
@@ -100,6 +110,8 @@ class LayerSizes:
         - the log-sum-exp, and the statistics of norms.
         """
         s = self.whole
+        if self.recurrent:
+            return self.recurrent.kept + s.tokens * self.query
         scores = 4 * s.row_tokens * s.split(self.mixer.heads) + 8 * s.tokens
         return s.row_tokens * (2 * self.query + 2 * self.attended_keys) + s.tokens * self.query + scores
 

@@ -178,6 +178,8 @@ def _attention(layer: _Layer) -> int:
     With a window, the outputs of blocks exist next to their concatenation.
     """
     s = layer.whole
+    if layer.recurrent:
+        return 2 * s.hidden + layer.recurrent.inputs + layer.recurrent.scanned
     latent = isinstance(layer.mixer, MultiHeadLatentAttention)
     by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
@@ -189,8 +191,8 @@ def _head(s: _Pass) -> int:
     """Return the peak bytes of the logits in a pass without gradients.
 
     The peak is the larger of two moments. At the first moment, the logits divided by the temperature and their
-    log-softmax exist. The second moment occurs only if the vocabulary is sharded over tp. At the second moment, the
-    rank's own logits, the gathered logits of all ranks, and the concatenation of the gathered logits exist.
+    log-softmax exist. At the second one, which occurs only if the vocabulary is sharded over tp, the rank's own logits,
+    the gathered logits of all ranks, and their concatenation exist.
 
     Capped logits are kept for the backward pass.
     """
@@ -316,7 +318,8 @@ def _backward(layer: _Layer) -> dict[str, dict[str, int]]:
     feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
     freed = layer.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * layer.query
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
-    attention = 2 * s.hidden + by_row + layer.context_parallel_extra(True) - freed + 5 * 4 * layer.chunk_scores
+    made = by_row + layer.context_parallel_extra(True) + 5 * 4 * layer.chunk_scores
+    attention = 2 * s.hidden + (4 * layer.recurrent.scores if layer.recurrent else made) - freed
     matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
     return {
         "the feed-forward half": {"activations": feed, "gradients": matrix},
@@ -341,10 +344,7 @@ def generator(verb: str, work: Workload) -> Moments:
     logits = 4 * responses * model.vocabulary
     hidden = model.hidden * s.item
     halves = [(kind, 3 * hidden + _product_bytes(kind)) for kind in s.kinds]
-    reading = max(
-        max(fed * half, fed * (2 * hidden + 3 * kind.query + 2 * kind.keys) + _score_bytes(kind))
-        for kind, half in halves
-    )
+    reading = max(max(fed * half, fed * 2 * hidden + _count_prompt_bytes(kind)) for kind, half in halves)
     computing = responses * max(_count_joined_bytes(kind, sequence) + half for kind, half in halves)
     states = kv_bytes(model, work.layout, 0, s.item)  # of recurrent layers
     by_token = kv_bytes(model, work.layout, 1, s.item) - states  # no window is shorter than a token
@@ -370,16 +370,25 @@ def generator(verb: str, work: Workload) -> Moments:
 def _count_joined_bytes(layer: _Layer, tokens: int) -> int:
     """Return the bytes of a sequence's keys and values while a layer's cache grows.
 
-    Latent attention expands the latents of one layer at a time, into keys and values together, and keys. A layer with a
-    window makes new keys and values before it frees the old ones; other layers make them one after the other. Where
-    scores are capped, each query head then gets a copy.
+    Latent attention expands the latents of a layer, into keys and values together, and keys. A layer with a window
+    makes new keys and values before it frees the old ones. Where scores are capped, each query head then gets a copy.
     """
+    if layer.recurrent:
+        return layer.recurrent.count_stepped_bytes()
     if isinstance(layer.mixer, MultiHeadLatentAttention):
         return tokens * (2 * layer.keys + round(layer.mixer.count_cached(1)) * layer.whole.item)
     window = layer.mixer.window
     cached = min(tokens, window) if window else tokens
     copies = 2 * cached * layer.query if layer.is_capped else 0
     return max(copies, (2 if window else 1) * cached * layer.keys)
+
+
+def _count_prompt_bytes(layer: _Layer) -> int:
+    """Return the bytes of a mixer's tensors while prompts are read."""
+    work = layer.whole.work
+    if delta := layer.find_recurrent(work.rows, work.prompt):
+        return delta.inputs + delta.scanned
+    return work.rows * work.prompt * (3 * layer.query + 2 * layer.keys) + _score_bytes(layer)
 
 
 def _score_bytes(layer: _Layer) -> int:
