@@ -91,7 +91,10 @@ class LayerSizes:
         return 0 < self.mixer.window < self.whole.work.fed and not ring and not self.is_capped
 
     def find_recurrent(self, rows: int, width: int) -> DeltaSizes | None:
-        """Return the sizes of a recurrent mixer that scans `rows` rows of `width` tokens; None for attention."""
+        """Return the sizes of a recurrent mixer; None for attention.
+
+        The mixer scans `rows` rows of `width` tokens.
+        """
         return DeltaSizes(self.whole, self.mixer, rows, width) if isinstance(self.mixer, GatedDeltaNet) else None
 
     @cached_property

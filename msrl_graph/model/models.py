@@ -36,6 +36,9 @@ from .quantization import FolderWeight
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "bf16", "f32": "f32", "bf16": "bf16"}
 # Files that are read from a folder at a URL before a run fetches all of it.
 SHAPE = ("config.json", "tokenizer.json", peft_folder.CONFIG)
+TEXT_PART = "model.language_model."  # how names of weights begin in a model that also reads images
+# Fields of a config that stand next to its `text_config`.
+SHARED = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 
 
 def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
@@ -170,8 +173,8 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
 def read_config(folder: Path, name: str, span: Span = NOWHERE, file: str = "config.json") -> dict[str, Any]:
     """Read the config.json of a model's folder, or another file with a JSON object.
 
-    `name` is the name of the folder in messages. Raises Fault (unknown-model) if the file cannot be read or is not a
-    JSON object.
+    Of a model that also reads images, the result is the part for text. `name` is the name of the folder in messages.
+    Raises Fault (unknown-model) if the file cannot be read or is not a JSON object.
     """
     try:
         config = json.loads((folder / file).read_text(encoding="utf-8"))
@@ -180,7 +183,22 @@ def read_config(folder: Path, name: str, span: Span = NOWHERE, file: str = "conf
         raise Fault(Diagnostic("unknown-model", f"`{name}/{file}` cannot be read: {error}", span, help)) from None
     if not isinstance(config, dict):
         raise Fault(Diagnostic("unknown-model", f"`{name}/{file}` is not a JSON object", span))
-    return config
+    return _select_text_part(config)
+
+
+def _select_text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part for text of a config.
+
+    A model may also read images. The result is a config of the family that the part belongs to. Other configs are
+    returned unchanged.
+    """
+    kind = config.get("model_type")
+    text = config.get("text_config")
+    family = next((family for family in FAMILIES.values() if family.multimodal and family.multimodal == kind), None)
+    if family is None or not isinstance(text, dict):
+        return config
+    shared = {name: config[name] for name in SHARED if config.get(name) is not None}
+    return {**text, **shared, "architectures": [family.architecture], "model_type": family.name}
 
 
 def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
@@ -229,7 +247,8 @@ def read_folder_weights(model: Model) -> dict[str, FolderWeight]:
     UnreadableFile if a file cannot be read.
     """
     method = quantization.read_method(read_config(Path(model.path), model.name, model.span))
-    return quantization.read_folder(model.path, None if isinstance(method, str) else method)
+    weights = quantization.read_folder(model.path, None if isinstance(method, str) else method)
+    return {re.sub(f"^{re.escape(TEXT_PART)}", "model.", name): weight for name, weight in weights.items()}
 
 
 def find_published_type(model: Model) -> str | None:
@@ -258,7 +277,8 @@ def find_position_limit(model: Model) -> int:
 
 def list_unused_weights(model: Model) -> tuple[str, ...]:
     """Return the prefixes of the names of weights that no engine reads."""
-    return FAMILIES[model.family].unused(model.layers)
+    family = FAMILIES[model.family]
+    return (*family.unused(model.layers), *(("model.visual.",) if family.multimodal else ()))
 
 
 def _read_fields(model: Model) -> ModelConfig:

@@ -16,6 +16,7 @@ from .presets import PRESETS, TOKENIZERS
 
 # Further names of presets: without a size, of series that have only one; and of models that have the same sizes.
 ALIASES = {
+    "qwen3-next": "qwen3-next-80b-a3b",
     "deepseek-v3": "deepseek-v3-671b",
     "deepseek-v3.1": "deepseek-v3-671b",
     "deepseek-v3.1-terminus": "deepseek-v3-671b",

@@ -10,13 +10,14 @@ from __future__ import annotations
 def _preset(
     architecture: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
 ) -> dict[str, object]:
+    dense = {"intermediate_size": intermediate} if intermediate else {}  # a mixture may have no MLP without experts
     return {
         "architectures": [f"{architecture}ForCausalLM"],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "intermediate_size": intermediate,
+        **dense,
         "vocab_size": vocabulary,
         "torch_dtype": "bfloat16",
         **more,
@@ -101,6 +102,23 @@ _GEMMA2_LARGE = {"head_dim": 128, "query_pre_attn_scalar": 144}
 _GEMMA3 = {"head_dim": 256, "query_pre_attn_scalar": 256, **_TIED}
 _GEMMA3_LARGE = {"head_dim": 128, "query_pre_attn_scalar": 168}
 _GEMMA3_LONG = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+# Gated delta nets and attention in turn. Of Qwen3.5, the parts for text.
+_DELTA: dict[str, object] = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+}
+
+
+def _state_experts(number: int, active: int, width: int, value_heads: int) -> dict[str, object]:
+    experts = {"num_experts": number, "num_experts_per_tok": active, "moe_intermediate_size": width}
+    return _DELTA | experts | {"shared_expert_intermediate_size": width, "linear_num_value_heads": value_heads}
+
+
 PRESETS: dict[str, dict[str, object]] = {
     "qwen2-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),
     "qwen2-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936, **_TIED),
@@ -124,6 +142,14 @@ PRESETS: dict[str, dict[str, object]] = {
         "Qwen3Moe", 4096, 94, 64, 4, 12288, 151936, moe_intermediate_size=1536, **_QWEN3_EXPERTS
     ),
     "qwen3-coder-480b-a35b": _preset("Qwen3Moe", 6144, 62, 96, 8, 8192, 151936, **_QWEN3_CODER),
+    "qwen3-next-80b-a3b": _preset("Qwen3Next", 2048, 48, 16, 2, 5120, 151936, **_state_experts(512, 10, 512, 32)),
+    "qwen3.5-0.8b": _preset("Qwen3_5", 1024, 24, 8, 2, 3584, 248320, linear_num_value_heads=16, **_DELTA, **_TIED),
+    "qwen3.5-4b": _preset("Qwen3_5", 2560, 32, 16, 4, 9216, 248320, linear_num_value_heads=32, **_DELTA, **_TIED),
+    "qwen3.5-9b": _preset("Qwen3_5", 4096, 32, 16, 4, 12288, 248320, linear_num_value_heads=32, **_DELTA),
+    "qwen3.5-27b": _preset("Qwen3_5", 5120, 64, 24, 4, 17408, 248320, linear_num_value_heads=48, **_DELTA),
+    "qwen3.5-35b-a3b": _preset("Qwen3_5Moe", 2048, 40, 16, 2, 0, 248320, **_state_experts(256, 8, 512, 32)),
+    "qwen3.5-122b-a10b": _preset("Qwen3_5Moe", 3072, 48, 32, 2, 0, 248320, **_state_experts(256, 8, 1024, 64)),
+    "qwen3.5-397b-a17b": _preset("Qwen3_5Moe", 4096, 60, 32, 2, 0, 248320, **_state_experts(512, 10, 1024, 64)),
     "deepseek-v3-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
     "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
     "moonlight-16b-a3b": _preset("DeepseekV3", 2048, 27, 16, 16, 11264, 163840, **_MOONLIGHT),
@@ -207,6 +233,7 @@ TOKENIZERS = {
     "qwen2": "Qwen2",
     "qwen2.5": "Qwen2.5",
     "qwen3": "Qwen3",
+    "qwen3.5": "Qwen3.5",
     "deepseek": "DeepSeek-V3",
     "moonlight": "Moonlight",
     "kimi-k2": "Kimi K2",

@@ -38,6 +38,13 @@ def test_what_a_token_passes() -> None:
     assert 32e9 < load("kimi-k2-1t", Path()).active_parameters < 33e9
     # "230 billion total parameters with 10 billion active" (https://huggingface.co/MiniMaxAI/MiniMax-M2).
     assert 228e9 < load("minimax-m2-230b-a10b", Path()).parameters < 231e9
+    # "80B in total and 3B activated" (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct), and as the names say.
+    assert 79e9 < load("qwen3-next-80b-a3b", Path()).parameters < 81e9
+    for name in ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b"):
+        size = float(name.split("-")[1].removesuffix("b")) * 1e9
+        assert load(name, Path()).parameters == pytest.approx(size, rel=0.06), name
+    assert load("qwen3.5-397b-a17b", Path()).parameters == pytest.approx(397e9, rel=0.01)
+    assert load("qwen3.5-397b-a17b", Path()).active_parameters == pytest.approx(17e9, rel=0.03)
     assert 9.5e9 < load("minimax-m2-230b-a10b", Path()).active_parameters - 200064 * 3072 < 10.5e9
 
 

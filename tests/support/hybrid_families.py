@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from mixture import saved
+import torch
+from mixture import HEADS, SIZES, TOKENS, saved, written
 
 # Two value heads for each key head, and values of another size than keys.
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
@@ -42,3 +43,15 @@ WRITTEN = {
     "qwen3_5_text with a tied head": partial(qwen3_5, tie_word_embeddings=True),
     "qwen3_5_moe_text": qwen3_5_moe,
 }
+
+
+def qwen3_5_with_images(folder):
+    """A Qwen3.5 as published: with a part for images, whose weights have another beginning of their names."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = SIZES | HEADS | TOKENS | DELTA | {"dtype": "float32"}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"num_position_embeddings": 16}
+    torch.manual_seed(0)
+    config = Qwen3_5Config(text_config=text, vision_config=vision, dtype="float32", tie_word_embeddings=False)
+    return written(Qwen3_5ForConditionalGeneration(config), folder)

@@ -88,7 +88,7 @@ def qwen2(folder, **changes):
 def saved(folder, config, model, **stated):
     torch.manual_seed(0)
     stated = SIZES | HEADS | TOKENS | {"initializer_range": 0.2} | stated
-    return _written(model(config(dtype="float32", **stated)), folder)
+    return written(model(config(dtype="float32", **stated)), folder)
 
 
 def latent(folder, **more):
@@ -106,10 +106,10 @@ def latent(folder, **more):
     tokens = {**TOKENS, "max_position_embeddings": 64}
     stated = {"initializer_range": 0.2, "rope_parameters": stretch, **sizes, **heads, **routed, **tokens}
     torch.manual_seed(0)
-    return _written(DeepseekV3ForCausalLM(DeepseekV3Config(dtype="float32", **(stated | more))), folder)
+    return written(DeepseekV3ForCausalLM(DeepseekV3Config(dtype="float32", **(stated | more))), folder)
 
 
-def _written(made, folder):
+def written(made, folder):
     for name, value in made.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(value, std=0.3)

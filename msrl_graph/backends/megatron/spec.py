@@ -64,6 +64,9 @@ LACKING = {
     "sigmoid_router",
     "attention_sinks",
     "clamped_experts",
+    "gated_delta_net",
+    "output_gate",
+    "gated_shared_experts",
 }
 SPEC = EngineSpec(
     name="megatron",

@@ -1,4 +1,4 @@
-"""The bytes of tensors that a gated delta net makes, by the operators of transformers.
+"""The bytes of tensors of a gated delta net, by the operators of transformers.
 
 Invariant: as in sizes.py, sizes are bytes of tensor storages on the busiest rank. All sizes are of one layer.
 
@@ -21,7 +21,9 @@ WIDE = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of the tensors of a gated delta net that scans `rows` rows of `width` tokens.
+    """Sizes of the tensors of a gated delta net.
+
+    It scans `rows` rows of `width` tokens.
 
     - `values`, `keys`, `scores`: the bytes of tensors of the scan: of the values of all heads, of the keys, repeated
       for each value head, and of the scores of pairs in a chunk.
@@ -71,7 +73,10 @@ class DeltaSizes:
 
     @cached_property
     def inputs(self) -> int:
-        """Bytes of the inputs of the scan: queries, keys and values, the output's gates, and what they are split of."""
+        """Bytes of the inputs of the scan.
+
+        These are queries, keys and values, the output's gates, and the projections that they are split of.
+        """
         return (self.mixed + self.outputs) * (1 if self.mixer.split else 2)
 
     @cached_property
@@ -92,7 +97,10 @@ class DeltaSizes:
         )
 
     def count_stepped_bytes(self) -> int:
-        """Return the bytes of a sequence's states while a token is drawn: decayed, and with what is added."""
+        """Return the bytes of copies of a sequence's state while a token is computed.
+
+        They are the state with decay, what is added to it, and the sum.
+        """
         return 3 * WIDE * self.mixer.count_state(self.whole.work.layout.tp)
 
     @cached_property

@@ -17,6 +17,7 @@ from ...backends.adapters import merge_adapter
 from ...backends.engine_protocols import Shard
 from ...model import peft_folder
 from ...model.architecture import Model
+from ...model.models import read_config
 from ...sharding.layout import full_box
 from . import tensor_files
 from .checkpoint import CheckpointSource
@@ -48,6 +49,9 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
     try:
         tensor_files.copy_companions(Path(model.path), partial)
         config = partial / "config.json"
+        stated = read_config(partial, model.name)
+        if stated != json.loads(config.read_text()):  # the model was published with a part for images
+            _write_json(config, stated)
         if model.lora:
             named = {peft_folder.BEHIND + name: value for name, value in named.items()}
             tensor_files.write_tensors(partial / peft_folder.WEIGHTS[0], named, {"format": "pt"})

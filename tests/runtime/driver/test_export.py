@@ -11,7 +11,7 @@ import published
 import pytest
 import torch
 from dense_families import phi3
-from hybrid_families import qwen3_5, qwen3_next
+from hybrid_families import qwen3_5, qwen3_5_with_images, qwen3_next
 from mixture import latent, mixture
 from place import EXAMPLE, SMALL
 from safetensors.torch import load_file
@@ -134,6 +134,25 @@ def test_a_models_folder_that_is_read_and_written_again_has_the_same_tensors(wri
     hf_export.write_folder(model, weights, tmp_path / "again")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_of_a_model_that_also_reads_images_the_part_for_text_is_read_and_written(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
+
+    folder = qwen3_5_with_images(tmp_path / "model")
+    whole = dict(Qwen3_5ForConditionalGeneration.from_pretrained(folder).named_parameters())
+    model = models.load("./model", tmp_path)
+    assert (model.family, model.dtype, model.tied) == ("qwen3_5_text", "f32", False)
+    weights = {tensor.name: torch.empty(tensor.shape) for tensor in model.weights}
+    hf_modules.fill(
+        model, [Shard(tensor.name, full_box(tensor.shape), weights[tensor.name]) for tensor in model.weights]
+    )
+    hf_export.write_folder(model, weights, tmp_path / "again")
+    text, information = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(information[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    parts = {name.replace("model.language_model.", "model."): value for name, value in whole.items()}
+    own = dict(text.named_parameters())
+    assert len(own) > 50 and all(torch.equal(value, parts[name]) for name, value in own.items())
 
 
 def test_a_folder_that_was_published_in_fp8_is_exported_in_the_type_of_the_weights(tmp_path):
