@@ -87,14 +87,14 @@ class DeltaSizes:
         - In the output's norm: its input, its result without and with the weight, the gate, and the gate's activation.
         - In the scan: queries, keys, values, keys with the rate of learning, the two solutions of the triangular
           system, queries and keys with decay, new values; the decay of pairs, and of scores of two kinds their products
-          and results; states before each chunk.
+          and results; states before each chunk. Float32 rows that need no padding are views, which products copy.
         """
+        copied = 3 * self.keys * (self.whole.item == WIDE and self.width % CHUNK == 0)
         convolution = self.mixed + self.mixed * (self.width + self.mixer.kernel - 1) // self.width
         norm = self.outputs * (5 if self.whole.item == WIDE else 8)
         heads = 2 * self.keys * self.width // (self.chunks * CHUNK)
-        return (
-            convolution + norm + heads + 6 * self.keys + 3 * self.values + 5 * self.scores + self.chunks * self.states
-        )
+        scan = 6 * self.keys + 3 * self.values + 5 * self.scores + self.chunks * self.states
+        return convolution + norm + heads + scan + copied
 
     def count_stepped_bytes(self) -> int:
         """Return the bytes of copies of a sequence's state while a token is computed.
