@@ -28,6 +28,10 @@ FEATURES = {
     "clamped_experts": "experts with biases and a clamped activation",
     "shared_experts": "shared experts",
     "gated_shared_experts": "shared experts with a gate",
+    "ungated_mlp": "MLPs without gates",
+    "mamba2": "Mamba-2 layers",
+    "mamba_bias": "biases of the projections of Mamba-2 layers",
+    "single_layers": "layers of only a mixer or only an MLP",
     "mixed_layers": "layers of several kinds in turn",  # other than some without experts before the others
     "post_norms": "norms of outputs instead of inputs",
     "sandwich_norms": "norms of outputs in addition to inputs",

@@ -108,6 +108,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_id: Tokens | UnsetType = UNSET
     pad_token_id: Token | UnsetType = UNSET
 
+    @classmethod
+    def complete(cls, config: Config) -> Config:
+        """Return a config.json with the fields of this class, where published files have others instead."""
+        return config
+
     @property
     def kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
@@ -163,7 +168,7 @@ def read_fields(config: Config, kind: type[C]) -> C | ConfigError:
     hints = get_type_hints(kind, include_extras=True)
     stated = {
         name: value
-        for name, value in config.items()
+        for name, value in kind.complete(config).items()
         if name in hints and (value is not None or type(None) in get_args(hints[name]))
     }
     try:

@@ -13,12 +13,14 @@ from itertools import groupby
 import msgspec
 
 from ..sharding.tensors import Tensor
-from .mixers import KV_HEADS, AttentionMixer, GroupedQueryAttention, Mixer, MultiHeadLatentAttention
-from .mlps import ClampedExpertMlp, DenseMlp, ExpertMlp, MakeTensor, Mlp, iterate_linear
+from .mamba import GROUPS, Mamba2
+from .mixers import KV_HEADS, AttentionMixer, GroupedQueryAttention, Mixer, MultiHeadLatentAttention, NoMixer
+from .mlps import ClampedExpertMlp, DenseMlp, ExpertMlp, MakeTensor, Mlp, NoMlp, iterate_linear
 from .recurrent_mixers import GatedDeltaNet, RecurrentMixer
 
 __all__ = [
     "BEFORE",
+    "GROUPS",
     "KV_HEADS",
     "AttentionMixer",
     "ClampedExpertMlp",
@@ -29,9 +31,12 @@ __all__ = [
     "Layer",
     "LayerNorms",
     "MakeTensor",
+    "Mamba2",
     "Mixer",
     "Mlp",
     "MultiHeadLatentAttention",
+    "NoMixer",
+    "NoMlp",
     "RecurrentMixer",
     "group_layers",
     "iterate_linear",
@@ -65,12 +70,20 @@ BEFORE = LayerNorms()
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """A kind of layer, and how many such layers follow each other."""
+    """A kind of layer, and how many such layers follow each other.
+
+    A layer of some families has only a mixer (and a `NoMlp`), or only an MLP (and a `NoMixer`).
+    """
 
     mixer: Mixer
     mlp: Mlp
     count: int = 1
     norms: LayerNorms = BEFORE
+
+    @property
+    def halves(self) -> int:
+        """The number of parts that a layer adds to the residual: mixer and MLP."""
+        return 2 - isinstance(self.mixer, NoMixer) - isinstance(self.mlp, NoMlp)
 
     @property
     def kind(self) -> Layer:
@@ -91,7 +104,7 @@ class Layer(msgspec.Struct, frozen=True):
         The result is the mean over the tokens of a row with `tokens` tokens. `hidden` is the model's hidden size.
         """
         mixer = self.mixer
-        projections = 2 * hidden * (mixer.projected + 3 * self.mlp.width)
+        projections = 2 * hidden * (mixer.projected + self.mlp.projected)
         if isinstance(mixer, RecurrentMixer):
             return projections + mixer.count_scan_flop(False)
         attention = mixer.heads * mixer.count_flop(False) * mixer.share_of_pairs(tokens, False)

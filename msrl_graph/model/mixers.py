@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from ..sharding.tensors import Tensor
+from .mamba import Mamba2
 from .mlps import MakeTensor, iterate_linear
 from .recurrent_mixers import GatedDeltaNet
 
@@ -262,4 +263,43 @@ class MultiHeadLatentAttention(AttentionMixer, frozen=True, tag="latent_attentio
         yield from iterate_linear(make, "self_attn.o_proj", out, 1, self.qkv_bias, unit=self.value)
 
 
-Mixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDeltaNet
+class NoMixer(msgspec.Struct, frozen=True, tag="no_mixer"):
+    """The mixer of a layer that has only an MLP: it has no weights and costs nothing."""
+
+    module: ClassVar[str] = ""
+    heads: ClassVar[int] = 0
+    kv_heads: ClassVar[int] = 0
+    head_dim: ClassVar[int] = 0
+    head_norms: ClassVar[bool] = False
+    window: ClassVar[int] = 0
+    query_width: ClassVar[int] = 0
+    key_width: ClassVar[int] = 0
+    query_key_size: ClassVar[int] = 0
+    projected: ClassVar[int] = 0
+
+    def count_flop(self, decode: bool) -> int:
+        return 0
+
+    def share_of_pairs(self, tokens: float, decode: bool) -> float:
+        return 1.0
+
+    def count_cached(self, tokens: float, tp: int = 1, expanded: bool = False) -> float:
+        return 0.0
+
+    def count_state(self, tp: int = 1) -> int:
+        return 0
+
+    def count_saved(self) -> tuple[int, int]:
+        return 0, 0
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        yield from ()
+
+    def list_features(self) -> Iterator[str]:
+        yield "single_layers"
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        yield from ()
+
+
+Mixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDeltaNet | Mamba2 | NoMixer

@@ -16,29 +16,61 @@ MakeTensor = Callable[..., Tensor]  # (name in the layer, shape, dim that tp sha
 # What Mixtral's files call a layer's experts, and an expert's projections.
 BLOCK_SPARSE = "block_sparse_moe"
 BLOCK_SPARSE_PROJECTIONS = {"gate": "w1", "up": "w3", "down": "w2"}
+# What Granite's files call the same. They have one tensor for the projections gate and up, and all experts.
+SHARED_MLP = "shared_mlp"
+LINEAR_INPUT = "input_linear"
+LINEAR_OUTPUT = "output_linear"
 
 
 class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
-    """A gated MLP.
+    """An MLP.
 
-    With `fused`, the files have the projections gate and up as one tensor, `gate_up_proj`.
+    - `fused`: whether the files have the projections gate and up as one tensor, `gate_up_proj`.
+    - `ungated`: whether the MLP has no projection gate.
+    - `linear`: whether module and projections have other names in the files, those of Granite's.
     """
 
     intermediate: int
     bias: bool = False
     fused: bool = False
+    ungated: bool = False
+    linear: bool = False
 
     @property
     def width(self) -> int:
         """The intermediate size that a token passes through."""
         return self.intermediate
 
+    @property
+    def projections(self) -> int:
+        """The number of projections: gate, up and down."""
+        return 3 - self.ungated
+
+    @property
+    def projected(self) -> int:
+        """The number of outputs of the projections of a hidden state, and of inputs of the projection to one."""
+        return self.projections * self.width
+
+    @property
+    def kept(self) -> int:
+        """How many tensors of the intermediate size are saved for a backward pass.
+
+        With a gate, these are the results of gate and up, of the activation, and of the product. Without a gate, they
+        are two results of the activation.
+        """
+        return 2 if self.ungated else 4
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether outputs of gate and up are concatenated, as those of one projection would be."""
+        return self.fused or self.linear
+
     def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
         """Return how many elements per token are saved for a backward pass.
 
         The result is a pair: elements that each tp rank saves, and elements that are sharded over tp.
         """
-        return 0, 4 * self.intermediate
+        return 0, self.kept * self.intermediate
 
     def list_divided(self) -> Iterator[tuple[int, str]]:
         """Yield the sizes that tp must divide, with their names."""
@@ -47,12 +79,29 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
     def list_features(self) -> Iterator[str]:
         if self.bias:
             yield "mlp_bias"
+        if self.ungated:
+            yield "ungated_mlp"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
-        starts = {"gate": 0, "up": self.intermediate} if self.fused else {}
-        for name, size, tp_dim in _projections(hidden, self.intermediate):
-            more = {"fused": "gate_up_proj", "start": starts[name]} if name in starts else {}
+        for name, size, tp_dim in _projections(hidden, self.intermediate, self.ungated):
+            more = {}
+            if self.linear:
+                more = _name_linear(SHARED_MLP, name, self.intermediate)
+            elif self.fused and tp_dim == 0:
+                more = {"fused": "gate_up_proj", "start": self.intermediate * (name == "up")}
             yield from iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, self.bias, **more)
+
+
+class NoMlp(DenseMlp, frozen=True, tag="no_mlp"):
+    """The MLP of a layer that has only a mixer: it has no weights and costs nothing."""
+
+    intermediate: int = 0
+
+    def list_features(self) -> Iterator[str]:
+        yield "single_layers"
+
+    def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
+        yield from ()
 
 
 class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
@@ -66,6 +115,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
       also first chooses groups of experts (arXiv:2412.19437).
     - `shared_gate`: whether each token has a gate for the shared experts.
     - `block_sparse`: whether experts and projections have other names in the files, those of Mixtral's.
+    - `ungated`: whether experts have no projection gate, and shared experts neither.
+    - `linear`: whether experts and projections have other names in the files, those of Granite's.
     """
 
     number: int
@@ -75,6 +126,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
     router: Literal["softmax", "sigmoid", "grouped_sigmoid"] = "softmax"
     block_sparse: bool = False
     shared_gate: bool = False
+    ungated: bool = False
+    linear: bool = False
 
     @property
     def width(self) -> int:
@@ -82,9 +135,19 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
         return self.active * self.intermediate + self.shared
 
     @property
+    def projections(self) -> int:
+        """The number of projections of an expert: gate, up and down."""
+        return 3 - self.ungated
+
+    @property
+    def projected(self) -> int:
+        """The number of outputs of the projections of a hidden state, and of inputs of the projections to one."""
+        return self.projections * self.width
+
+    @property
     def kept(self) -> int:
         """How many tensors of the intermediate size an expert saves for a token."""
-        return 4
+        return 2 if self.ungated else 4
 
     @property
     def held(self) -> int:
@@ -104,7 +167,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
         each copy, its input, its output and `kept` tensors of the intermediate size are saved. Each of an expert's
         `etp` ranks receives all of the expert's tokens, and has a part of the width.
         """
-        return self.number, 4 * self.shared + self.active * (2 * hidden * etp + self.kept * self.intermediate)
+        shared = (2 if self.ungated else 4) * self.shared
+        return self.number, shared + self.active * (2 * hidden * etp + self.kept * self.intermediate)
 
     def list_divided(self) -> Iterator[tuple[int, str]]:
         """Yield the sizes that tp must divide, with their names."""
@@ -115,6 +179,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
         yield f"{self.router}_router"
         if self.shared:
             yield "gated_shared_experts" if self.shared_gate else "shared_experts"
+        if self.ungated:
+            yield "ungated_mlp"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the router and the experts.
@@ -124,16 +190,20 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
         def name_in_files(name: str) -> dict[str, str]:
             """Return the option `file_name` of a tensor, if it has another name in the files."""
-            return {"file_name": f"{BLOCK_SPARSE}.{name}"} if self.block_sparse else {}
+            return {"file_name": f"{BLOCK_SPARSE}.{name}"} if self.block_sparse or self.linear else {}
 
-        yield make("mlp.gate.weight", (self.number, hidden), **name_in_files("gate.weight"))
-        for name, size, tp_dim in _projections(hidden, self.intermediate):
-            file_name = name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")
+        router = "router.layer.weight" if self.linear else "gate.weight"
+        yield make("mlp.gate.weight", (self.number, hidden), **name_in_files(router))
+        for name, size, tp_dim in _projections(hidden, self.intermediate, self.ungated):
+            more: dict[str, Any] = name_in_files(f"experts.*.{BLOCK_SPARSE_PROJECTIONS[name]}.weight")
+            if self.linear:
+                more = _name_linear(BLOCK_SPARSE, name, self.intermediate)
             stacked = (self.number, *size)
-            yield make(f"mlp.experts.*.{name}_proj.weight", stacked, tp_dim + 1, experts=True, **file_name)
+            yield make(f"mlp.experts.*.{name}_proj.weight", stacked, tp_dim + 1, experts=True, **more)
         shared = "shared_expert" if self.shared_gate else "shared_experts"
-        for name, size, tp_dim in _projections(hidden, self.shared) if self.shared else ():
-            yield make(f"mlp.{shared}.{name}_proj.weight", size, tp_dim)
+        for name, size, tp_dim in _projections(hidden, self.shared, self.ungated) if self.shared else ():
+            more = _name_linear(SHARED_MLP, name, self.shared) if self.linear else {}
+            yield make(f"mlp.{shared}.{name}_proj.weight", size, tp_dim, **more)
         if self.shared_gate:
             yield make("mlp.shared_expert_gate.weight", (1, hidden))
         if self.corrected:
@@ -176,7 +246,7 @@ class ClampedExpertMlp(ExpertMlp, frozen=True, tag="clamped_experts"):
         yield make("mlp.experts.down_proj_bias", (number, hidden), experts=True)
 
 
-Mlp = DenseMlp | ExpertMlp | ClampedExpertMlp
+Mlp = DenseMlp | NoMlp | ExpertMlp | ClampedExpertMlp
 
 
 def iterate_linear(
@@ -189,6 +259,14 @@ def iterate_linear(
         yield make(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
 
 
-def _projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """Return the (name, shape, sharded dim) of each projection of a gated MLP."""
-    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
+def _projections(hidden: int, width: int, ungated: bool = False) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """Return the (name, shape, sharded dim) of each projection of an MLP."""
+    gate, *others = ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
+    return (*others,) if ungated else (gate, *others)
+
+
+def _name_linear(module: str, projection: str, width: int) -> dict[str, Any]:
+    """Return where Granite's files have a projection: the options of its tensor."""
+    if projection == "down":
+        return {"file_name": f"{module}.{LINEAR_OUTPUT}.weight"}
+    return {"file_name": f"{module}.{projection}.weight", "fused": LINEAR_INPUT, "start": width * (projection == "up")}

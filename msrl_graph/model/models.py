@@ -8,10 +8,10 @@ files. Their order is the order in the model: embedding, layers, norm, head.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace as replace_fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -106,7 +106,7 @@ def reload(model: Model) -> Model:
         return current
     folder = model.initial.folder
     config = read_config(Path(folder), folder, model.span, peft_folder.CONFIG)
-    return replace_fields(current, initial=peft_folder.find_adapter(config, current, folder, folder, model.span))
+    return dataclasses.replace(current, initial=peft_folder.find_adapter(config, current, folder, folder, model.span))
 
 
 def _load_adapter(target: str, place: Path, url: str, dtype: str | None, span: Span, base: tuple[str, Path]) -> Model:
@@ -132,7 +132,7 @@ def _load_adapter(target: str, place: Path, url: str, dtype: str | None, span: S
         message = f"the model of the adapter `{target}`: {problem.message}"
         raise Fault(Diagnostic(problem.code, message, span, problem.help if stated else help)) from None
     path = url or str(place.resolve())
-    return replace_fields(model, initial=peft_folder.find_adapter(config, model, target, path, span))
+    return dataclasses.replace(model, initial=peft_folder.find_adapter(config, model, target, path, span))
 
 
 def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
@@ -227,7 +227,7 @@ def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str |
         tied=tied,
         stack=stack,
         features=tuple(_list_features(family, fields, stack)),
-        tensors=tuple(_iterate_tensors(fields.hidden_size, fields.vocab_size, tied, stack)),
+        tensors=tuple(_iterate_tensors(fields.hidden_size, fields.vocab_size, tied, stack, family.name_in_files)),
         span=span,
     )
 
@@ -332,7 +332,16 @@ def _list_features(family: Family, config: ModelConfig, stack: Sequence[Layer]) 
     return (feature for feature in (*FEATURES, *sorted(features - FEATURES.keys())) if feature in features)
 
 
-def _iterate_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[Layer]) -> Iterator[Tensor]:
+def _iterate_tensors(
+    hidden: int, vocabulary: int, tied: bool, stack: Sequence[Layer], name_in_files: Callable[[str], str] | None
+) -> Iterator[Tensor]:
+    """Yield the tensors of a model in the model's order, with their names in files."""
+    for tensor in _iterate_plain_tensors(hidden, vocabulary, tied, stack):
+        name = tensor.file_name or tensor.name
+        yield dataclasses.replace(tensor, file_name=name_in_files(name)) if name_in_files else tensor
+
+
+def _iterate_plain_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequence[Layer]) -> Iterator[Tensor]:
     """Yield the tensors of a model in the model's order."""
     layers = sum(layer.count for layer in stack)
     embedding = (vocabulary, hidden)

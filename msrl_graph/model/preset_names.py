@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ..diagnostics import nearest
 from ..files.paths import hub_name
+from . import mamba_presets
 from .presets import PRESETS, TOKENIZERS
 
 # Further names of presets: without a size, of series that have only one; and of models that have the same sizes.
@@ -66,6 +67,7 @@ ALIASES = {
     "granite3.1-8b": "granite3.0-8b",
     "granite3.2-2b": "granite3.0-2b",
     "granite3.2-8b": "granite3.0-8b",
+    **mamba_presets.ALIASES,
 }
 # Words of a name that do not change the size: what the weights were trained for, and when.
 _WORDS = re.compile(r"-(?:instruct|base|chat|thinking|think|zero|it|pt|sft|dpo|\d{4})(?=-|$)")

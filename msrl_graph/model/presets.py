@@ -6,6 +6,8 @@ preset's parameter count equals the published parameter count (tests/model/test_
 
 from __future__ import annotations
 
+from . import mamba_presets
+
 
 def _preset(
     architecture: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
@@ -226,6 +228,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "gemma3-4b": _preset("Gemma3", 2560, 34, 8, 4, 10240, 262208, **_GEMMA3, **_GEMMA3_LONG),
     "gemma3-12b": _preset("Gemma3", 3840, 48, 16, 8, 15360, 262208, **_GEMMA3, **_GEMMA3_LONG),
     "gemma3-27b": _preset("Gemma3", 5376, 62, 32, 16, 21504, 262208, **_GEMMA3 | _GEMMA3_LARGE, **_GEMMA3_LONG),
+    **mamba_presets.PRESETS,
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
 # The tokenizer of presets, by a prefix of the preset's name. All sizes of a series share one; `tiny` has none.
@@ -270,4 +273,5 @@ TOKENIZERS = {
     "phi4-mini": "Phi-4-mini",
     "glm4": "GLM-4",
     "glm4.5": "GLM-4.5",
+    **mamba_presets.TOKENIZERS,
 }

@@ -31,8 +31,10 @@ class Tensor:
     - `experts`: dim 0 counts the experts of a layer, and ep shards it. If `name` has a `*`, the files have one tensor
       per expert, whose name has the number of the expert in place of the `*`.
     - `fused`: the files have the tensor as rows of a larger one, from row `start` on. The name of the larger tensor has
-      `fused` in place of the name of the tensor's projection.
-    - `file_name`: the name in the files, if it is another one.
+      `fused` in place of the name of the tensor's module. If the files have one tensor for all experts, these are rows
+      of each expert.
+    - `file_name`: the name in the files, if it is another one. Of a fused tensor, it is the name before `fused` takes
+      its place.
     - `layer`: -1 for the embedding, `layers` (the number of layers) for norm and head, or else the index of the layer.
     - `tied`: the tensor is an embedding that is also on the last stage.
     """
@@ -60,12 +62,22 @@ class Tensor:
 
     @property
     def name_in_files(self) -> str:
-        return self.file_name or self.name
+        name = self.file_name or self.name
+        if not self.fused:
+            return name
+        words = name.split(".")
+        words[-3 if self.role == "adapter" else -2] = self.fused  # PROJECTION.lora_B.weight, PROJECTION.weight
+        return ".".join(words)
 
     @property
     def in_files_by_expert(self) -> bool:
         """Whether the files have one tensor per expert."""
-        return "*" in self.name
+        return "*" in self.name_in_files
+
+    @property
+    def rows_dim(self) -> int:
+        """The dim of rows: the first, or the second if dim 0 counts experts."""
+        return int(self.experts)
 
     @property
     def elements(self) -> int:
@@ -73,13 +85,11 @@ class Tensor:
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
         """Yield each file tensor that `box` covers: its name, index in `box`, and own box."""
-        if self.fused:
-            words = self.name.split(".")
-            words[-3 if self.role == "adapter" else -2] = self.fused  # PROJECTION.lora_B.weight, PROJECTION.weight
-            first, stop = box[0]
-            yield ".".join(words), (), ((self.start + first, self.start + stop), *box[1:])
-            return
         if not self.in_files_by_expert:
+            if self.fused:
+                first, stop = box[self.rows_dim]
+                rows = (self.start + first, self.start + stop)
+                box = (*box[: self.rows_dim], rows, *box[self.rows_dim + 1 :])
             yield self.name_in_files, (), box
             return
         for i, expert in enumerate(range(*box[0])):

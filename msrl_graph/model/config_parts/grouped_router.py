@@ -42,20 +42,25 @@ class GroupedRouterConfig(ModelConfig, frozen=True, kw_only=True):
                 message = f"has {format_value(value)} for `{name}`: only `{only}` is supported yet"
                 known = isinstance(value, str | int)
                 yield ConfigError(message, f"routers with `{name} = {value}`" if known else "")
-        number = self.n_routed_experts
-        groups = self.n_group
-        chosen = self.topk_group
         layers = self.num_hidden_layers
         first = self.first_k_dense_replace
         if first >= layers:
             yield ConfigError(f"has {first:,} layers without experts, but only {layers:,} layers")
-        if number % groups or number // groups < 2:
-            equal = "groups must be equal, with 2 or more experts each"
-            yield ConfigError(f"has {number:,} experts in {groups:,} groups: {equal}")
-        if chosen > groups:
-            yield ConfigError(f"chooses {chosen:,} of {groups:,} groups of experts")
-        if (active := self.num_experts_per_tok) > (reachable := number // groups * chosen):
-            yield ConfigError(f"has {active:,} experts per token, but only {reachable:,} to choose from")
+        yield from check_groups(self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok)
+
+
+def check_groups(number: int, groups: int, chosen: int, active: int) -> Iterator[ConfigError]:
+    """Report groups of experts from which a router cannot choose.
+
+    There are `number` experts, in `groups` groups. The router chooses `chosen` groups, and `active` experts in them.
+    """
+    if number % groups or number // groups < 2:
+        equal = "groups must be equal, with 2 or more experts each"
+        yield ConfigError(f"has {number:,} experts in {groups:,} groups: {equal}")
+    if chosen > groups:
+        yield ConfigError(f"chooses {chosen:,} of {groups:,} groups of experts")
+    if active > (reachable := number // groups * chosen):
+        yield ConfigError(f"has {active:,} experts per token, but only {reachable:,} to choose from")
 
 
 def list_layers(config: GroupedRouterConfig, mixer: Mixer) -> Iterator[Layer]:

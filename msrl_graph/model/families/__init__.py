@@ -31,7 +31,7 @@ from . import (
     smollm3,
 )
 from .family import Family
-from .hybrid import qwen3_5, qwen3_next
+from .hybrid import granitemoehybrid, nemotron_h, qwen3_5, qwen3_next
 
 __all__ = ["FAMILIES", "Family", "find_family"]
 
@@ -66,6 +66,8 @@ FAMILIES: PlugInTable[Family] = PlugInTable(
             qwen3_next.FAMILY,
             qwen3_5.FAMILY,
             qwen3_5.MOE_FAMILY,
+            nemotron_h.FAMILY,
+            granitemoehybrid.FAMILY,
         )
     },
 )

@@ -38,11 +38,11 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
     if model.lora and merged:
         weights = _merge(model, weights)
         model = model.base or model
-    parts: dict[str, list[torch.Tensor]] = {}
+    named: dict[str, torch.Tensor] = {}
     for tensor in model.saved:
         for name, index, _ in tensor.in_files(full_box(tensor.shape)):
-            parts.setdefault(name, []).append(weights[tensor.name][index] if index else weights[tensor.name])
-    named = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
+            part = weights[tensor.name][index] if index else weights[tensor.name]
+            named[name] = part if name not in named else torch.cat([named[name], part], tensor.rows_dim)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
