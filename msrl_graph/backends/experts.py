@@ -69,6 +69,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     from torch.distributed import _functional_collectives as collectives
 
     activation: Any = getattr(theirs, "act_fn", None)
+    ungated = not hasattr(theirs, "gate_up_proj")
     swiglu = kernels.swiglu if is_silu(activation) else None
     split_tokens, gather_tokens = _make_exchanges()
 
@@ -86,8 +87,11 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
 
             The tensor has the shape of the parameter, for all experts.
             """
-            gate, up = theirs.gate_up_proj.chunk(2, dim=1)
-            yield from (("gate_proj", gate), ("up_proj", up), ("down_proj", theirs.down_proj))
+            if not ungated:
+                gate, up = theirs.gate_up_proj.chunk(2, dim=1)
+                yield from (("gate_proj", gate), ("up_proj", up), ("down_proj", theirs.down_proj))
+            else:
+                yield from theirs.named_parameters()
 
         def forward(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             """Return each token's weighted sum over its experts, [tokens, hidden].
@@ -155,7 +159,9 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 up = torch.nn.functional.pad(getattr(self, f"{name}_lora_B"), (0, padding))
                 return output.add_(multiply(multiply(inputs, down) * self.scale, up))
 
-            if swiglu is None:
+            if ungated:
+                inner = activation(project(rows, "up_proj"))
+            elif swiglu is None:
                 inner = activation(project(rows, "gate_proj")) * project(rows, "up_proj")
             else:
                 inner = swiglu(torch.cat([project(rows, "gate_proj"), project(rows, "up_proj")], dim=-1))

@@ -50,7 +50,7 @@ NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
 # Linear layers of attention and feed-forward that tp shards by columns, and by rows.
 COLUMNS = (
     *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
-    *(f"in_proj_{part}" for part in ("qkvz", "ba", *"qkvzba")),
+    *(f"in_proj_{part}" for part in ("qkvz", "ba", "dt", *"qkvzbaxc")),
 )
 ROWS = ("o_proj", "out_proj", "down_proj")
 
@@ -251,24 +251,29 @@ def _divide_tensors(module: Any, model: Model, mesh: DeviceMesh, summed: Summed 
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     _distinguish_masks()
-    for block, (mixer, module_of_mixer) in zip(module.model.layers, hf_modules.list_mixers(module, model), strict=True):
-        for part in (module_of_mixer, hf_modules.find_shared_mlp(block.mlp)):
-            names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
-            if summed is not None:
-                for name in [linear for linear in names if linear in ROWS]:
-                    divide_rows(getattr(part, name), mesh, summed)
-                    names.remove(name)
-            if names:  # a mixture of only routed experts has none
-                plan: dict[str, Any] = {
-                    linear: ColwiseParallel() if linear in COLUMNS else RowwiseParallel() for linear in names
-                }
-                parallelize_module(part, mesh, plan)
+    mixers = [*hf_modules.list_mixers(module, model)]
+    for part in (*(part for _, part in mixers), *hf_modules.list_shared_mlps(module)):
+        names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
+        if summed is not None:
+            for name in [linear for linear in names if linear in ROWS]:
+                divide_rows(getattr(part, name), mesh, summed)
+                names.remove(name)
+        if names:  # a mixture of only routed experts has none
+            plan: dict[str, Any] = {
+                linear: ColwiseParallel() if linear in COLUMNS else RowwiseParallel() for linear in names
+            }
+            parallelize_module(part, mesh, plan)
+    for mixer, module_of_mixer in mixers:
         if isinstance(mixer, RecurrentMixer):
             for name, part in module_of_mixer.named_children():
                 if name.startswith("conv"):
-                    _divide_heads(part, ["weight"], mesh)
+                    _divide_heads(part, [leaf for leaf, _ in part.named_parameters()], mesh)
             _divide_heads(module_of_mixer, mixer.by_head, mesh)
             parameters.make_local(module_of_mixer, mixer.by_head)
+            if mixer.norm_by_head:
+                norm = getattr(module_of_mixer, mixer.norm)
+                _divide_heads(norm, ["weight"], mesh)
+                parameters.make_local(norm, ["weight"])
         if hasattr(module_of_mixer, "sinks"):
             _divide_heads(module_of_mixer, ["sinks"], mesh)
         if hasattr(module_of_mixer, "kv_a_proj_with_mqa"):

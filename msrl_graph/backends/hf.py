@@ -162,8 +162,7 @@ def _install_tensor_parallel_sums(module: Any, model: Model, group: Any, index: 
 
     for mixer, part in hf_modules.list_mixers(module, model):
         getattr(part, mixer.output).register_forward_hook(add_up)
-    for layer in module.model.layers:
-        feed = hf_modules.find_shared_mlp(layer.mlp)
+    for feed in hf_modules.list_shared_mlps(module):
         if hasattr(feed, "down_proj"):  # a router's experts are whole on each rank
             feed.down_proj.register_forward_hook(add_up)
     table = module.model.embed_tokens

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..model.architecture import HEAD, Model
-from ..model.layers import Mixer, RecurrentMixer
+from ..model.layers import AttentionMixer, NoMixer, RecurrentMixer
 from ..model.models import read_engine_fields, read_folder_weights
 from ..sharding.layout import full_box
 from ..sharding.tensors import Box, Tensor
-from . import adapters, weight_reader
+from . import adapters, hf_names, weight_reader
 from .engine_protocols import Shard
-from .recurrent.parameters import JoinedConvolution
+from .recurrent import parameters
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +46,13 @@ def build_empty_model(model: Model) -> Any:
         if model.scores:
             del module.lm_head
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
+    hf_names.unify_names(module)
     _split_fused(module, model)
+    for _, mixer in list_recurrent(module, model):
+        parameters.prepare(mixer)
     # Buffers that are computed, not loaded, were lost on the meta device.
-    module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
+    if (rotary := getattr(module.model, "rotary_emb", None)) is not None:
+        module.model.rotary_emb = type(rotary)(config=config)
     for part in module.modules():
         if lost := [name for name, value in part.named_buffers(recurse=False) if value.is_meta]:
             for name in lost:
@@ -61,11 +65,12 @@ def build_empty_model(model: Model) -> Any:
     return module
 
 
-def list_mixers(module: Any, model: Model) -> Iterator[tuple[Mixer, Any]]:
-    """Yield the mixer of each layer of a transformers model, with its module."""
+def list_mixers(module: Any, model: Model) -> Iterator[tuple[AttentionMixer | RecurrentMixer, Any]]:
+    """Yield the mixer of each layer of a transformers model that has one, with its module."""
     for kind, layer in zip(model.kind_of_layer, module.model.layers, strict=True):
         mixer = model.layer_kinds[kind].mixer
-        yield mixer, getattr(layer, mixer.module)
+        if not isinstance(mixer, NoMixer):
+            yield mixer, getattr(layer, mixer.module)
 
 
 def list_recurrent(module: Any, model: Model) -> Iterator[tuple[RecurrentMixer, Any]]:
@@ -75,9 +80,11 @@ def list_recurrent(module: Any, model: Model) -> Iterator[tuple[RecurrentMixer, 
             yield mixer, part
 
 
-def find_shared_mlp(mlp: Any) -> Any:
-    """Return the part of an MLP that all tokens pass: of experts, the shared ones."""
-    return getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", mlp))
+def list_shared_mlps(module: Any) -> Iterator[Any]:
+    """Yield the part of each layer's MLP that all tokens pass: of experts, the shared ones."""
+    for layer in module.model.layers:
+        if (mlp := getattr(layer, "mlp", None)) is not None:
+            yield getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", mlp))
 
 
 def _split_fused(module: Any, model: Model) -> None:
@@ -88,25 +95,30 @@ def _split_fused(module: Any, model: Model) -> None:
     import torch
 
     dtype = getattr(torch, DTYPES[model.dtype])
+    shapes = {tensor.name: tensor.shape for tensor in model.tensors if tensor.fused}
     for tensor in model.tensors:
-        if not tensor.fused or tensor.role == "adapter":
+        path, _, kind = tensor.name.rpartition(".")
+        if not tensor.fused or tensor.experts or tensor.role == "adapter" or kind != "weight":
             continue
-        owner_path, name, _ = tensor.name.rsplit(".", 2)
+        owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)
+        bias = shapes.get(f"{path}.bias")
         is_linear = len(tensor.shape) == 2
         part: Any = torch.nn.Module()
         if is_linear:
             outputs, inputs = tensor.shape
-            part = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+            part = torch.nn.Linear(inputs, outputs, bias=bias is not None, device="meta", dtype=dtype)
         else:
             part.weight = torch.nn.Parameter(torch.empty(tensor.shape, device="meta", dtype=dtype))
+            if bias is not None:
+                part.bias = torch.nn.Parameter(torch.empty(bias, device="meta", dtype=dtype))
         setattr(owner, name, part)
         if isinstance(getattr(owner, tensor.fused), torch.nn.Linear | torch.nn.Conv1d):
             delattr(owner, tensor.fused)
             names = model.fused[tensor.fused]
             joined: Any = torch.nn.Module()
             joined.forward = partial(_join_outputs, owner, names)
-            joined = joined if is_linear else JoinedConvolution(owner, names)
+            joined = joined if is_linear else parameters.JoinedConvolution(owner, names)
             setattr(owner, tensor.fused, joined)
 
 

@@ -215,7 +215,7 @@ class Model:
     @cached_property
     def fewest_heads(self) -> int:
         """The number of heads of the layers that have the fewest heads."""
-        return min(mixer.heads for mixer in self.mixers)
+        return min(mixer.heads for mixer in self.mixers if mixer.heads)
 
     @cached_property
     def query_key_size(self) -> int:

@@ -22,6 +22,7 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
     states are the same for all heads of a group. A convolution over the last `kernel` tokens computes the values `x`,
     `b` and `c` from what is projected. `z` are the gates of the output, and `dt` the time steps of the states.
 
+    - `chunk`: the number of tokens that a scan computes at once.
     - `conv_bias`: whether the convolution has a bias.
     - `bias`: whether the projections have biases.
     """
@@ -31,10 +32,12 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
     groups: int
     state: int
     kernel: int
+    chunk: int
     conv_bias: bool = True
     bias: bool = False
     module: ClassVar[str] = "mamba"
     by_head: ClassVar[tuple[str, ...]] = ("dt_bias", "A_log", "D")
+    norm_by_head: ClassVar[bool] = True
     counts: ClassVar[tuple[str, ...]] = ("num_heads", "n_groups", "intermediate_size", "conv_dim")
 
     @property
@@ -58,6 +61,38 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
     def projected(self) -> int:
         return self.mixed + 2 * self.query_width + self.mamba_heads
 
+    def count_scan_flop(self, decode: bool) -> int:
+        """Return the FLOP per token of the convolution and of the scan.
+
+        A token writes and reads the state. In a chunk, tokens also have products of c and b, and with x.
+        """
+        matrix = 4 * self.head_dim * self.state
+        chunk = 0 if decode else 2 * self.chunk * (self.state + self.head_dim)
+        return self.mamba_heads * (matrix + chunk) + 2 * self.kernel * self.mixed
+
+    def count_cached(self, tokens: float, tp: int = 1, expanded: bool = False) -> float:
+        return self.kernel * self._count_mixed(tp)
+
+    def _count_mixed(self, tp: int) -> int:
+        """Return the part of `mixed` on one of `tp` ranks, which have a copy of a group that they share."""
+        return -(-self.query_width // tp) + 2 * -(-self.groups // tp) * self.state
+
+    def count_state(self, tp: int = 1) -> int:
+        return -(-self.mamba_heads // tp) * self.head_dim * self.state
+
+    def count_saved(self) -> tuple[int, int]:
+        """Return how many elements per token are saved for a backward pass.
+
+        The result is a pair: elements that each tp rank saves, and elements that are sharded over tp: the inputs and
+        results of the convolution, of the scan and of the output's gate.
+        """
+        return 0, 2 * self.mixed + 3 * self.query_width + self.mamba_heads
+
+    def list_divided(self) -> Iterator[tuple[int, str]]:
+        """Yield the sizes that tp must divide, with their names."""
+        yield self.groups, GROUPS
+        yield self.mamba_heads, "Mamba-2 heads"
+
     def list_features(self) -> Iterator[str]:
         yield "mamba2"
         if self.bias:
@@ -66,29 +101,28 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the mixer.
 
-        A unit has what belongs to one group. The files have the projections of a hidden state as one tensor, and the
-        three parts of the convolution as another.
+        A unit has what belongs to one head, or in `b` and `c` to one group. The files have the projections of a hidden
+        state as one tensor, and the three parts of the convolution as another.
         """
         module = self.module
-        ratio = self.mamba_heads // self.groups
-        inner = self.query_width
-        key = self.key_width
-        value = ratio * self.head_dim
-        parts = {"z": (inner, value), "x": (inner, value), "b": (key, self.state), "c": (key, self.state)}
+        value = {"unit": self.head_dim}
+        key = {"unit": self.state, "shared": True}
+        sizes = {"z": self.query_width, "x": self.query_width, "b": self.key_width, "c": self.key_width}
+        options = {"z": value, "x": value, "b": key, "c": key, "dt": {}}
         start = 0
-        for name, (size, unit) in (parts | {"dt": (self.mamba_heads, ratio)}).items():
-            more: dict[str, Any] = {"unit": unit, "fused": "in_proj", "start": start}
+        for name, size in (sizes | {"dt": self.mamba_heads}).items():
+            more: dict[str, Any] = {"fused": "in_proj", "start": start} | options[name]
             yield from iterate_linear(make, f"{module}.in_proj_{name}", (size, hidden), 0, self.bias, **more)
             start += size
         start = 0
         for name in "xbc":
-            size, unit = parts[name]
-            more = {"unit": unit, "fused": CONVOLUTION, "start": start}
+            size = sizes[name]
+            more = {"fused": CONVOLUTION, "start": start} | options[name]
             yield make(f"{module}.conv_{name}.weight", (size, 1, self.kernel), 0, **more)
             if self.conv_bias:
                 yield make(f"{module}.conv_{name}.bias", (size,), 0, **more)
             start += size
         for name in self.by_head:
-            yield make(f"{module}.{name}", (self.mamba_heads,), 0, unit=ratio)
-        yield make(f"{module}.norm.weight", (inner,), 0, unit=value)
-        yield from iterate_linear(make, f"{module}.{self.output}", (hidden, inner), 1, self.bias, unit=value)
+            yield make(f"{module}.{name}", (self.mamba_heads,), 0)
+        yield make(f"{module}.{self.norm}.weight", (self.query_width,), 0, **value)
+        yield from iterate_linear(make, f"{module}.{self.output}", (hidden, self.query_width), 1, self.bias, **value)

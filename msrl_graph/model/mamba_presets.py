@@ -5,6 +5,8 @@ The invariant of presets.py holds for them, too.
 
 from __future__ import annotations
 
+from typing import Any
+
 # Patterns of layers: Mamba-2 (M), attention (*), MLPs (-), experts (E).
 _PATTERNS = {
     "8b": "M-M-M-M*" + 3 * "-M-M-M-M-M*" + "-M-M-M-M-M-",
@@ -42,7 +44,7 @@ _TYPES_350M = [*10 * ["mamba"], "attention", "mamba", "mamba", "attention", *3 *
 _TYPES_350M += [*9 * ["mamba"], "attention", *4 * ["mamba"]]
 
 
-def _nemotron(pattern: str, hidden: int, heads: int, intermediate: int, more: dict[str, object]) -> dict[str, object]:
+def _nemotron(pattern: str, hidden: int, heads: int, intermediate: int, more: dict[str, Any]) -> dict[str, object]:
     return {
         "architectures": ["NemotronHForCausalLM"],
         "hidden_size": hidden,
@@ -63,7 +65,7 @@ def _granite(
     heads: tuple[int, int],
     intermediate: int,
     logits_scale: float,
-    base: dict[str, object],
+    base: dict[str, Any],
     **more: object,
 ) -> dict[str, object]:
     return {

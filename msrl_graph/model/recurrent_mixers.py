@@ -25,7 +25,7 @@ class RecurrentMixer(msgspec.Struct, frozen=True):
     - `module`: the name of the mixer's module in a layer of transformers.
     - `output`: the name of the projection that writes hidden states.
     - `by_head`: the names of parameters that have an element for each value head, and are no module's weight.
-    - `norm`: the name of the norm that all heads share.
+    - `norm`: the name of the norm of the output. All heads share its weight, unless it is `norm_by_head`.
     - `counts`: the attributes of the module that count heads, or elements of heads.
     """
 
@@ -33,6 +33,7 @@ class RecurrentMixer(msgspec.Struct, frozen=True):
     output: ClassVar[str] = "out_proj"
     by_head: ClassVar[tuple[str, ...]]
     norm: ClassVar[str] = "norm"
+    norm_by_head: ClassVar[bool] = False
     counts: ClassVar[tuple[str, ...]]
 
     @property

@@ -103,7 +103,7 @@ def test_what_divides_mamba() -> None:
     key = 8 * 128
     starts = {"z": 0, "x": inner, "b": 2 * inner, "c": 2 * inner + key, "dt": 2 * inner + 2 * key}
     sizes = {"z": inner, "x": inner, "b": key, "c": key, "dt": 128}
-    units = {"z": 16 * 64, "x": 16 * 64, "b": 128, "c": 128, "dt": 16}
+    units = {"z": 64, "x": 64, "b": 128, "c": 128, "dt": 1}
     for part, start in starts.items():
         tensor = tensors[f"mamba.in_proj_{part}.weight"]
         assert (tensor.shape, tensor.start, tensor.unit) == ((sizes[part], 4096), start, units[part])
@@ -113,7 +113,7 @@ def test_what_divides_mamba() -> None:
             tensor = tensors[f"mamba.conv_{part}.{kind}"]
             assert (tensor.shape, tensor.start, tensor.tp_dim) == (shape, starts[part] - inner, 0)
             assert tensor.name_in_files == f"backbone.layers.0.mixer.conv1d.{kind}"
-    assert tensors["mamba.norm.weight"].unit == 16 * 64 and tensors["mamba.out_proj.weight"].tp_dim == 1
+    assert tensors["mamba.norm.weight"].unit == 64 and tensors["mamba.out_proj.weight"].tp_dim == 1
     assert {tensors[f"mamba.{name}"].shape for name in ("A_log", "D", "dt_bias")} == {(128,)}
 
 

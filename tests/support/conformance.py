@@ -20,6 +20,7 @@ from types import FunctionType, MethodType
 import dense_families
 import engines
 import hybrid_families
+import mamba_families
 import mixture
 import mixture_families
 import numpy as np
@@ -31,7 +32,7 @@ from torch.nn.utils import parametrize
 
 from msrl_graph import noise
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import ENGINES, hf_modules
+from msrl_graph.backends import ENGINES, hf_modules, hf_names
 from msrl_graph.backends.engine_protocols import (
     ForwardRequest,
     GenerateRequest,
@@ -63,6 +64,7 @@ WRITTEN = {
     **dense_families.WRITTEN,
     **mixture_families.WRITTEN,
     **hybrid_families.WRITTEN,
+    **mamba_families.WRITTEN,
 }
 FAMILIES = [name for name in WRITTEN if " " not in name]  # one model of each
 LAYOUTS = {
@@ -160,6 +162,7 @@ class Reference:
 
     def __init__(self, folder, frozen=(), adapter=None):
         self.net = read_by_transformers(folder)
+        hf_names.unify_names(self.net)
         self.model = model = load(folder, frozen, adapter)
         trained = {tensor.name for tensor in model.trained}
         for name, value in self.net.named_parameters():

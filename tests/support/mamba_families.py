@@ -7,8 +7,8 @@ from mixture import saved
 
 # Two heads in each of two groups. A chunk is shorter than most rows.
 MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 4}
-# Transformers draws time steps between these bounds, and cuts smaller ones off where it computes whole sequences.
-MAMBA |= {"time_step_min": 0.01, "time_step_max": 0.5}
+# Transformers replaces time steps below the first bound, but only where it computes several tokens at once.
+MAMBA |= {"time_step_min": 1e-9, "time_step_max": 0.5}
 NEMOTRON = ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
 ROUTED |= {"moe_shared_expert_intermediate_size": 48}

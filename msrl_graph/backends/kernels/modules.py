@@ -12,6 +12,8 @@ from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from ...model.layers import GroupedQueryAttention, MultiHeadLatentAttention
+from .. import hf_modules
 from . import Kernels, RmsNorm, Rotary, Summed, SwiGlu
 
 if TYPE_CHECKING:
@@ -33,9 +35,11 @@ def install(module: Any, model: Model, kernels: Kernels) -> None:
         if kernels.swiglu is not None and hasattr(part, "gate_proj") and is_silu(getattr(part, "act_fn", None)):
             part.forward = partial(_apply_feed_forward, part, kernels.swiglu)
     if kernels.rotary is not None and not {"rope_partial", "rope_interleaved"} & {*model.features}:
-        for layer in module.model.layers:
-            if hasattr(layer, "self_attn"):
-                layer.self_attn.forward = _bind_rotary(layer.self_attn, kernels.rotary)
+        for mixer, part in hf_modules.list_mixers(module, model):
+            if isinstance(mixer, MultiHeadLatentAttention) or (
+                isinstance(mixer, GroupedQueryAttention) and not mixer.no_rope
+            ):
+                part.forward = _bind_rotary(part, kernels.rotary)
 
 
 def _has_gate(norm: Any) -> bool:

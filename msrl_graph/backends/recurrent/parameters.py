@@ -16,17 +16,34 @@ class JoinedConvolution:
     It takes the place of transformers' module, of which only the weight and the bias are read.
     """
 
-    bias = None
-
     def __init__(self, mixer: Any, names: Sequence[str]) -> None:
         self._mixer = mixer
         self._names = names
 
     @property
     def weight(self) -> Any:
+        return self._join("weight")
+
+    @property
+    def bias(self) -> Any:
+        return self._join("bias") if hasattr(getattr(self._mixer, self._names[0]), "bias") else None
+
+    def _join(self, parameter: str) -> Any:
         import torch
 
-        return torch.cat([_read_locally(getattr(self._mixer, name), "weight") for name in self._names])
+        return torch.cat([_read_locally(getattr(self._mixer, name), parameter) for name in self._names])
+
+
+def prepare(mixer: Any) -> None:
+    """Make a mixer of transformers compute the same in training and in generation.
+
+    - In training, kernels could compute a whole mixer at once, without the modules of its projections.
+    - For Nemotron-H, transformers replaces time steps below `time_step_min`, but only where it computes several tokens
+      at once. Neither the kernels with which the models were trained nor other engines do.
+    """
+    mixer.eval()
+    if hasattr(mixer, "time_step_limit"):
+        mixer.time_step_limit = (0.0, float("inf"))
 
 
 def make_local(mixer: Any, names: Sequence[str]) -> None:

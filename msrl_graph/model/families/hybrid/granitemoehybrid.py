@@ -6,7 +6,7 @@ An MLP that all tokens share stands next to the experts. The four constants of G
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -42,7 +42,10 @@ class GraniteMoeHybridConfig(ScaledConfig, frozen=True, kw_only=True):
     @classmethod
     def complete(cls, config: Config) -> Config:
         kinds = config.get("layer_types") or config.get("layers_block_type")
-        return {**config, "layer_types": rename_kinds(kinds)} if isinstance(kinds, list) else config
+        more: dict[str, Any] = {"layer_types": rename_kinds(kinds)} if isinstance(kinds, list) else {}
+        if config.get("time_step_limit") in UNLIMITED:  # transformers cannot read what it writes
+            more["time_step_limit"] = None
+        return {**config, **more}
 
     @property
     def kinds(self) -> list[str]:
@@ -78,7 +81,7 @@ class GraniteMoeHybridConfig(ScaledConfig, frozen=True, kw_only=True):
             sized = f"{heads:,} Mamba-2 heads" if size == AUTO else f"{heads:,} Mamba-2 heads of {size:,} elements"
             yield ConfigError(f"has {sized}, which do not make {self.mamba_expand:,} x {self.hidden_size:,} elements")
         yield from check_mamba_heads(heads, self.mamba_n_groups)
-        if self.time_step_limit not in (UNSET, *UNLIMITED):
+        if self.time_step_limit is not UNSET:
             message = f"has {format_value(self.time_step_limit)} for `time_step_limit`: only no limit is supported yet"
             yield ConfigError(message, "limits of the time steps of Mamba-2 layers")
 
@@ -93,6 +96,7 @@ def _layers(config: GraniteMoeHybridConfig) -> Iterator[Layer]:
         config.mamba_n_groups,
         config.mamba_d_state,
         config.mamba_d_conv,
+        config.mamba_chunk_size,
         config.mamba_conv_bias,
         config.mamba_proj_bias,
     )

@@ -33,6 +33,12 @@ from ..family import Family
 MLP = "mlp"
 EXPERTS = "moe"
 LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of a published pattern of layers
+EXPERT_SIZES = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 NORM = LayerNorms(before=("norm",))
 
 
@@ -54,10 +60,11 @@ class NemotronHConfig(ModelConfig, frozen=True, kw_only=True):
     mlp_hidden_act: Act = "relu2"
     mamba_hidden_act: Act = "silu"
     layer_norm_epsilon: Above = 1e-5
-    n_routed_experts: Size | UnsetType = UNSET
-    num_experts_per_tok: Size | UnsetType = UNSET
-    moe_intermediate_size: Size | UnsetType = UNSET
-    moe_shared_expert_intermediate_size: Size | UnsetType = UNSET
+    # Of experts, if there are any.
+    n_routed_experts: Count = 0
+    num_experts_per_tok: Count = 0
+    moe_intermediate_size: Count = 0
+    moe_shared_expert_intermediate_size: Count = 0
     moe_latent_size: Size | UnsetType = UNSET
     n_group: Size = 1
     topk_group: Size = 1
@@ -101,9 +108,7 @@ class NemotronHConfig(ModelConfig, frozen=True, kw_only=True):
         if self.mlp_bias:
             message = "has true for `mlp_bias`: next to experts, only MLPs without biases are supported yet"
             yield ConfigError(message, "biases of shared experts")
-        needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-        missing = [name for name in (*needed, "moe_shared_expert_intermediate_size") if getattr(self, name) is UNSET]
-        if missing:
+        if missing := [name for name in EXPERT_SIZES if not getattr(self, name)]:
             yield ConfigError(f"has layers of experts, but no `{missing[0]}`")
         else:
             yield from check_groups(self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok)
@@ -112,14 +117,14 @@ class NemotronHConfig(ModelConfig, frozen=True, kw_only=True):
 def _layers(config: NemotronHConfig) -> Iterator[Layer]:
     heads = (config.num_attention_heads, config.kv_heads, config.head_dim)
     sizes = (config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size)
-    mamba = Mamba2(*sizes, config.conv_kernel, config.use_conv_bias, config.use_bias)
+    mamba = Mamba2(*sizes, config.conv_kernel, config.chunk_size, config.use_conv_bias, config.use_bias)
     dense = DenseMlp(config.intermediate_size, config.mlp_bias, ungated=True)
     of_kind: dict[str, tuple[Mixer, Mlp]] = {
         MAMBA: (mamba, NoMlp()),
         ATTENTION: (GroupedQueryAttention(*heads, no_rope=True), NoMlp()),
         MLP: (NoMixer(), dense),
     }
-    if EXPERTS in config.layers_block_type:
+    if config.n_routed_experts:
         routed = (config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size)
         shared = config.moe_shared_expert_intermediate_size
         of_kind[EXPERTS] = (NoMixer(), ExpertMlp(*routed, shared, "grouped_sigmoid", ungated=True))
