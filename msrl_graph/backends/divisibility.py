@@ -102,7 +102,10 @@ def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
 
 
 def _is_replicated(name: str, size: int, tp: int) -> bool:
-    """Return whether ranks can have copies of what tp cannot divide: key-value heads, or the only group of Mamba-2."""
+    """Return whether ranks can have copies of what tp cannot divide.
+
+    These are key-value heads, and a single group of Mamba-2 heads.
+    """
     return tp % size == 0 if name == KV_HEADS else name == GROUPS and size == 1
 
 

@@ -66,7 +66,10 @@ def build_empty_model(model: Model) -> Any:
 
 
 def list_mixers(module: Any, model: Model) -> Iterator[tuple[AttentionMixer | RecurrentMixer, Any]]:
-    """Yield the mixer of each layer of a transformers model that has one, with its module."""
+    """Yield the mixer of each layer of a transformers model, with its module.
+
+    Layers without a mixer are left out.
+    """
     for kind, layer in zip(model.kind_of_layer, module.model.layers, strict=True):
         mixer = model.layer_kinds[kind].mixer
         if not isinstance(mixer, NoMixer):
@@ -81,7 +84,10 @@ def list_recurrent(module: Any, model: Model) -> Iterator[tuple[RecurrentMixer, 
 
 
 def list_shared_mlps(module: Any) -> Iterator[Any]:
-    """Yield the part of each layer's MLP that all tokens pass: of experts, the shared ones."""
+    """Yield the part of each layer's MLP that all tokens pass.
+
+    Of experts, these are the shared ones.
+    """
     for layer in module.model.layers:
         if (mlp := getattr(layer, "mlp", None)) is not None:
             yield getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", mlp))

@@ -110,7 +110,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def complete(cls, config: Config) -> Config:
-        """Return a config.json with the fields of this class, where published files have others instead."""
+        """Return a config.json with the fields of this class.
+
+        Published files may have others instead.
+        """
         return config
 
     @property

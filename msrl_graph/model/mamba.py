@@ -74,7 +74,10 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
         return self.kernel * self._count_mixed(tp)
 
     def _count_mixed(self, tp: int) -> int:
-        """Return the part of `mixed` on one of `tp` ranks, which have a copy of a group that they share."""
+        """Return the part of `mixed` on one of `tp` ranks.
+
+        Ranks that share a group have copies of it.
+        """
         return -(-self.query_width // tp) + 2 * -(-self.groups // tp) * self.state
 
     def count_state(self, tp: int = 1) -> int:

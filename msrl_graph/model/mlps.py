@@ -48,12 +48,12 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
 
     @property
     def projected(self) -> int:
-        """The number of outputs of the projections of a hidden state, and of inputs of the projection to one."""
+        """The widths of all projections together."""
         return self.projections * self.width
 
     @property
     def kept(self) -> int:
-        """How many tensors of the intermediate size are saved for a backward pass.
+        """How many tensors of the intermediate size a backward pass needs.
 
         With a gate, these are the results of gate and up, of the activation, and of the product. Without a gate, they
         are two results of the activation.
@@ -62,7 +62,7 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
 
     @property
     def concatenates(self) -> bool:
-        """Whether outputs of gate and up are concatenated, as those of one projection would be."""
+        """Whether engines concatenate the outputs of gate and up."""
         return self.fused or self.linear
 
     def count_saved(self, hidden: int, etp: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
     @property
     def projected(self) -> int:
-        """The number of outputs of the projections of a hidden state, and of inputs of the projections to one."""
+        """The widths of all projections together."""
         return self.projections * self.width
 
     @property

@@ -110,6 +110,11 @@ COVERED = {
     "scenarios/agents/test_calculator_run.py": ("runtime/agents/agent_process",),
     "scenarios/agents/test_sampled_rows.py": ("runtime/rank/agent_generation",),
     "runtime/agents/test_conversations.py": ("runtime/agents/api_types", "runtime/agents/template"),
+    "model/test_mamba.py": (
+        "model/families/hybrid/granitemoehybrid",
+        "model/families/hybrid/nemotron_h",
+        "model/mamba_presets",
+    ),
     "model/test_layers.py": ("ir/workload", "model/mixers"),
     "runtime/data/test_numerics.py": ("runtime/data/columns", "runtime/dock/readers"),
     "runtime/data/test_encoding.py": ("runtime/dock/messages", "runtime/process/task", "runtime/process/task_report"),

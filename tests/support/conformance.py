@@ -66,7 +66,8 @@ WRITTEN = {
     **hybrid_families.WRITTEN,
     **mamba_families.WRITTEN,
 }
-FAMILIES = [name for name in WRITTEN if " " not in name]  # one model of each
+# One model of each, and one with experts.
+FAMILIES = [name for name in WRITTEN if name.endswith(" with experts") or " " not in name]
 LAYOUTS = {
     "one rank": Layout(),
     "tp 2": Layout(tp=2),

@@ -1,4 +1,7 @@
-"""Four constants of Granite's configs that scale embedding, attention scores, residual branches and logits."""
+"""Four constants of Granite's configs.
+
+They scale the embedding, attention scores, residual branches and logits.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Granite 4 (https://huggingface.co/ibm-granite), with Mamba-2 layers or without, with experts or without.
+"""Granite 4 (https://huggingface.co/ibm-granite).
 
-An MLP that all tokens share stands next to the experts. The four constants of Granite 3 scale these models, too.
+Models have Mamba-2 layers or only attention, and experts or only dense MLPs. An MLP that all tokens share stands next
+to the experts. The four constants of Granite 3 scale these models, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444) and Nemotron 3 Nano (arXiv:2512.20848).
+"""Nemotron-H (arXiv:2504.03624), and models of this architecture.
 
+These are Nemotron Nano 2 (arXiv:2508.14444) and Nemotron 3 Nano (arXiv:2512.20848).
 Each layer is a Mamba-2 mixer, attention without rotary positions, an MLP or experts. The layers for multi-token
 prediction are left out.
 """
