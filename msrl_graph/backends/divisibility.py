@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
 from ..model.architecture import Model
-from ..model.layers import GROUPS, KV_HEADS
+from ..model.layers import KV_HEADS
 from ..sharding.layout import Layout
 from .spec import EngineSpec
 
@@ -86,7 +86,7 @@ def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
             (size, name)
             for part in (*model.mixers, *model.mlps)
             for size, name in part.list_divided()
-            if not (spec.sharding.replicates_kv_heads and _is_replicated(name, size, tp))
+            if not (name == KV_HEADS and spec.sharding.replicates_kv_heads and tp % size == 0)
         )
     )
     if spec.sharding.vocabulary_multiple == 1:
@@ -99,14 +99,6 @@ def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
         for size, name in sizes
         if size % tp
     ]
-
-
-def _is_replicated(name: str, size: int, tp: int) -> bool:
-    """Return whether ranks can have copies of what tp cannot divide.
-
-    These are key-value heads, and a single group of Mamba-2 heads.
-    """
-    return tp % size == 0 if name == KV_HEADS else name == GROUPS and size == 1
 
 
 def _join_with_or(words: list[str]) -> str:

@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
 # Weights that all tp ranks have, and that each rank applies to its own heads: a rank's gradient is a partial sum.
-NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
+PARTLY_APPLIED = (
+    *("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight"),
+    *("conv_b.weight", "conv_b.bias", "conv_c.weight", "conv_c.bias"),
+)
 # Linear layers of attention and feed-forward that tp shards by columns, and by rows.
 COLUMNS = (
     *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
@@ -192,7 +195,7 @@ class FsdpEngine:
             del gradient
             if self.divided and tensor.experts:  # FSDP2 averaged the gradient over the copies of the experts
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
-            if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
+            if self.layout.tp > 1 and tensor.tp_dim < 0 and tensor.name.endswith(PARTLY_APPLIED):
                 torch.distributed.all_reduce(gradients[-1], group=self._tp)
         return self._optimizer.step(gradients, request)
 
@@ -252,8 +255,9 @@ def _divide_tensors(module: Any, model: Model, mesh: DeviceMesh, summed: Summed 
 
     _distinguish_masks()
     mixers = [*hf_modules.list_mixers(module, model)]
+    copied = {name for mixer, _ in mixers if isinstance(mixer, RecurrentMixer) for name in mixer.copied}
     for part in (*(part for _, part in mixers), *hf_modules.list_shared_mlps(module)):
-        names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
+        names = [name for name, child in part.named_children() if name in COLUMNS + ROWS and name not in copied]
         if summed is not None:
             for name in [linear for linear in names if linear in ROWS]:
                 divide_rows(getattr(part, name), mesh, summed)
@@ -266,7 +270,10 @@ def _divide_tensors(module: Any, model: Model, mesh: DeviceMesh, summed: Summed 
     for mixer, module_of_mixer in mixers:
         if isinstance(mixer, RecurrentMixer):
             for name, part in module_of_mixer.named_children():
-                if name.startswith("conv"):
+                if name in mixer.copied:
+                    if name.startswith("in_proj"):
+                        _sum_gradients(part, mesh)
+                elif name.startswith("conv"):
                     _divide_heads(part, [leaf for leaf, _ in part.named_parameters()], mesh)
             _divide_heads(module_of_mixer, mixer.by_head, mesh)
             parameters.make_local(module_of_mixer, mixer.by_head)
@@ -276,8 +283,8 @@ def _divide_tensors(module: Any, model: Model, mesh: DeviceMesh, summed: Summed 
                 parameters.make_local(norm, ["weight"])
         if hasattr(module_of_mixer, "sinks"):
             _divide_heads(module_of_mixer, ["sinks"], mesh)
-        if hasattr(module_of_mixer, "kv_a_proj_with_mqa"):
-            _sum_rotary_key_gradients(module_of_mixer, mesh)
+        if hasattr(module_of_mixer, "kv_a_proj_with_mqa"):  # all heads share the rotary key
+            _sum_gradients(module_of_mixer.kv_a_proj_with_mqa, mesh, module_of_mixer.kv_lora_rank)
     ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     if not model.scores:  # one number per token: each rank computes it
         ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
@@ -313,21 +320,20 @@ def _distinguish_masks() -> None:
     mask.__hash__ = lambda one: hash(identify(one))
 
 
-def _sum_rotary_key_gradients(attention: Any, mesh: DeviceMesh) -> None:
-    """Sum the gradient of latent attention's rotary key over tp.
+def _sum_gradients(projection: Any, mesh: DeviceMesh, start: int = 0) -> None:
+    """Sum gradients of a projection's outputs over tp, of those from `start` on.
 
-    All heads share the rotary key, but each tp rank has only some of the heads, so each rank computes only a part of
-    the gradient.
+    All heads share these outputs, but each tp rank has only some of the heads, so each rank computes only a part of the
+    gradient.
     """
     import torch
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    def sum_key_gradient(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        latent, key = torch.split(output, [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
-        key = DTensor.from_local(key, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        return torch.cat([latent, key], dim=-1)
+    def sum_gradient(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        shared = DTensor.from_local(output[..., start:], mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        return torch.cat([output[..., :start], shared], dim=-1) if start else shared
 
-    attention.kv_a_proj_with_mqa.register_forward_hook(sum_key_gradient)
+    projection.register_forward_hook(sum_gradient)
 
 
 def _outputs(module: Any, tree: prefix_tree.Tree, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:

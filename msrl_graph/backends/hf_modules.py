@@ -108,15 +108,14 @@ def _split_fused(module: Any, model: Model) -> None:
             continue
         owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)
-        bias = shapes.get(f"{path}.bias")
         is_linear = len(tensor.shape) == 2
         part: Any = torch.nn.Module()
         if is_linear:
             outputs, inputs = tensor.shape
-            part = torch.nn.Linear(inputs, outputs, bias=bias is not None, device="meta", dtype=dtype)
+            part = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
         else:
             part.weight = torch.nn.Parameter(torch.empty(tensor.shape, device="meta", dtype=dtype))
-            if bias is not None:
+            if (bias := shapes.get(f"{path}.bias")) is not None:
                 part.bias = torch.nn.Parameter(torch.empty(bias, device="meta", dtype=dtype))
         setattr(owner, name, part)
         if isinstance(getattr(owner, tensor.fused), torch.nn.Linear | torch.nn.Conv1d):
@@ -142,7 +141,7 @@ def count_local_heads(module: Any, model: Model, tp: int) -> None:
     """
     for mixer, part in list_recurrent(module, model):
         for name in mixer.counts:
-            setattr(part, name, getattr(part, name) // tp)
+            setattr(part, name, mixer.divide_count(name, getattr(part, name), tp))
     for layer in module.model.layers if "qkv_proj" in model.fused else ():
         attention = layer.self_attn
         attention.config = copy(attention.config)

@@ -1,13 +1,16 @@
 """Norms of all heads together, whose heads tensor parallelism shards.
 
-Invariant: the result is that of the norm on one rank, up to rounding. Each rank has the whole weight of the norm, and
-uses the part of its own heads. So a rank's gradient of the weight is a partial sum.
+Invariant: the result is that of the norm on one rank, up to rounding. In attention, each rank has the whole weight of
+the norm, and uses the part of its own heads. So a rank's gradient of the weight is a partial sum.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+from ..model.layers import Mamba2
+from . import hf_modules
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 def install(module: Any, model: Model, group: Any) -> None:
     """Make the joint norms of a transformers model sum over the ranks of `group`."""
+    for mixer, part in hf_modules.list_recurrent(module, model):
+        if isinstance(mixer, Mamba2) and mixer.shares_group:
+            part.norm.forward = partial(_apply_gated_norm, part.norm, group)
     if "joint_norms" not in model.features:
         return
     for layer in module.model.layers:
@@ -35,6 +41,20 @@ def _apply_norm(norm: Any, group: Any, states: torch.Tensor) -> torch.Tensor:
     weight = norm.weight[group.rank() * size : (group.rank() + 1) * size]
     output: torch.Tensor = weight * (wide * (square + norm.variance_epsilon).rsqrt())
     return output.to(states.dtype)
+
+
+def _apply_gated_norm(norm: Any, group: Any, states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiply the outputs of this rank's heads by gates, and normalize them.
+
+    The weight is that of this rank's heads.
+    """
+    import torch
+
+    gated = states.float() * torch.nn.functional.silu(gate.float())
+    size = gated.shape[-1] * group.size()
+    square = _make_sum()(gated.square().sum(-1, keepdim=True), group) / size
+    output: torch.Tensor = norm.weight * (gated * (square + norm.variance_epsilon).rsqrt()).to(states.dtype)
+    return output
 
 
 @cache

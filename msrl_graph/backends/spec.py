@@ -161,8 +161,7 @@ class WeightSharding:
     - `divided_from`: the lowest ZeRO stage that keeps weights sharded over dp between passes (4: no stage).
     - `vocabulary_multiple`: each rank's part of the vocabulary is padded to a multiple of this number (1: no padding).
       With `pads_whole`, the whole vocabulary is padded to such a multiple instead.
-    - `replicates_kv_heads`: whether tp may be larger than the number of key-value heads, and than one group of Mamba-2
-      heads.
+    - `replicates_kv_heads`: whether tp may be larger than the number of key-value heads.
     - `spread`: the rule by which experts, or shards of experts, are placed on ranks.
     - `packs_experts`: whether `Generator.filled` converts the new weights of experts in place to another format.
     """

@@ -30,7 +30,6 @@ FEATURES = {
     "gated_shared_experts": "shared experts with a gate",
     "ungated_mlp": "MLPs without gates",
     "mamba2": "Mamba-2 layers",
-    "mamba_bias": "biases of the projections of Mamba-2 layers",
     "single_layers": "layers of only a mixer or only an MLP",
     "mixed_layers": "layers of several kinds in turn",  # other than some without experts before the others
     "post_norms": "norms of outputs instead of inputs",

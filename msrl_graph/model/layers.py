@@ -13,14 +13,13 @@ from itertools import groupby
 import msgspec
 
 from ..sharding.tensors import Tensor
-from .mamba import GROUPS, Mamba2
+from .mamba import Mamba2
 from .mixers import KV_HEADS, AttentionMixer, GroupedQueryAttention, Mixer, MultiHeadLatentAttention, NoMixer
 from .mlps import ClampedExpertMlp, DenseMlp, ExpertMlp, MakeTensor, Mlp, NoMlp, iterate_linear
 from .recurrent_mixers import GatedDeltaNet, RecurrentMixer
 
 __all__ = [
     "BEFORE",
-    "GROUPS",
     "KV_HEADS",
     "AttentionMixer",
     "ClampedExpertMlp",

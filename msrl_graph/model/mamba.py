@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ..sharding.tensors import Tensor
-from .mlps import MakeTensor, iterate_linear
+from .mlps import MakeTensor
 from .recurrent_mixers import CONVOLUTION, RecurrentMixer
-
-GROUPS = "groups of Mamba-2 heads"
 
 
 class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
@@ -24,7 +22,6 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
 
     - `chunk`: the number of tokens that a scan computes at once.
     - `conv_bias`: whether the convolution has a bias.
-    - `bias`: whether the projections have biases.
     """
 
     mamba_heads: int
@@ -34,7 +31,6 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
     kernel: int
     chunk: int
     conv_bias: bool = True
-    bias: bool = False
     module: ClassVar[str] = "mamba"
     by_head: ClassVar[tuple[str, ...]] = ("dt_bias", "A_log", "D")
     norm_by_head: ClassVar[bool] = True
@@ -42,7 +38,23 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
 
     @property
     def heads(self) -> int:
-        return self.groups
+        return self.mamba_heads if self.shares_group else self.groups
+
+    @property
+    def shares_group(self) -> bool:
+        """Whether all heads have the same group, of which each tp rank has a copy.
+
+        The norm of the output is then one of all heads together.
+        """
+        return self.groups == 1
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        return ("in_proj_b", "in_proj_c", "conv_b", "conv_c") if self.shares_group else ()
+
+    def divide_count(self, name: str, number: int, tp: int) -> int:
+        of_groups = {"n_groups": -(-self.groups // tp), "conv_dim": self._count_mixed(tp)}
+        return of_groups[name] if name in of_groups else number // tp
 
     @property
     def query_width(self) -> int:
@@ -76,7 +88,7 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
     def _count_mixed(self, tp: int) -> int:
         """Return the part of `mixed` on one of `tp` ranks.
 
-        Ranks that share a group have copies of it.
+        Ranks that share a group have it whole.
         """
         return -(-self.query_width // tp) + 2 * -(-self.groups // tp) * self.state
 
@@ -93,13 +105,12 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
 
     def list_divided(self) -> Iterator[tuple[int, str]]:
         """Yield the sizes that tp must divide, with their names."""
-        yield self.groups, GROUPS
+        if not self.shares_group:
+            yield self.groups, "groups of Mamba-2 heads"
         yield self.mamba_heads, "Mamba-2 heads"
 
     def list_features(self) -> Iterator[str]:
         yield "mamba2"
-        if self.bias:
-            yield "mamba_bias"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the mixer.
@@ -109,23 +120,26 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
         """
         module = self.module
         value = {"unit": self.head_dim}
-        key = {"unit": self.state, "shared": True}
+        key = {"unit": self.state}
+        dims = {"b": -1, "c": -1} if self.shares_group else {}
         sizes = {"z": self.query_width, "x": self.query_width, "b": self.key_width, "c": self.key_width}
         options = {"z": value, "x": value, "b": key, "c": key, "dt": {}}
         start = 0
         for name, size in (sizes | {"dt": self.mamba_heads}).items():
             more: dict[str, Any] = {"fused": "in_proj", "start": start} | options[name]
-            yield from iterate_linear(make, f"{module}.in_proj_{name}", (size, hidden), 0, self.bias, **more)
+            dim = dims.get(name, 0)
+            yield make(f"{module}.in_proj_{name}.weight", (size, hidden), dim, **more)
             start += size
         start = 0
         for name in "xbc":
             size = sizes[name]
             more = {"fused": CONVOLUTION, "start": start} | options[name]
-            yield make(f"{module}.conv_{name}.weight", (size, 1, self.kernel), 0, **more)
+            dim = dims.get(name, 0)
+            yield make(f"{module}.conv_{name}.weight", (size, 1, self.kernel), dim, **more)
             if self.conv_bias:
-                yield make(f"{module}.conv_{name}.bias", (size,), 0, **more)
+                yield make(f"{module}.conv_{name}.bias", (size,), dim, **more)
             start += size
         for name in self.by_head:
             yield make(f"{module}.{name}", (self.mamba_heads,), 0)
         yield make(f"{module}.{self.norm}.weight", (self.query_width,), 0, **value)
-        yield from iterate_linear(make, f"{module}.{self.output}", (hidden, self.query_width), 1, self.bias, **value)
+        yield make(f"{module}.{self.output}.weight", (hidden, self.query_width), 1, **value)

@@ -37,6 +37,15 @@ class RecurrentMixer(msgspec.Struct, frozen=True):
     counts: ClassVar[tuple[str, ...]]
 
     @property
+    def copied(self) -> tuple[str, ...]:
+        """The names of modules that each tp rank has whole, and applies to its own heads."""
+        return ()
+
+    def divide_count(self, name: str, number: int, tp: int) -> int:
+        """Return one of `counts` on one of `tp` ranks. The module has `number`."""
+        return number // tp
+
+    @property
     def heads(self) -> int:
         """The largest number of ranks that can shard the mixer."""
         raise NotImplementedError

@@ -36,10 +36,12 @@ def granite4(folder, **changes):
 
 WRITTEN = {
     "nemotron_h": nemotron_h,
+    "nemotron_h with biases": partial(nemotron_h, mlp_bias=True),
     "nemotron_h with experts": partial(
         nemotron_h, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], **ROUTED
     ),
     "granitemoehybrid": granite4,
+    "granitemoehybrid with one group": partial(granite4, mamba_n_groups=1, mamba_conv_bias=False),
     "granitemoehybrid with experts": partial(granite4, **EXPERTS),
     "granitemoehybrid without Mamba-2": partial(
         granite4, layer_types=3 * ["full_attention"], position_embedding_type="rope", **EXPERTS

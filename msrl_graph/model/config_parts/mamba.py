@@ -27,6 +27,14 @@ def check_kinds(field: str, kinds: Sequence[str], layers: int, known: Collection
         yield ConfigError(message, f"layers of `{other[0]}`")
 
 
-def check_mamba_heads(heads: int, groups: int) -> Iterator[ConfigError]:
+def check_mamba(heads: int, groups: int, bias_field: str, bias: bool) -> Iterator[ConfigError]:
+    """Report Mamba-2 layers that no engine could compute.
+
+    `bias` says whether projections have biases, in the field `bias_field`. With them, transformers lets padding change
+    the first tokens of a row.
+    """
     if heads % groups:
         yield ConfigError(f"has {groups:,} groups of Mamba-2 heads, which do not divide its {heads:,} heads")
+    if bias:
+        message = f"has true for `{bias_field}`: Mamba-2 layers are supported only without biases of projections yet"
+        yield ConfigError(message, "biases of the projections of Mamba-2 layers")

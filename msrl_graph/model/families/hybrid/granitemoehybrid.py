@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from ...config_parts.mamba import ATTENTION, MAMBA, check_kinds, check_mamba_heads, rename_kinds
+from ...config_parts.mamba import ATTENTION, MAMBA, check_kinds, check_mamba, rename_kinds
 from ...config_parts.scales import ScaledConfig
 from ...fields import Config, ConfigError, Count, Flag, Names, Size, format_value
 from ...layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Layer, Mamba2, Mixer, Mlp, group_layers
@@ -81,7 +81,7 @@ class GraniteMoeHybridConfig(ScaledConfig, frozen=True, kw_only=True):
         if self.mamba_width % heads or size not in (AUTO, self.mamba_width // heads):
             sized = f"{heads:,} Mamba-2 heads" if size == AUTO else f"{heads:,} Mamba-2 heads of {size:,} elements"
             yield ConfigError(f"has {sized}, which do not make {self.mamba_expand:,} x {self.hidden_size:,} elements")
-        yield from check_mamba_heads(heads, self.mamba_n_groups)
+        yield from check_mamba(heads, self.mamba_n_groups, "mamba_proj_bias", self.mamba_proj_bias)
         if self.time_step_limit is not UNSET:
             message = f"has {format_value(self.time_step_limit)} for `time_step_limit`: only no limit is supported yet"
             yield ConfigError(message, "limits of the time steps of Mamba-2 layers")
@@ -99,7 +99,6 @@ def _layers(config: GraniteMoeHybridConfig) -> Iterator[Layer]:
         config.mamba_d_conv,
         config.mamba_chunk_size,
         config.mamba_conv_bias,
-        config.mamba_proj_bias,
     )
     shared = config.shared_intermediate_size
     mlp: Mlp = DenseMlp(shared, linear=True)

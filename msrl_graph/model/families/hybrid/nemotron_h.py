@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from ...config_parts.grouped_router import check_groups
-from ...config_parts.mamba import ATTENTION, MAMBA, check_kinds, check_mamba_heads, rename_kinds
+from ...config_parts.mamba import ATTENTION, MAMBA, check_kinds, check_mamba, rename_kinds
 from ...fields import Above, Act, Config, ConfigError, Count, Flag, ModelConfig, Names, Size, format_value
 from ...layers import (
     DenseMlp,
@@ -93,7 +93,7 @@ class NemotronHConfig(ModelConfig, frozen=True, kw_only=True):
     def find_errors(self) -> Iterator[ConfigError]:
         yield from super().find_errors()
         yield from check_kinds("layers_block_type", self.layers_block_type, self.num_hidden_layers, LETTERS.values())
-        yield from check_mamba_heads(self.mamba_num_heads, self.n_groups)
+        yield from check_mamba(self.mamba_num_heads, self.n_groups, "use_bias", self.use_bias)
         if self.mamba_hidden_act not in ("silu", "swish"):
             message = f"has {format_value(self.mamba_hidden_act)} for `mamba_hidden_act`: only `silu` is supported yet"
             yield ConfigError(message, f"Mamba-2 layers with the activation `{self.mamba_hidden_act}`")
@@ -118,7 +118,7 @@ class NemotronHConfig(ModelConfig, frozen=True, kw_only=True):
 def _layers(config: NemotronHConfig) -> Iterator[Layer]:
     heads = (config.num_attention_heads, config.kv_heads, config.head_dim)
     sizes = (config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size)
-    mamba = Mamba2(*sizes, config.conv_kernel, config.chunk_size, config.use_conv_bias, config.use_bias)
+    mamba = Mamba2(*sizes, config.conv_kernel, config.chunk_size, config.use_conv_bias)
     dense = DenseMlp(config.intermediate_size, config.mlp_bias, ungated=True)
     of_kind: dict[str, tuple[Mixer, Mlp]] = {
         MAMBA: (mamba, NoMlp()),
