@@ -192,7 +192,7 @@ class Sizes:
 
     @cached_property
     def embedding_gradient(self) -> int:
-        return self.table * any(kind.start < 0 for kind in self.work.model.trained_kinds)
+        return self.table * any(kind.tensor.layer < 0 for kind in self.work.model.trained_kinds)
 
     @cached_property
     def head_gradient(self) -> int:
@@ -228,15 +228,13 @@ class Sizes:
 @lru_cache(maxsize=1 << 8)
 def _select_layer(tensor_kinds: tuple[TensorKind, ...], layer: int) -> tuple[TensorKind, ...]:
     """Return the kinds of the weights of a layer."""
-    return TensorKinds(
-        kind._replace(start=layer, stop=layer + 1) for kind in tensor_kinds if kind.start <= layer < kind.stop
-    )
+    return TensorKinds(kind._replace(stretches=((layer, layer + 1),)) for kind in tensor_kinds if layer in kind.layers)
 
 
 @lru_cache(maxsize=1 << 8)
 def _select_ends(tensor_kinds: tuple[TensorKind, ...]) -> tuple[TensorKind, ...]:
     """Return the kinds of the embedding, the last norm and the head."""
-    return TensorKinds(kind for kind in tensor_kinds if not 0 <= kind.start < kind.tensor.layers)
+    return TensorKinds(kind for kind in tensor_kinds if kind.at_end)
 
 
 @lru_cache(maxsize=1 << 12)

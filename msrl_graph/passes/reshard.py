@@ -153,7 +153,7 @@ class InsertResharding(Pass):
             for tensor in {
                 movement_key(pair.tensor): pair.tensor for pair in pairs(families[way.of], source, target)
             }.values():
-                one = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),)
+                one = (TensorKind(tensor, ((tensor.layer, tensor.layer + 1),), 1),)
                 per_host = cluster.devices_per_node
                 if way.how == "all-to-all":  # in two buffers: outgoing and incoming
                     amount = 2 * count_movement(one, source, target, per_host).received

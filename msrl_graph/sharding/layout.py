@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ..diagnostics import NOWHERE, Span
@@ -164,15 +165,24 @@ class Side(DeviceRange):
 
 
 class TensorKind(NamedTuple):
-    """Tensors that differ only in name and layer.
+    """Tensors that differ only in layer, and in their names and places in files.
 
-    `tensor` is one of these tensors. `each` is the number of these tensors in every layer of [start, stop).
+    `tensor` is one of these tensors. `each` is the number of these tensors in every layer of `stretches`, which are
+    ranges [start, stop) of layers.
     """
 
     tensor: Tensor
-    start: int
-    stop: int
+    stretches: tuple[tuple[int, int], ...]
     each: int
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the tensors belong to the embedding or the head."""
+        return self.tensor.layer < 0 or self.tensor.layer >= self.tensor.layers
+
+    @property
+    def layers(self) -> Iterator[int]:
+        return chain.from_iterable(range(*stretch) for stretch in self.stretches)
 
     def count_on_stage(self, side: Side, stage: int) -> int:
         """Return how many tensors of this kind a pipeline stage holds."""
@@ -181,25 +191,26 @@ class TensorKind(NamedTuple):
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
         """Return how many of the kind's layers each stage has (embedding, head: 0 or 1)."""
         return _count_layers_by_stage(
-            self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
+            self.stretches, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
         )
 
 
 @lru_cache(maxsize=1 << 12)
 def _count_layers_by_stage(
-    start: int, stop: int, layers: int, tied: bool, chunks: tuple[int, ...], pp: int
+    stretches: tuple[tuple[int, int], ...], layers: int, tied: bool, chunks: tuple[int, ...], pp: int
 ) -> tuple[int, ...]:
+    start = stretches[0][0]
     if start < 0 or start >= layers:
         return tuple(int(stage == (0 if start < 0 else pp - 1) or (tied and stage == pp - 1)) for stage in range(pp))
     return tuple(
-        sum(max(0, min(stop, end) - max(start, begin)) for begin, end in stretches)
-        for stretches in _layers_by_stage(chunks, pp)
+        sum(max(0, min(stop, end) - max(start, begin)) for begin, end in of_stage for start, stop in stretches)
+        for of_stage in _layers_by_stage(chunks, pp)
     )
 
 
 def strip_name(tensor: Tensor) -> Tensor:
-    """Return a tensor without name and layer; it is equal for all tensors of a kind."""
-    return replace(tensor, name="", layer=0)
+    """Return a tensor without layer, names, and place in files; it is equal for all tensors of a kind."""
+    return replace(tensor, name="", file_name="", fused="", start=0, layer=0)
 
 
 class TensorKinds(tuple[TensorKind, ...]):
@@ -223,25 +234,22 @@ def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
 
 
 def _iterate_kinds(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
-    """Yield one TensorKind per range of layers with equal numbers of tensors.
+    """Yield one TensorKind for all layers with equal numbers of tensors.
 
-    `counts` has, for each layer, the number of tensors that differ from `tensor` only in name and layer. The embedding
-    and the head are separate kinds, because their pipeline stages are different.
+    `counts` has, for each layer, the number of tensors of the kind of `tensor`. The embedding and the head are separate
+    kinds, because their pipeline stages are different.
     """
-    stretch: list[int] = []
-    for layer in [*sorted(counts), None]:
-        ends = stretch and (
-            layer is None
-            or layer != stretch[-1] + 1
-            or counts[layer] != counts[stretch[0]]
-            or stretch[-1] < 0
-            or layer == tensor.layers
-        )
-        if ends:
-            yield TensorKind(replace(tensor, layer=stretch[0]), stretch[0], stretch[-1] + 1, counts[stretch[0]])
-            stretch = []
-        if layer is not None:
-            stretch.append(layer)
+    stretches: dict[tuple[int, bool], list[list[int]]] = {}  # by number and whether it is an end
+    for layer, number in sorted(counts.items()):
+        at_end = not 0 <= layer < tensor.layers
+        found = stretches.setdefault((number, at_end), [])
+        if found and found[-1][1] == layer and not at_end:
+            found[-1][1] = layer + 1
+        else:
+            found.append([layer, layer + 1])
+    for (number, at_end), ranges in stretches.items():
+        for some in [[only] for only in ranges] if at_end else [ranges]:
+            yield TensorKind(replace(tensor, layer=some[0][0]), tuple((start, stop) for start, stop in some), number)
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:

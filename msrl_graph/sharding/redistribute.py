@@ -139,11 +139,11 @@ class TensorPair(NamedTuple):
 def pairs(kinds: Iterable[TensorKind], source: Side, target: Side) -> Iterator[TensorPair]:
     """Yield a model's tensors, grouped by kind and by their stages in both shardings."""
     for kind in kinds:
-        if kind.start < 0 or kind.start >= kind.tensor.layers or source.layout.pp == target.layout.pp == 1:
-            yield TensorPair(kind.tensor, kind.each * (kind.stop - kind.start))
+        if kind.at_end or source.layout.pp == target.layout.pp == 1:
+            yield TensorPair(kind.tensor, kind.each * sum(stop - start for start, stop in kind.stretches))
             continue
         layers_by_stages: dict[tuple[int, int], list[int]] = {}
-        for layer in range(kind.start, kind.stop):
+        for layer in kind.layers:
             key = source.layout.stage_of(layer, kind.tensor.layers), target.layout.stage_of(layer, kind.tensor.layers)
             layers_by_stages.setdefault(key, []).append(layer)
         yield from (

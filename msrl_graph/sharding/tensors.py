@@ -97,9 +97,9 @@ class Tensor:
 
     @cached_property
     def stripped(self) -> Tensor:
-        """The tensor without its name and layer, which do not change boxes."""
+        """The tensor without layer, names, and place in files, which do not change boxes."""
         return (
             self
             if not (self.name or self.layer) and self.layers == 1
-            else replace(self, name="", file_name="", layer=0, layers=1)
+            else replace(self, name="", file_name="", fused="", start=0, layer=0, layers=1)
         )

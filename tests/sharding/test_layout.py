@@ -78,15 +78,23 @@ def test_kinds_count_what_ranks_hold(some: list[Tensor], side: Side) -> None:
     assert count_busiest_elements(group_by_kind(some), side) == max(sizes)
 
 
-def test_kinds_join_layers_in_a_row() -> None:
+def test_kinds_join_layers() -> None:
     some = [Tensor(f"{i}.{n}", (2, 3), 0, layer=i, layers=4) for i in (0, 1, 3) for n in "ab"] + [
         Tensor("e", (2, 3), 0, layer=-1, layers=4)
     ]
-    assert [(k.tensor.name, k.start, k.stop, k.each) for k in group_by_kind(some)] == [
-        ("0.a", -1, 0, 1),
-        ("0.a", 0, 2, 2),
-        ("0.a", 3, 4, 2),
+    assert [(k.tensor.name, k.stretches, k.each) for k in group_by_kind(some)] == [
+        ("0.a", ((-1, 0),), 1),
+        ("0.a", ((0, 2), (3, 4)), 2),
     ]
+
+
+def test_kinds_do_not_depend_on_names_and_places_in_files() -> None:
+    some = [
+        Tensor(f"{i}.{n}_proj.weight", (2, 3), 0, fused="both", start=2 * j, file_name=f"f.{i}.{n}", layer=i, layers=4)
+        for i in range(4)
+        for j, n in enumerate("ab")
+    ]
+    assert [(k.stretches, k.each) for k in group_by_kind(some)] == [(((0, 4),), 2)]
 
 
 @pytest.mark.parametrize(
