@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ..model.layers import DenseMlp, ExpertMlp, GatedDeltaNet, GroupedQueryAttention, Layer, Mixer, RecurrentMixer
+from ..model.layers import (
+    DenseMlp,
+    ExpertMlp,
+    GatedDeltaNet,
+    GroupedQueryAttention,
+    Layer,
+    Mamba2,
+    Mixer,
+    RecurrentMixer,
+)
+from .recurrent.mamba_memory import MambaSizes
 from .recurrent.memory import DeltaSizes
 from .sizes import SCORES, Sizes
 
@@ -39,6 +49,11 @@ class LayerSizes:
     @cached_property
     def experts(self) -> ExpertMlp | None:
         return self.kind.mlp if isinstance(self.kind.mlp, ExpertMlp) else None
+
+    @cached_property
+    def inputs(self) -> int:
+        """Bytes of the input, the normed input and the scaled input of the layer's halves."""
+        return self.kind.halves * self.whole.hidden * (3 if self.whole.item == 4 else 4)
 
     # Attention.
 
@@ -90,15 +105,17 @@ class LayerSizes:
         ring = layout.cp > 1 and layout.cp_kind == "ring"
         return 0 < self.mixer.window < self.whole.work.fed and not ring and not self.is_capped
 
-    def find_recurrent(self, rows: int, width: int) -> DeltaSizes | None:
+    def find_recurrent(self, rows: int, width: int) -> DeltaSizes | MambaSizes | None:
         """Return the sizes of a recurrent mixer; None for attention.
 
         The mixer scans `rows` rows of `width` tokens.
         """
+        if isinstance(self.mixer, Mamba2):
+            return MambaSizes(self.whole, self.mixer, rows, width)
         return DeltaSizes(self.whole, self.mixer, rows, width) if isinstance(self.mixer, GatedDeltaNet) else None
 
     @cached_property
-    def recurrent(self) -> DeltaSizes | None:
+    def recurrent(self) -> DeltaSizes | MambaSizes | None:
         """The sizes of a recurrent mixer in a pass over a micro-batch."""
         return self.find_recurrent(self.whole.work.rows, self.whole.work.fed)
 
@@ -159,7 +176,7 @@ class LayerSizes:
     @cached_property
     def concatenates(self) -> bool:
         """Whether outputs of gate and up are concatenated (hf_modules.py)."""
-        return isinstance(self.kind.mlp, DenseMlp) and self.kind.mlp.fused
+        return isinstance(self.kind.mlp, DenseMlp) and self.kind.mlp.concatenates
 
     @cached_property
     def sent(self) -> int:
@@ -201,9 +218,9 @@ class LayerSizes:
 
     @cached_property
     def matrix(self) -> int:
-        """Bytes of one of the three matrices of an MLP.
+        """Bytes of one of the matrices of an MLP.
 
-        With experts: bytes of one of the three matrices for all experts on the rank.
+        With experts: bytes of one of the matrices for all experts on the rank.
         """
         layout = self.whole.work.layout
         width = self.whole.split(self.kind.mlp.intermediate)

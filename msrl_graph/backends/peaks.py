@@ -32,16 +32,15 @@ class _Layer(LayerSizes):
     def feed(self) -> int:
         """Bytes that a layer's feed-forward half keeps for its backward pass.
 
-        Without experts, the half keeps four tensors of the intermediate size. With experts, it also keeps the hidden
-        states that are sent to experts: as sent, as returned, and as scaled by the router. In addition, it keeps the
-        indices that sort these hidden states by expert, and the router's results.
+        The half keeps some tensors of the intermediate size. With experts, it also keeps the hidden states that are
+        sent to experts: as sent, as returned, and as scaled by the router. In addition, it keeps the indices that sort
+        these hidden states by expert, and the router's results.
         """
         if self.experts is None:
-            return 4 * self.wide
+            return self.kind.mlp.kept * self.wide
         sorts = 5 if self.whole.work.layout.ep > 1 else 2
         return (
-            self.experts.kept * self.inner
-            + 4 * self.shared
+            self.experts.kept * (self.inner + self.shared)
             + 3 * self.routed
             + 8 * sorts * self.sent
             + self.router * 4 // self.whole.item
@@ -61,8 +60,8 @@ class _Layer(LayerSizes):
 
         The layer saves:
 
-        - the input, the normed input and the scaled input of both halves (attention and feed-forward),
-        - with norms after the halves too, the output and the normed output of both halves,
+        - the input, the normed input and the scaled input of its halves (attention and feed-forward),
+        - with norms after the halves too, the output and the normed output of the halves,
         - the tensors that attention keeps,
         - the input and the result of the norms of query and key heads,
         - the tensors that the feed-forward half keeps.
@@ -70,7 +69,7 @@ class _Layer(LayerSizes):
         In bf16, norms keep their input in float32 instead of bf16.
         """
         s = self.whole
-        norms = 6 * s.hidden if s.item == 4 else 8 * s.hidden
+        norms = self.inputs
         if self.kind.norms.before and self.kind.norms.after:
             norms += 4 * s.hidden if s.item == 4 else 6 * s.hidden
         heads = s.tokens * (self.query + self.keys) * (2 if s.item == 4 else 3) * self.mixer.head_norms
@@ -179,7 +178,7 @@ def _attention(layer: _Layer) -> int:
     """
     s = layer.whole
     if layer.recurrent:
-        return 2 * s.hidden + layer.recurrent.inputs + layer.recurrent.scanned
+        return 3 * s.hidden + layer.recurrent.inputs + layer.recurrent.scanned
     latent = isinstance(layer.mixer, MultiHeadLatentAttention)
     by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
@@ -316,15 +315,15 @@ def _backward(layer: _Layer) -> dict[str, dict[str, int]]:
     """
     s = layer.whole
     feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
-    freed = layer.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * layer.query
+    freed = layer.feed + layer.inputs // layer.kind.halves * layer.kind.has_mlp + s.tokens * layer.query
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     made = by_row + layer.context_parallel_extra(True) + 5 * 4 * layer.chunk_scores
-    attention = 2 * s.hidden + (4 * layer.recurrent.scores if layer.recurrent else made) - freed
+    attention = 2 * s.hidden + (layer.recurrent.backward if layer.recurrent else made) - freed
     matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
-    return {
-        "the feed-forward half": {"activations": feed, "gradients": matrix},
-        "the attention half": {"activations": attention, "gradients": 3 * matrix},
-    }
+    halves = {"the feed-forward half": {"activations": feed, "gradients": matrix}} if layer.kind.has_mlp else {}
+    if layer.kind.has_mixer:
+        halves["the attention half"] = {"activations": attention, "gradients": layer.kind.mlp.projections * matrix}
+    return halves
 
 
 def generator(verb: str, work: Workload) -> Moments:

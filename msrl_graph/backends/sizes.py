@@ -111,7 +111,8 @@ class Sizes:
 
         All layers whose heads have the same size share them.
         """
-        return 2 * self.tokens * sum({mixer.head_dim for mixer in self.work.model.attention_mixers}) * self.item
+        mixers = self.work.model.attention_mixers
+        return 2 * self.tokens * sum({mixer.head_dim for mixer in mixers if mixer.rotates}) * self.item
 
     @cached_property
     def rows(self) -> int:

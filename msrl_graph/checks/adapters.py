@@ -65,13 +65,17 @@ def _check_dropout(model: Model, adapter: Lora, span: Span) -> Iterator[Diagnost
 def _check_targets(worker: Worker, model: Model) -> Iterator[Diagnostic]:
     known = list_projections(model)
     stated = (worker.adapter and worker.adapter.targets) or ()
-    if (left_out := list_left_out(model)) and (not stated or ALL_LINEAR in stated):
-        names = " and ".join(f"`{name}`" for name in left_out)
-        message = f"an adapter of the experts of `{model.name}`, {names}, can be neither planned nor run"
-        help = f"`{ALL_LINEAR}` includes them: write `targets = {format_setting(known)}`"
+    left_out = list_left_out(model)
+    includes_all = not stated or ALL_LINEAR in stated
+    if refused := [name for name in left_out if includes_all or name in stated]:
+        names = " and ".join(f"`{name}`" for name in refused)
+        message = f"an adapter of the projections {names} of `{model.name}` can be neither planned nor run"
+        help = "train a part of the model instead: `freeze`"
+        if known:
+            help = f"`{ALL_LINEAR}` includes them: " * includes_all + f"write `targets = {format_setting(known)}`"
         yield Diagnostic("not-yet", message, worker.span, help)
     for target in stated if known else ():
-        if target not in (ALL_LINEAR, *known):
+        if target not in (ALL_LINEAR, *known, *left_out):
             message = f"`targets` of `{worker.name}`: `{model.name}` has no projection `{target}`"
             yield Diagnostic("unknown-name", message, worker.span, nearest(target, (*known, ALL_LINEAR)))
 

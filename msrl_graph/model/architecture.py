@@ -384,12 +384,12 @@ class Model:
     def largest_read(self) -> int:
         """The number of elements of the largest tensor in the model's files.
 
-        The files of most families have a separate tensor for each expert.
+        The files of most families have a separate tensor for each expert. A tensor in files can be several here.
         """
-        return max(
-            (tensor.elements // (tensor.shape[0] if tensor.in_files_by_expert else 1) for tensor in self.weights),
-            default=0,
-        )
+        sizes: Counter[str] = Counter()
+        for tensor in self.weights:
+            sizes[tensor.name_in_files] += tensor.elements // (tensor.shape[0] if tensor.in_files_by_expert else 1)
+        return max(sizes.values(), default=0)
 
     @cached_property
     def active_parameters(self) -> int:

@@ -15,7 +15,7 @@ from .architecture import Model
 # By name of a part of a model, patterns of the names of its weights.
 PARTS = {
     "embeddings": ("model.embed_tokens.*",),
-    "attention": ("model.layers.*.self_attn.*", "model.layers.*.linear_attn.*"),
+    "attention": ("model.layers.*.self_attn.*", "model.layers.*.linear_attn.*", "model.layers.*.mamba.*"),
     "mlp": ("model.layers.*.mlp.*",),
     "experts": ("model.layers.*.mlp.experts.*",),
     "router": ("model.layers.*.mlp.gate.*", "model.layers.*.mlp.router.*"),

@@ -80,9 +80,17 @@ class Layer(msgspec.Struct, frozen=True):
     norms: LayerNorms = BEFORE
 
     @property
+    def has_mixer(self) -> bool:
+        return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def has_mlp(self) -> bool:
+        return not isinstance(self.mlp, NoMlp)
+
+    @property
     def halves(self) -> int:
-        """The number of parts that a layer adds to the residual: mixer and MLP."""
-        return 2 - isinstance(self.mixer, NoMixer) - isinstance(self.mlp, NoMlp)
+        """The number of a layer's parts, of mixer and MLP."""
+        return self.has_mixer + self.has_mlp
 
     @property
     def kind(self) -> Layer:

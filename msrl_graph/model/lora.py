@@ -112,17 +112,25 @@ def list_projections(model: Model) -> list[str]:
 
 
 def list_left_out(model: Model) -> list[str]:
-    """Return the names of experts' projections that can have no adapter.
+    """Return the names of projections that can have no adapter.
 
-    They are those of experts that have one tensor for all, without a module of their own.
+    They are those of experts that have one tensor for all, without a module of their own, and those that the files name
+    otherwise: no other library would read an adapter of them.
     """
-    names = (tensor.name.rpartition(".")[2] for tensor in model.weights if tensor.experts and len(tensor.shape) == 3)
-    return list(dict.fromkeys(name for name in names if name != "weight"))
+    experts = (tensor.name.rpartition(".")[2] for tensor in model.weights if tensor.experts and len(tensor.shape) == 3)
+    renamed = (tensor.name.split(".")[-2] for tensor in model.weights if _is_renamed(tensor))
+    names = [name for name in experts if name != "weight"] + [name for name in renamed if PROJECTION in name]
+    return list(dict.fromkeys(names))
 
 
 def is_projection(tensor: Tensor) -> bool:
     """Return whether a tensor is a projection's weight, which can have an adapter."""
-    return tensor.role == "base" and tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)
+    is_linear = tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)
+    return tensor.role == "base" and is_linear and not _is_renamed(tensor)
+
+
+def _is_renamed(tensor: Tensor) -> bool:
+    return tensor.name.endswith(".weight") and bool(tensor.file_name) and "*" not in tensor.file_name
 
 
 def name_module(tensor: Tensor) -> str:

@@ -53,7 +53,7 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
         return ("in_proj_b", "in_proj_c", "conv_b", "conv_c") if self.shares_group else ()
 
     def divide_count(self, name: str, number: int, tp: int) -> int:
-        of_groups = {"n_groups": -(-self.groups // tp), "conv_dim": self._count_mixed(tp)}
+        of_groups = {"n_groups": -(-self.groups // tp), "conv_dim": self.count_mixed(tp)}
         return of_groups[name] if name in of_groups else number // tp
 
     @property
@@ -83,9 +83,9 @@ class Mamba2(RecurrentMixer, frozen=True, tag="mamba2"):
         return self.mamba_heads * (matrix + chunk) + 2 * self.kernel * self.mixed
 
     def count_cached(self, tokens: float, tp: int = 1, expanded: bool = False) -> float:
-        return self.kernel * self._count_mixed(tp)
+        return self.kernel * self.count_mixed(tp)
 
-    def _count_mixed(self, tp: int) -> int:
+    def count_mixed(self, tp: int) -> int:
         """Return the part of `mixed` on one of `tp` ranks.
 
         Ranks that share a group have it whole.

@@ -28,6 +28,11 @@ class AttentionMixer(msgspec.Struct, frozen=True):
     output: ClassVar[str] = "o_proj"
 
     @property
+    def rotates(self) -> bool:
+        """Whether queries and keys have rotary positions."""
+        return True
+
+    @property
     def kv_heads(self) -> int:
         return self.heads
 
@@ -100,6 +105,10 @@ class GroupedQueryAttention(AttentionMixer, frozen=True, tag="attention"):
     fused: bool = False
     sinks: bool = False
     output_gate: bool = False
+
+    @property
+    def rotates(self) -> bool:
+        return not self.no_rope
 
     @property
     def projected(self) -> int:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
+from msrl_graph.ir.workload import kv_bytes
 from msrl_graph.model.families import find_family
 from msrl_graph.model.fields import ConfigError, engine_fields, read_fields
 from msrl_graph.model.layers import DenseMlp, ExpertMlp, GroupedQueryAttention, Mamba2, NoMixer, NoMlp
 from msrl_graph.model.mamba_presets import PRESETS
 from msrl_graph.model.models import load, read_engine_fields
+from msrl_graph.sharding.layout import Layout
 
 # The parameters of transformers' class with the fields of the published config.json.
 COUNTS = {
@@ -95,6 +98,42 @@ def test_a_layer_is_a_mixer_or_an_mlp() -> None:
     dense = load("granite4.0-h-1b", Path()).stack
     assert [layer.count for layer in dense] == [5, 1, 9, 1, 9, 1, 9, 1, 4]
     assert {layer.halves for layer in dense} == {2} and {type(layer.mlp) for layer in dense} == {DenseMlp}
+
+
+def test_adapters_are_refused_where_files_have_other_names() -> None:
+    program = """import grpo
+    algorithm mine extends grpo { worker actor : policy { adapter = lora(rank = 4) } }
+    cluster laptop { device = "cpu" }
+    deploy mine on laptop {
+      model policy = "%s"
+      data source = "rows.jsonl" { prompt = "q", answer = "a" }
+    }"""
+    for model, help in (
+        ("nemotron-nano-9b-v2", "train a part of the model instead: `freeze`"),
+        ("granite4.0-h-1b", "name others: `targets = [out_proj, q_proj, k_proj, v_proj, o_proj]`"),
+    ):
+        with pytest.raises(Fault) as caught:
+            compile("p.rlg", text=program % model, sets={"prompts": 8, "group": 2, "response_len": 16})
+        (told,) = caught.value.diagnostics
+        assert told.code == "not-yet" and told.help == help, told
+
+
+def test_one_group_of_heads_is_on_every_rank() -> None:
+    tensors = {t.name.removeprefix("model.layers.0.mamba."): t for t in load("granite4.0-h-micro", Path()).tensors}
+    copied = {f"{module}_{part}.weight" for module in ("in_proj", "conv") for part in "bc"}
+    copied |= {"conv_b.bias", "conv_c.bias"}
+    mamba = {name: t.tp_dim for name, t in tensors.items() if t.layer == 0 and ".mamba." in t.name}
+    assert {name for name, dim in mamba.items() if dim < 0} == copied
+
+
+def test_a_state_does_not_grow_with_the_sequence() -> None:
+    # Of each of 24 layers: the convolution's 8,192 + 2 x 1,024 inputs of 4 tokens, and a state of 128 x 64 x 128.
+    model = load("nemotron-h-8b", Path())
+    states = 24 * (2 * 4 * (8192 + 2 * 1024) + 4 * 128 * 64 * 128)
+    attention = 4 * 2 * 2 * 8 * 128
+    assert kv_bytes(model, Layout(), 0, 2) == states
+    assert kv_bytes(model, Layout(), 1000, 2) == states + 1000 * attention
+    assert kv_bytes(model, Layout(tp=8), 1000, 2) == (states + 1000 * attention) / 8
 
 
 def test_what_divides_mamba() -> None:

@@ -96,6 +96,11 @@ class DeltaSizes:
         scan = 6 * self.keys + 3 * self.values + 5 * self.scores + self.chunks * self.states
         return convolution + norm + heads + scan + copied
 
+    @cached_property
+    def backward(self) -> int:
+        """The most bytes that exist in a backward pass next to those that are kept."""
+        return 4 * self.scores
+
     def count_stepped_bytes(self) -> int:
         """Return the bytes of copies of a sequence's state while a token is computed.
 

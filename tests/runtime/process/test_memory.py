@@ -16,6 +16,7 @@ import walk_adapters
 import walk_families
 import walk_frozen
 import walk_hybrid
+import walk_mamba
 import walk_windows
 from held import EXPERTS, assert_close, small
 from held import peaks as peaks_of
@@ -398,7 +399,7 @@ def test_so_it_does_of_families_that_store_more(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", walk_hybrid.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", walk_hybrid.CASES + walk_mamba.CASES, ids=lambda case: case.name)
 def test_so_it_does_of_recurrent_layers(case, tmp_path):
     test_the_plan_says_what_a_run_holds(case, tmp_path)
 
