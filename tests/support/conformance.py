@@ -33,6 +33,7 @@ from torch.nn.utils import parametrize
 from msrl_graph import noise
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, hf_modules, hf_names
+from msrl_graph.backends.devices import get_local_tensor
 from msrl_graph.backends.engine_protocols import (
     ForwardRequest,
     GenerateRequest,
@@ -537,6 +538,24 @@ def remove_rotary_factors(engine):
     factors = torch.tensor(engine.module.config.rope_parameters["short_factor"])
     rotary.inv_freq.mul_(factors)
     rotary.original_inv_freq.mul_(factors)
+
+
+def remove_skips(engine):
+    for layer in engine.module.model.layers:
+        if hasattr(layer, "mamba"):
+            zeros = torch.zeros(get_local_tensor(layer.mamba._parameters["D"]).shape)
+            layer.mamba._parameters["D"] = torch.nn.Parameter(zeros)
+
+
+def norm_halves_of_groups(engine):
+    for layer in engine.module.model.layers:
+        if hasattr(layer, "mamba"):
+            layer.mamba.norm.group_size //= 2
+
+
+def remove_shared_experts(engine):
+    for layer in engine.module.model.layers:
+        layer.mlp.shared_experts.forward = torch.zeros_like
 
 
 def remove_embedding_scale(engine):

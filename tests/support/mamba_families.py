@@ -34,16 +34,25 @@ def granite4(folder, **changes):
     return saved(folder, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, **(GRANITE | DENSE | changes))
 
 
+def nemotron_h_experts(folder, **changes):
+    """A Nemotron-H of four layers, two of them of four experts and a shared one."""
+    kinds = ["linear_attention", "moe", "full_attention", "moe"]
+    return nemotron_h(folder, **({"layers_block_type": kinds} | ROUTED | changes))
+
+
+def granite4_experts(folder, **changes):
+    """A Granite 4 of three layers with four experts and a shared MLP."""
+    return granite4(folder, **(EXPERTS | changes))
+
+
 WRITTEN = {
     "nemotron_h": nemotron_h,
     "nemotron_h with biases": partial(nemotron_h, mlp_bias=True),
-    "nemotron_h with experts": partial(
-        nemotron_h, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], **ROUTED
-    ),
+    "nemotron_h with experts": nemotron_h_experts,
     "granitemoehybrid": granite4,
     "granitemoehybrid with one group": partial(granite4, mamba_n_groups=1, mamba_conv_bias=False),
-    "granitemoehybrid with experts": partial(granite4, **EXPERTS),
+    "granitemoehybrid with experts": granite4_experts,
     "granitemoehybrid without Mamba-2": partial(
-        granite4, layer_types=3 * ["full_attention"], position_embedding_type="rope", **EXPERTS
+        granite4_experts, layer_types=3 * ["full_attention"], position_embedding_type="rope"
     ),
 }

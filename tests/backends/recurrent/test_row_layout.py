@@ -2,6 +2,7 @@
 
 import engines
 import hybrid_families
+import mamba_families
 import numpy as np
 import pytest
 import ranks
@@ -15,12 +16,13 @@ from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
-MADE = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+WRITTEN = hybrid_families.WRITTEN | mamba_families.WRITTEN
+MADE = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h with experts", "granitemoehybrid with one group"]
 LONG = 150  # tokens: more than two chunks of a scan
 
 
 def written(family, folder):
-    path = hybrid_families.WRITTEN[family](folder, max_position_embeddings=256)
+    path = WRITTEN[family](folder, max_position_embeddings=256)
     return path, models.load(path, folder, "f32", NOWHERE)
 
 
@@ -87,6 +89,11 @@ def train_on_rank(rank, folder, path, layout, options):
         ("qwen3_next", Layout(dp=2, zero=3), {"activations": "offload"}),
         ("qwen3_5_text", Layout(tp=2), {"activations": "offload"}),
         ("qwen3_5_text", Layout(dp=2, zero=3), {"recompute": "full"}),
+        ("nemotron_h with experts", Layout(), {"recompute": "full"}),
+        ("nemotron_h", Layout(tp=2), {"activations": "offload"}),
+        ("granitemoehybrid with one group", Layout(tp=2), {"recompute": "full"}),
+        ("granitemoehybrid with experts", Layout(dp=2, zero=3), {"activations": "offload"}),
+        pytest.param("nemotron_h", Layout(), {"compile": "layers"}, marks=pytest.mark.long),
         pytest.param("qwen3_5_text", Layout(), {"compile": "layers"}, marks=pytest.mark.long),
     ],
     ids=str,

@@ -53,6 +53,9 @@ def test_a_family_is_computed_as_by_transformers(family, tmp_path):
         ("gpt_oss", conformance.remove_sinks),
         ("gpt_oss", conformance.clamp_less),
         ("olmo3", conformance.rotate_alike),
+        ("nemotron_h", conformance.remove_skips),
+        ("nemotron_h", conformance.norm_halves_of_groups),
+        ("granitemoehybrid with experts", conformance.remove_shared_experts),
     ],
 )
 def test_what_an_engine_leaves_out_is_seen(family, broken, tmp_path):
@@ -89,6 +92,8 @@ FROZEN = [
     ("deepseek_v3", ("experts", "model.layers.0.self_attn.q*")),
     ("qwen3_next", ("attention", "experts")),
     ("qwen3_5_text", ("embeddings", "model.layers.0.*", "*conv*")),
+    ("nemotron_h", ("embeddings", "model.layers.0.*", "mlp")),
+    ("granitemoehybrid with experts", ("attention", "router")),
 ]
 
 
