@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..model.layers import RecurrentMixer
 from ..sharding.layout import Layout, shard
-from . import adapters, experts, hf_modules, joint_norms, kernels, prefix_tree
+from . import adapters, experts, hf_modules, joint_norms, kernels, policy_head, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
@@ -30,6 +31,7 @@ from .fsdp_spec import SPEC
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
 from .optimizer.steps import Steps
+from .policy_head import HeadPart
 from .recurrent import parameters, row_layout
 from .routes import Routers
 from .spec import is_compiled, offloads
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from .kernels import Summed
 
 
-ENTROPY = 1 << 18  # logits whose entropies are computed at once
 # Weights that all tp ranks have, and that each rank applies to its own heads: a rank's gradient is a partial sum.
 PARTLY_APPLIED = (
     *("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight"),
@@ -92,7 +93,7 @@ class FsdpEngine:
         self._token_keys = adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         row_layout.install(module, model, is_compiled(placement))
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
-        module.forward = lambda *args: _outputs(module, *args)
+        module.forward = partial(_outputs, module, _find_first_id(model, layout, rank))
         self._fsdp_modules = []
         if self.divided:
             self._fsdp_modules = _divide_weights(module, model, layout, devices, layout.zero >= 3 or optimizer is None)
@@ -205,6 +206,12 @@ class FsdpEngine:
     def restore(self, moments: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         assert self._optimizer is not None
         self._optimizer.restore(moments, steps)
+
+
+def _find_first_id(model: Model, layout: Layout, rank: int) -> int:
+    """Return the first id of the vocabulary that a rank's part of the head has."""
+    side = replace(SPEC.side(layout), divided=False)  # as gathered over dp
+    return shard(model.head, side, rank)[0][0]
 
 
 def _mark_trained(module: Any, model: Model, trained: Container[str]) -> None:
@@ -336,51 +343,26 @@ def _sum_gradients(projection: Any, mesh: DeviceMesh, start: int = 0) -> None:
     projection.register_forward_hook(sum_gradient)
 
 
-def _outputs(module: Any, tree: prefix_tree.Tree, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:
+def _outputs(
+    module: Any, first: int, tree: prefix_tree.Tree, micro_batch: MicroBatch, request: ForwardRequest
+) -> Outputs:
     """Compute a model's outputs for the requested tokens of a micro-batch.
 
     The engine installs this function as the forward method of `module`. So FSDP2 gathers the weights of the embedding
-    and the head for the call. Logits are computed only for the requested tokens, in float32.
+    and the head for the call. Logits are computed only for the requested tokens, in float32. `first` is the first id of
+    the vocabulary that this rank's part of the head has.
     """
-    import torch
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     hidden = prefix_tree.compute_states(module.model, tree).index_select(0, tree.before)
     if hasattr(module, "score"):
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # a view would lose FSDP2's hooks
-    token = micro_batch["token"]
-    given = micro_batch.get("given", None)
-    logits = hf_modules.scale_logits(module.lm_head(hidden).float(), module.config)
-    logits = logits / micro_batch.get("temperature", request.temperature)
-    if not request.entropy and not request.best and given is None:
-        entropy = _entropy(logits) if torch.is_grad_enabled() else None
-        return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"), entropy=entropy)
-    plain_entropy = _entropy(logits) if torch.is_grad_enabled() and not request.entropy else None
-    logps = logits.log_softmax(-1)
-    del logits
-    best, ids = logps.detach().topk(request.best) if request.best else (None, None)
-    return Outputs(
-        logp=-torch.nn.functional.nll_loss(logps, token, reduction="none"),
-        # A product of vectors keeps its two inputs and creates no third tensor.
-        entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if request.entropy else plain_entropy,
-        given=None if given is None else logps.gather(1, given),
-        best=best,
-        ids=ids,
-    )
-
-
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of each token's distribution, without a gradient.
-
-    The entropy is computed for a few tokens at a time, so that the computation needs less memory than the cross-entropy
-    of all tokens needs.
-    """
-    import torch
-
-    with torch.no_grad():
-        chunk = max(1, min(len(logits) // 4, ENTROPY // logits.shape[-1]))
-        parts = (part.log_softmax(-1) for part in torch.split(logits, chunk))
-        return (
-            torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in parts])
-            if len(logits)
-            else logits.new_zeros(0)
-        )
+    weight = module.lm_head.weight
+    rule = hf_modules.find_logit_rule(module.config)
+    if not isinstance(weight, DTensor):
+        return policy_head.compute_outputs(hidden, HeadPart(weight, rule), micro_batch, request)
+    # Each tp rank computes its part of the states' gradient.
+    mesh = weight.device_mesh
+    hidden = DTensor.from_local(hidden, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+    part = HeadPart(weight.to_local(), rule, first, mesh.get_group())
+    return policy_head.compute_outputs(hidden, part, micro_batch, request)

@@ -8,6 +8,7 @@ from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
 from . import expert_placement, peaks
 from .optimizer.step_calls import step_calls
+from .sizes import LOGITS
 from .spec import Act, Capabilities, EngineSpec, Lint, MemoryModel, OperatorCalls, Situation, TimeModel, WeightSharding
 
 
@@ -29,10 +30,10 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
     # operator on a DTensor costs as much as three operators on tensors.
     if act == "update":
         hooks = SPEC.divides_weights(layout) * (300 if layout.zero >= 3 else 200)
-        counts = OperatorCalls(232 + hooks, 83 + hooks)
+        counts = OperatorCalls(232 + hooks, 178 + hooks)
     else:
         hooks = SPEC.divides_weights(layout) * 100
-        counts = OperatorCalls(73 + hooks, 46 + hooks)
+        counts = OperatorCalls(73 + hooks, 110 + hooks)
     if layout.tp > 1:
         counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
     if layout.cp > 1:  # operators on tensors: a ring's blocks, the sharding of the tree, the gathering of outputs
@@ -77,5 +78,6 @@ SPEC = EngineSpec(
         shares_beginnings=("host", "device"),
         sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
         adapter_calls=_adapter_calls,
+        logits_at_once=LOGITS,
     ),
 )

@@ -127,8 +127,8 @@ class HfEngine:
         hidden = self.module.model(
             input_ids=ids, attention_mask=attention_mask, position_ids=position, past_key_values=cache, use_cache=True
         )
-        logits: torch.Tensor = self.module.lm_head(hidden.last_hidden_state[:, -1]).float()
-        logits = hf_modules.scale_logits(logits, self.module.config)
+        products = self.module.lm_head(hidden.last_hidden_state[:, -1])
+        logits = hf_modules.find_logit_rule(self.module.config).apply(products)
         if self.group is not None:
             parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
             dist.all_gather(parts, logits.contiguous(), group=self.group)

@@ -18,6 +18,7 @@ from ..sharding.layout import full_box
 from ..sharding.tensors import Box, Tensor
 from . import adapters, hf_names, weight_reader
 from .engine_protocols import Shard
+from .policy_head import LogitRule
 from .recurrent import parameters
 
 if TYPE_CHECKING:
@@ -149,13 +150,9 @@ def count_local_heads(module: Any, model: Model, tp: int) -> None:
         attention.num_key_value_heads //= tp
 
 
-def scale_logits(logits: Any, config: Any) -> Any:
-    """Scale and cap logits, as a causal model of transformers does after its head."""
-    if (scale := getattr(config, "logits_scaling", 1.0)) != 1.0:
-        logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = (logits / cap).tanh() * cap
-    return logits
+def find_logit_rule(config: Any) -> LogitRule:
+    """Return how a causal model of transformers computes logits after its head."""
+    return LogitRule(getattr(config, "logits_scaling", 1.0), getattr(config, "final_logit_softcapping", None))
 
 
 def load_buffers(model: Model) -> dict[str, Any]:

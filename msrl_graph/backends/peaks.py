@@ -19,6 +19,7 @@ from operator import mul
 from ..ir.workload import Workload, kv_bytes
 from ..model.architecture import Model
 from ..model.layers import MultiHeadLatentAttention
+from .head_sizes import HeadSizes
 from .layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
 from .sizes import GRADIENT, Sizes, optimizer_step
 from .spec import Moments
@@ -51,8 +52,11 @@ class _Layer(LayerSizes):
         """The peak bytes of a feed-forward half in a pass without gradients."""
         if self.experts is None:
             return (3 + self.concatenates) * self.wide
-        sent_twice = 2 * self.routed * (self.whole.work.layout.ep > 1)
-        return max(self.experts.held * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared
+        layout = self.whole.work.layout
+        sent_twice = 2 * self.routed * (layout.ep > 1)
+        # Experts get padded states. A sum over tp is a copy.
+        copies = 2 * self.whole.hidden * (layout.tp > 1)
+        return max(self.experts.held * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared + copies
 
     @cached_property
     def saved(self) -> int:
@@ -102,6 +106,13 @@ class _Pass(Sizes):
         return tuple(_Layer(self, kind) for kind in self.work.model.layer_kinds)
 
     @cached_property
+    def head(self) -> HeadSizes:
+        work = self.work
+        ids = 1 if work.model.scores else self.split(work.model.vocabulary)
+        capped = "logits_cap" in work.model.features
+        return HeadSizes(self.scored, ids, work.model.hidden, self.item, capped, work.entropy)
+
+    @cached_property
     def common(self) -> int:
         """Bytes that all layers share: rotary angles, and masks of windows.
 
@@ -149,7 +160,7 @@ def _infer(s: _Pass) -> Moments:
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
     # and values, both by token and laid out by row.
     layer = s.common + max(max(3 * s.hidden + kind.products, _attention(kind)) for kind in s.kinds)
-    head = s.scored * work.model.hidden * s.item + _head(s)
+    head = s.scored * work.model.hidden * s.item + s.head.inference
     first = kept_weights = gathered = 0
     if work.divided:
         first = 2 * s.ends + 2 * s.layer
@@ -186,21 +197,6 @@ def _attention(layer: _Layer) -> int:
     return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False) + 4 * 4 * layer.chunk_scores
 
 
-def _head(s: _Pass) -> int:
-    """Return the peak bytes of the logits in a pass without gradients.
-
-    The peak is the larger of two moments. At the first moment, the logits divided by the temperature and their
-    log-softmax exist. At the second one, which occurs only if the vocabulary is sharded over tp, the rank's own logits,
-    the gathered logits of all ranks, and their concatenation exist.
-
-    Capped logits are kept for the backward pass.
-    """
-    tp = s.work.layout.tp
-    stored = s.logit * s.item // 4
-    joined = stored // tp + 2 * stored if tp > 1 else 0
-    return max((2 + ("logits_cap" in s.work.model.features)) * s.logit, joined)
-
-
 def _update(s: _Pass) -> Moments:
     work = s.work
     layers = work.model.layers
@@ -233,21 +229,18 @@ def _update(s: _Pass) -> Moments:
             "gathered weights": forward,
             "gradients": rest,
             "activations": base + states,
-            "logits": _head(s),
+            "logits": s.head.forward,
         },
-        # Log-softmax, its gradient and the logits' gradient; for an entropy the probabilities and their gradient; for
-        # given ids one more gradient.
         "backward in the head": {
             "gathered weights": top,
-            "gradients": rest,
+            "gradients": rest + s.head_gradient,
             "activations": base + states,
-            "logits": (3 + 2 * work.entropy + work.scores_other_ids + ("logits_cap" in work.model.features)) * s.logit,
+            "logits": s.head.backward,
         },
         "the head's gradient": {
             "gathered weights": top,
             "gradients": rest + s.head_gradient + (table if joins and not pending else 0),
             "activations": base + states + s.scored * work.model.hidden * s.item,
-            "logits": s.logit * s.item // 4,
         },
     }
     flat_layer = s.layer_gradients if work.divided else 0

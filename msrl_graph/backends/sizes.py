@@ -31,7 +31,22 @@ from .spec import BYTES, Moments
 CHUNK = 1 << 22
 # Attention scores that exist at once where no fused kernel computes them (kernels/chunked_attention.py).
 SCORES = 1 << 24
+# Bytes of the logits that a policy's head makes at once (policy_head.py), with their products in the weights' type.
+LOGITS = 256_000_000
 GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the weights' type
+
+
+def count_ids_at_once(tokens: int, item: int) -> int:
+    """Return the number of ids whose logits a head makes at once, for weights whose elements have `item` bytes."""
+    return max(1, LOGITS // (max(1, tokens) * (4 + item % 4)))
+
+
+def count_slice_rows(tokens: int, ids: int) -> int:
+    """Return the number of tokens in the head's temporary tensors, for `ids` ids at once.
+
+    The result is a sixteenth of the tokens, but not fewer than fill a mebibyte.
+    """
+    return min(tokens, max(-(-tokens // 16), (1 << 18) // max(1, ids)))
 
 
 @dataclass(frozen=True)
@@ -95,15 +110,6 @@ class Sizes:
     def hidden(self) -> int:
         """Bytes of the hidden states of all tokens, one state per token."""
         return self.tokens * self.work.model.hidden * self.item
-
-    @cached_property
-    def logit(self) -> int:
-        """Bytes of the float32 logits of all scored tokens over the whole vocabulary.
-
-        Scored tokens are the tokens for which outputs are computed. A scoring model has one float32 value per scored
-        token.
-        """
-        return 4 * self.scored * self.work.model.outputs
 
     @cached_property
     def angles(self) -> int:

@@ -208,6 +208,8 @@ class TimeModel:
       rest of the prefix (0: they share the whole prefix). A KV cache of blocks is allocated as a whole.
     - `cache_passes`: how often a decoding step reads or writes the KV cache.
     - `sums`: the number of tensor-parallel all-reduces per layer: (in a forward pass, in a backward pass).
+    - `logits_at_once`: the bytes of logits that a trainer keeps for a backward pass; if there are more, it computes all
+      of them again. 0: it keeps all.
     - `adapter_calls`: for an engine with the feature `lora`, returns how many operators a layer calls in addition if so
       many of its projections have an adapter.
     """
@@ -219,6 +221,7 @@ class TimeModel:
     block: int = 0
     cache_passes: int = 1
     sums: tuple[int, int] = (2, 2)
+    logits_at_once: int = 0
     adapter_calls: Callable[[Act, int], float] = lambda act, projections: 0.0
 
 

@@ -16,11 +16,10 @@ from ..files.weights import UnclearError, WeightFiles, weight_files
 from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model import models as model_files
-from ..model.architecture import HEAD, Model
+from ..model.architecture import HEAD, LOGITS, Model
 from ..model.quantization import FolderWeight
 
 BIAS = "score.bias"
-LOGITS = "lm_head.weight"
 ANGLES = "rotary_emb.inv_freq"  # old folders hold it next to the weights of each layer
 SCORING = "AutoModelForSequenceClassification with num_labels = 1"
 Held = dict[str, FolderWeight]

@@ -154,10 +154,10 @@ class Collectives:
         which logits are computed. If `backward` is True, the seconds of the backward pass are added. If `drawn` is
         True, the seconds to broadcast the sampled tokens are added.
 
-        The ranks all-reduce the hidden states after the embedding and in each layer of a pipeline stage, and gather the
-        logits. If the engine shards sequences over tp, the ranks gather and scatter the hidden states instead of
-        all-reducing them. The logits then remain sharded, and the ranks all-reduce only a few numbers per position,
-        such as the maximum of the logits.
+        The ranks all-reduce the hidden states after the embedding and in each layer of a pipeline stage. If the engine
+        shards sequences over tp, they gather and scatter the hidden states instead. To draw tokens, the ranks gather
+        the logits. Otherwise the logits remain sharded, and the ranks all-reduce only a few numbers per position, such
+        as the maximum of the logits.
         """
         layout = self.placement.layout
         model = self.model
@@ -166,7 +166,8 @@ class Collectives:
             return Figure(0.0, "derived", "no tensor parallelism")
         per_reduction = tokens * model.hidden * self._item * (tp - 1) / tp
         layers = model.layers / layout.pp
-        if self.spec.memory.divides_sequence and self._eager:
+        divided = self.spec.memory.divides_sequence and self._eager
+        if divided:
             # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the
             # tokens once more for the weights' gradients (arXiv:2205.05198, section 4.2).
             gathers = 1 + layers * (2 + backward * 4)
@@ -178,16 +179,19 @@ class Collectives:
                 self.seconds("reduce_scatter", "tp", adapters.scattered * small, adapters.scatters),
                 self.seconds("all_gather", "tp", gathers * per_reduction, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * per_reduction, scatters),
-                # The logits stay sharded (vocab_parallel.py). The ranks reduce the logits' maximum, their normalizer,
-                # the token's logit, and for an update the entropy.
-                self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:
             count = 1 + layers * (self.spec.time.sums[0] + backward * self.spec.time.sums[1])
             parts = [self.seconds("all_reduce", "tp", 2 * count * per_reduction, count)]
-            parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
+            parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
+        elif not model.scores:
+            # The logits stay sharded (policy_head.py). The ranks reduce their maximum, and sums: two of exponentials,
+            # and the token's logit. A backward pass sums the gradients of the hidden states.
+            elements = 4 * 4 * scored + backward * (not divided) * scored * model.hidden * self._item
+            number = 2 + backward * (not divided)
+            parts.append(self.seconds("all_reduce", "tp", 2 * elements * (tp - 1) / tp, number))
         return total(*parts)
 
     def _adapter_sums(self, backward: bool) -> AdapterSums:

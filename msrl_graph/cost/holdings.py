@@ -175,7 +175,6 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
     generates = graph_node.verb == "generate"
     attributes = UpdateAttributes.of(graph_node)
     row = sequences(plan.graph, graph_node)
-    reads = [*map(plan.graph.column, graph_node.reads)]
     response = (
         written_tokens(plan, node) if generates else max((bound(plan.graph, name) for name in row.scored), default=1)
     )
@@ -221,8 +220,6 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         entropy=any(_differentiates_entropy(str(call.value)) for call in attributes.loss.calls()),
         optimizer=algorithms.optimizer(attributes.optimizer) if graph_node.verb == "update" else None,
         on_host=plan.cluster.device.kind.is_host,
-        scores_other_ids=graph_node.verb == "update"
-        and any(column.element == "i32" and column.dims and column.dims[0].like for column in reads),
         replays_routes=bool(routing_columns(plan.graph, graph_node.reads)),
         records_routes=bool(routing_columns(plan.graph, graph_node.writes)),
     )
@@ -284,7 +281,7 @@ def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, i
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
     probe = replace(probe, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
-    return largest_moment(_moments("infer", replace(probe, entropy=False, scores_other_ids=False), own))[1]
+    return largest_moment(_moments("infer", replace(probe, entropy=False), own))[1]
 
 
 def scored_tokens(plan: Plan, node: str) -> int:

@@ -226,6 +226,8 @@ class Costs:
         parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
         if update and not self.recomputes:
             parts.append(self._backward_reads(tokens, moved))
+        if update:
+            parts.append(self._logits_again(rows.response))
         passes = (3 if update else 1) + (update and self.recomputes) + looks_ahead
         among = self.collectives
         cp = self.layout.cp
@@ -400,6 +402,16 @@ class Costs:
         model = self.model
         whole = (7 * model.norms + 6 * model.layers) * model.hidden * self.layout.tp
         return tokens * (whole + 10 * model.query_key_size + 5 * model.mlp_width) * BYTES[self.dtype]
+
+    def _logits_again(self, scored: float) -> Figure:
+        """Return the seconds in which a backward pass computes logits that were not kept."""
+        limit = self.spec.time.logits_at_once
+        share = self.layout.tp * self.layout.cp
+        if not limit or (4 + BYTES[self.dtype] % 4) * scored * self.model.outputs / share <= limit:
+            return Figure(0.0, "derived", "logits are kept")
+        flop = 2 * scored * self._parameters[1] / self.group
+        rate = self.device.rate(self.dtype, flop)
+        return Figure(flop / rate.value, rate.source, "logits once more: FLOP / FLOP/s")
 
     def _logits_bytes(self, positions: float, times: int) -> float:
         """Return the bytes that `times` accesses to the float32 logits read or write."""

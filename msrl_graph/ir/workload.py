@@ -33,8 +33,6 @@ class Workload:
     - `optimizer_away`: the bytes of optimizer state that are in host memory between steps.
     - `on_host`: whether the devices are cores of a host.
     - `entropy` (of an update): whether the loss uses the entropy.
-    - `scores_other_ids` (of an update): whether the loss uses log-probabilities of token ids other than the row's
-      tokens.
     - `replays_routes`: whether routes are given to the model's routers. `records_routes`: whether they are returned.
     - `optimizer` (of an update): the optimizer.
     """
@@ -55,7 +53,6 @@ class Workload:
     activations_away: bool = False
     optimizer_away: int = 0
     entropy: bool = False
-    scores_other_ids: bool = False
     replays_routes: bool = False
     records_routes: bool = False
     optimizer: OptimizerSpec | None = None

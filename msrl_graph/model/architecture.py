@@ -29,6 +29,8 @@ from .layers import (
 )
 
 Kind = TypeVar("Kind")
+EMBEDDING = "model.embed_tokens.weight"
+LOGITS = "lm_head.weight"
 HEAD = "score.weight"  # of a model that scores
 
 
@@ -112,6 +114,12 @@ class Model:
     def outputs(self) -> int:
         """The size of the output of the model's head for one token."""
         return 1 if self.scores else self.vocabulary
+
+    @cached_property
+    def head(self) -> Tensor:
+        """The weight of the head, which may be the embedding's."""
+        name = HEAD if self.scores else EMBEDDING if self.tied else LOGITS
+        return next(tensor for tensor in self.weights if tensor.name == name)
 
     @cached_property
     def layers(self) -> int:
@@ -337,7 +345,7 @@ class Model:
         body = tuple(
             tensor if not tensor.tied else replace(tensor, tied=False)
             for tensor in self.tensors
-            if tensor.name != "lm_head.weight"
+            if tensor.name != LOGITS
         )
         return replace(self, tensors=(*body, head), tied=False, scores=True)
 

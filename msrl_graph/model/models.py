@@ -24,7 +24,7 @@ from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.tensors import Tensor
 from . import peft_folder, preset_names, quantization
-from .architecture import Model
+from .architecture import EMBEDDING, LOGITS, Model
 from .families import FAMILIES, Family, find_family
 from .features import FEATURES
 from .fields import ConfigError, ModelConfig, count_positions, engine_fields, read_fields
@@ -345,13 +345,13 @@ def _iterate_plain_tensors(hidden: int, vocabulary: int, tied: bool, stack: Sequ
     """Yield the tensors of a model in the model's order."""
     layers = sum(layer.count for layer in stack)
     embedding = (vocabulary, hidden)
-    yield Tensor("model.embed_tokens.weight", embedding, 0, padded=True, tied=tied, layer=-1, layers=layers)
+    yield Tensor(EMBEDDING, embedding, 0, padded=True, tied=tied, layer=-1, layers=layers)
     for number, layer in enumerate(each for each in stack for _ in range(each.count)):
         make = partial(_layer_tensor, number, layers)
         yield from layer.list_tensors(make, hidden)
     yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)
     if not tied:
-        yield Tensor("lm_head.weight", embedding, 0, padded=True, layer=layers, layers=layers)
+        yield Tensor(LOGITS, embedding, 0, padded=True, layer=layers, layers=layers)
 
 
 def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp_dim: int = -1, **more: Any) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from even_routers import even_out
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
@@ -54,7 +55,7 @@ def small(folder, family="llama", experts=(), **changes):
     for tensor in (*found.weights, found.scoring.weights[-1]):
         for name, _, box in tensor.in_files(full_box(tensor.shape)):
             size = [stop - start for start, stop in box]
-            weights[name] = (0.2 * torch.randn(size, generator=draw)).to(
+            weights[name] = even_out(name, 0.2 * torch.randn(size, generator=draw)).to(
                 torch.bfloat16 if found.dtype == "bf16" else torch.float32
             )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

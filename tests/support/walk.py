@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ranks
 import torch
+from even_routers import even_out
 from safetensors.torch import save_file
 from stage import share
 from torch import distributed as dist
@@ -83,7 +84,7 @@ class Case:
         (folder / "model" / "config.json").write_text(json.dumps(config))
         draw = torch.Generator().manual_seed(0)
         weights = {
-            name: (0.05 * torch.randn(size, generator=draw)).to(FLOATS[self.dtype])
+            name: even_out(name, 0.05 * torch.randn(size, generator=draw)).to(FLOATS[self.dtype])
             for name, size in models.load("./model", folder).shapes_in_files.items()
         }
         save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})

@@ -1,5 +1,5 @@
 """Megatron-Core in the ranks' own processes: on every layout it computes and steps as fsdp on one rank, with the
-vocabulary of tensor parallelism (backends/vocab_parallel.py) too."""
+vocabulary of tensor parallelism (backends/policy_head.py) too."""
 
 import json
 from dataclasses import replace

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...model.architecture import HEAD
+from ...model.architecture import EMBEDDING
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import elements
 from ...sharding.tensors import Box
@@ -27,9 +27,7 @@ from .chunk_spec import ChunkSpec
 if TYPE_CHECKING:
     import torch
 
-TABLE = "model.embed_tokens.weight"
 LAST_NORM = "model.norm.weight"
-LOGITS = "lm_head.weight"
 
 
 class Nodes:
@@ -276,8 +274,7 @@ def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> I
             tensors[LAST_NORM] = norm.detach()
         if named:
             raise ValueError(f"Megatron has a weight that the model lacks: {min(named)}")
-    head = TABLE if model.tied else HEAD if model.scores else LOGITS
-    ends = [(TABLE, 0, first.first), (head, -1, chunks[-1][1].last)]
+    ends = [(EMBEDDING, 0, first.first), (model.head.name, -1, chunks[-1][1].last)]
     for name, chunk_index, is_here in ends:
         if is_here:
             module = chunks[chunk_index][0]

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import is_copied
 from ...sharding.layout import shard
-from .. import adapters, hf_modules, prefix_tree, vocab_parallel
+from .. import adapters, hf_modules, policy_head, prefix_tree
 from ..activations import Activations
 from ..context_parallel import ContextGroup
 from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, StepRequest, Weights
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
+from ..policy_head import HeadPart
 from ..spec import offloads
 from . import chunk, cpu, stage_adapters, stage_routers
 from .chunk_spec import ChunkSpec
@@ -213,10 +214,11 @@ class MegatronEngine:
             return Outputs(values=torch.nn.functional.linear(hidden, module.head).float()[:, 0])
         columns = micro_batch.to(self.place, non_blocking=True)
         stop = min(self.model.vocabulary, module.head_first + module.head.shape[0])
-        logits = torch.nn.functional.linear(hidden, module.head).float()[:, : max(0, stop - module.head_first)]
-        logits = logits / columns.get("temperature", request.temperature)
+        rows = max(0, stop - module.head_first)
+        weight = module.head if rows == len(module.head) else module.head[:rows]  # without padding
         group = self.groups.tp if self.layout.tp > 1 else None
-        return vocab_parallel.outputs(logits, module.head_first, columns, request, group)
+        part = HeadPart(weight, first=module.head_first, group=group)
+        return policy_head.compute_outputs(hidden, part, columns, request)
 
     def step(self, request: StepRequest) -> float:
         assert self._optimizer is not None

@@ -92,11 +92,11 @@ def _infer(s: StageSizes) -> Named:
     if routed := [_routed(kind) for kind in kinds if kind.experts]:
         yield "in experts", {"activations": base + 2 * s.part + max(routed)}
     if s.last_stage:
-        # Logits, logits minus their maximum, and exponentials; the received input still exists.
+        # The received input still exists.
         received = (s.work.layout.pp > 1) * s.part
         yield (
             "in the head",
-            {"logits": 3 * s.logits, "activations": s.requested_states + s.buffer + before + received},
+            {"logits": s.head_sizes.inference, "activations": s.requested_states + s.buffer + before + received},
         )
 
 
@@ -140,17 +140,14 @@ def _update(s: StageSizes) -> Named:
     embedding = s.head * bool(s.embedding_gradient)
     if s.last_stage:
         states = s.states
-        # Logits, their exponentials, which are kept, and for an entropy the probabilities and their product with the
-        # logits.
-        yield "the end of forward", {"gradients": rest, "activations": base + s.kept + states, "logits": 4 * s.logits}
-        # Gradients of the token's logit and of the divisor; an entropy with a graph keeps logits and probabilities,
-        # and each has a gradient.
+        logits = s.head_sizes.forward
+        yield "the end of forward", {"gradients": rest, "activations": base + s.kept + states, "logits": logits}
         yield (
             "backward in the head",
             {
-                "gradients": rest,
+                "gradients": rest + head * s.item,
                 "activations": base + s.kept + states,
-                "logits": (3 + 3 * work.entropy) * s.logits,
+                "logits": s.head_sizes.backward,
             },
         )
         yield (
@@ -158,7 +155,6 @@ def _update(s: StageSizes) -> Named:
             {
                 "gradients": rest + head * (s.item * separate + 4 * (not summed)),
                 "activations": base + s.kept + states + s.requested_states,
-                "logits": s.logits * s.item // 4,
             },
         )
     of_layers = s.gradients - 4 * (

@@ -6,6 +6,7 @@ from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
 from ..expert_placement import ExpertPlacement, divides
 from ..optimizer.step_calls import step_calls
+from ..sizes import LOGITS
 from ..spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel, WeightSharding
 from . import peaks, stage_sizes
 from .packages import PACKAGES
@@ -98,6 +99,7 @@ SPEC = EngineSpec(
         calls=_calls,
         fused=("device",),
         adapter_calls=_adapter_calls,
+        logits_at_once=LOGITS,
         shares_beginnings=("host",),  # on devices, where it has not run, plans count rows without sharing
     ),
 )

@@ -13,6 +13,7 @@ from operator import mul
 from ...ir.workload import in_flight
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
+from ..head_sizes import HeadSizes
 from ..layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
 from ..sizes import GRADIENT, Sizes
 
@@ -187,13 +188,10 @@ class StageSizes(Sizes):
         return self.scored * self.work.model.hidden * self.item
 
     @cached_property
-    def logits(self) -> int:
-        """Bytes of the float32 logits on this rank, for all tokens that have outputs.
-
-        The rank has the logits of its part of the vocabulary. A scoring model has one float32 value per token instead.
-        """
-        rows = 1 if self.work.model.scores else self.head // self.work.model.hidden
-        return 4 * self.scored * rows
+    def head_sizes(self) -> HeadSizes:
+        work = self.work
+        ids = 1 if work.model.scores else self.head // work.model.hidden
+        return HeadSizes(self.scored, ids, work.model.hidden, self.item, with_entropy=work.entropy)
 
     @cached_property
     def head(self) -> int:

@@ -169,9 +169,9 @@ def test_what_entropies_and_given_ids_take(tmp_path):
                 micro["given"] = ids
             asked = ForwardRequest(entropy=entropy)
             engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
-        wanted = peaks.trainer("update", replace(work, entropy=entropy, scores_other_ids=given))[
-            "backward in the head"
-        ]["logits"]
+        moments = peaks.trainer("update", replace(work, entropy=entropy))
+        # The entropy of an update needs two temporary tensors in any case.
+        wanted = max(moments[moment]["logits"] for moment in ("the end of forward", "backward in the head"))
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
         engine.step(StepRequest(0.0, 1.0))
 
