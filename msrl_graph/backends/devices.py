@@ -138,23 +138,6 @@ class TorchDevice:
         _register_buffer(buffer.untyped_storage())
         return buffer
 
-    def map_host_buffer(self, memory: mmap.mmap, counted: bool) -> torch.Tensor:
-        """Return mapped memory as a host buffer of bytes.
-
-        It is pinned if the device has its own memory. Several processes may have mapped the same memory. The memory is
-        `counted` in one of them.
-        """
-        import torch
-
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        if not self.kind.shares_host_memory and hasattr(self._module, "cudart"):
-            self._module.check_error(self._module.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        if counted:
-            _register_buffer(buffer.untyped_storage())
-        else:
-            sleep([buffer])
-        return buffer
-
 
 class Lane:
     """A stream of a device, in addition to the stream on which the process computes."""
@@ -315,6 +298,23 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     super(torch.UntypedStorage, storage).resize_(size)
     _report(storage)
     return storage
+
+
+def map_host_buffer(memory: mmap.mmap, counted: bool) -> torch.Tensor:
+    """Return mapped memory as a host buffer of bytes.
+
+    Several processes may have mapped the same memory. The memory is `counted` in one of them. It is not pinned: the
+    registration of mapped memory has not been tried on a device.
+    """
+    import numpy as np
+    import torch
+
+    buffer = torch.from_numpy(np.frombuffer(memory, np.uint8))
+    if counted:
+        _register_buffer(buffer.untyped_storage())
+    else:
+        sleep([buffer])
+    return buffer
 
 
 def _register_buffer(storage: torch.UntypedStorage) -> None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...backends.devices import Lane, TorchDevice
+from ...backends.devices import Lane, TorchDevice, map_host_buffer
 from ...backends.engine_protocols import Shard
 from ...model.architecture import Model
 from ...sharding.layout import Side, elements, find_equal_ranks, shard
@@ -121,7 +121,7 @@ class FrozenCopies:
         descriptor = os.memfd_create("frozen weights", os.MFD_CLOEXEC) if is_own else host.open(owner)
         if is_own:
             os.ftruncate(descriptor, size)
-        memory = self.device.map_host_buffer(mmap.mmap(descriptor, size), counted=is_own)
+        memory = map_host_buffer(mmap.mmap(descriptor, size), counted=is_own)
         copies = [
             (weight, memory[places[name] :][: weight.nbytes].view(weight.dtype).view(weight.shape))
             for name, weight in weights.items()
