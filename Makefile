@@ -210,7 +210,7 @@ bench-reshard: $(VENV)/ready #: compare resharding with bare collectives and cop
 conformance: $(VENV_ENGINES)/ready #: compare each engine with transformers for each model family: about 5 minutes
 	$(VENV_ENGINES)/bin/python bench/conformance.py
 
-families: $(VENV)/ready #: train a small model of each family for ten iterations, export it, and load it with transformers: about 7 minutes
+families: $(VENV)/ready #: train a small model of each family for ten iterations, and export it: about 7 minutes
 	$(BIN)/python bench/families.py
 
 reshard-engines: $(VENV_ENGINES)/ready #: reshard between real engines with random layouts on 1 to 8 ranks: about 30 minutes

@@ -42,7 +42,10 @@ class HeadSizes:
 
     @property
     def inference(self) -> int:
-        """A pass without a backward pass: logits and their products in the weights' type, or logits and a slice."""
+        """A pass without a backward pass.
+
+        Next to logits there are their products in the weights' type, or a slice of them.
+        """
         return self._add_copies(1)
 
     @property
@@ -52,13 +55,16 @@ class HeadSizes:
 
     @property
     def backward(self) -> int:
-        """The backward pass, without the gradient of the weight.
+        """The backward pass. Logits are overwritten by their gradients."""
+        return self._add_copies(self.with_entropy + self.capped)
 
-        Logits are overwritten by their gradients. The gradients of the states are summed in float32, but those of a
-        scoring model are one product.
+    @property
+    def states_gradients(self) -> int:
+        """The gradients of the states in the backward pass.
+
+        Those of a policy are a product and its float32 sum, those of a scoring model one product.
         """
-        states = self.tokens * self.hidden * (self.item if self.ids == 1 else 4 + self.item)
-        return states + self._add_copies(self.with_entropy + self.capped)
+        return self.tokens * self.hidden * (self.item if self.ids == 1 else 4 + self.item)
 
     def _add_copies(self, slices: int) -> int:
         size = 4 * count_slice_rows(self.tokens, self.ids_at_once) * self.ids_at_once

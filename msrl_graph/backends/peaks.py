@@ -234,7 +234,7 @@ def _update(s: _Pass) -> Moments:
         "backward in the head": {
             "gathered weights": top,
             "gradients": rest + s.head_gradient,
-            "activations": base + states,
+            "activations": base + states + s.head.states_gradients,
             "logits": s.head.backward,
         },
         "the head's gradient": {

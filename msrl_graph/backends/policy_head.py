@@ -161,7 +161,10 @@ def _make_function() -> Any:
 
 
 def _select(temperature: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Return the temperatures of some tokens; one temperature is that of all tokens, and None is 1."""
+    """Return the temperatures of some tokens.
+
+    One temperature is that of all tokens, and None is 1.
+    """
     return temperature if temperature is None or len(temperature) == 1 else temperature[rows]
 
 

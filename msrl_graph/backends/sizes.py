@@ -37,14 +37,17 @@ GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the
 
 
 def count_ids_at_once(tokens: int, item: int) -> int:
-    """Return the number of ids whose logits a head makes at once, for weights whose elements have `item` bytes."""
+    """Return the number of ids whose logits a head makes at once.
+
+    The elements of weights have `item` bytes.
+    """
     return max(1, LOGITS // (max(1, tokens) * (4 + item % 4)))
 
 
 def count_slice_rows(tokens: int, ids: int) -> int:
-    """Return the number of tokens in the head's temporary tensors, for `ids` ids at once.
+    """Return the number of tokens in the head's temporary tensors.
 
-    The result is a sixteenth of the tokens, but not fewer than fill a mebibyte.
+    `ids` is the number of ids at once. The result is a sixteenth of the tokens, but not fewer than fill a mebibyte.
     """
     return min(tokens, max(-(-tokens // 16), (1 << 18) // max(1, ids)))
 

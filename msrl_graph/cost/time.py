@@ -30,7 +30,17 @@ from .adapter_dropout import mask_seconds
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
-from .operators import CAPPED, DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork, layer_calls
+from .operators import (
+    CAPPED,
+    DRAWING,
+    KERNELS,
+    PRODUCTS,
+    SCORING,
+    ForwardWork,
+    count_logits_again,
+    count_moved_elements,
+    layer_calls,
+)
 
 
 @dataclass(frozen=True)
@@ -227,7 +237,9 @@ class Costs:
         if update and not self.recomputes:
             parts.append(self._backward_reads(tokens, moved))
         if update:
-            parts.append(self._logits_again(rows.response))
+            flop = count_logits_again(self.model, self.spec, self.layout, rows.response, BYTES[self.dtype]) / self.group
+            rate = self.device.rate(self.dtype, flop)
+            parts.append(Figure(flop / rate.value, rate.source, "logits once more: FLOP / FLOP/s"))
         passes = (3 if update else 1) + (update and self.recomputes) + looks_ahead
         among = self.collectives
         cp = self.layout.cp
@@ -392,26 +404,12 @@ class Costs:
         return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
     def _elementwise_bytes(self, tokens: float) -> float:
-        """Return the bytes that a layer's operators move between its matrix products.
+        """Return the bytes that operators move between the matrix products of layers.
 
-        Elements per token: norms 7 h each, residuals 6 h a layer (h: hidden size), rotation 10 per query and key
-        element, gating 5 f (f: intermediate size). A fused engine has 0: its assumed FLOP/s allow for these bytes.
+        A fused engine has 0: its assumed FLOP/s allow for these bytes.
         """
-        if self._eager is None:
-            return 0.0
-        model = self.model
-        whole = (7 * model.norms + 6 * model.layers) * model.hidden * self.layout.tp
-        return tokens * (whole + 10 * model.query_key_size + 5 * model.mlp_width) * BYTES[self.dtype]
-
-    def _logits_again(self, scored: float) -> Figure:
-        """Return the seconds in which a backward pass computes logits that were not kept."""
-        limit = self.spec.time.logits_at_once
-        share = self.layout.tp * self.layout.cp
-        if not limit or (4 + BYTES[self.dtype] % 4) * scored * self.model.outputs / share <= limit:
-            return Figure(0.0, "derived", "logits are kept")
-        flop = 2 * scored * self._parameters[1] / self.group
-        rate = self.device.rate(self.dtype, flop)
-        return Figure(flop / rate.value, rate.source, "logits once more: FLOP / FLOP/s")
+        elements = 0 if self._eager is None else count_moved_elements(self.model, self.layout.tp)
+        return tokens * elements * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:
         """Return the bytes that `times` accesses to the float32 logits read or write."""

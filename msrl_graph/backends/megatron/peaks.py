@@ -146,7 +146,7 @@ def _update(s: StageSizes) -> Named:
             "backward in the head",
             {
                 "gradients": rest + head * s.item,
-                "activations": base + s.kept + states,
+                "activations": base + s.kept + states + s.head_sizes.states_gradients,
                 "logits": s.head_sizes.backward,
             },
         )

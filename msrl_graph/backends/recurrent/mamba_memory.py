@@ -1,6 +1,7 @@
-"""The bytes of tensors that a Mamba-2 mixer makes, by the operators of transformers.
+"""The bytes of tensors that a Mamba-2 mixer makes.
 
-Invariant: as in sizes.py, sizes are bytes of tensor storages on the busiest rank. All sizes are of one layer.
+Invariant: the tensors are those of transformers' operators. As in sizes.py, sizes are bytes of tensor storages on the
+busiest rank. All sizes are of one layer.
 
 The scan computes in float32, whatever the weights' type. Rows are padded to whole chunks.
 """
@@ -21,7 +22,9 @@ WIDE = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class MambaSizes:
-    """Sizes of the tensors of a Mamba-2 mixer that scans `rows` rows of `width` tokens.
+    """Sizes of the tensors of a Mamba-2 mixer.
+
+    It scans `rows` rows of `width` tokens.
 
     - `values`, `keys`, `scores`: the bytes of tensors of the scan: of the values `x` of all heads, of `b` or `c`,
       repeated for each head, and of the scores of pairs in a chunk.
@@ -79,7 +82,7 @@ class MambaSizes:
 
     @cached_property
     def inputs(self) -> int:
-        """Bytes of the outputs of all projections, and of the convolution's, in the weights' type."""
+        """Bytes of the outputs of all projections, and of the convolution."""
         of_heads = self.rows * self.width * self.heads * (self.mixer.head_dim + 1) * self.whole.item
         return 2 * self._mixed + of_heads
 
