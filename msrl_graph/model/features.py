@@ -29,6 +29,7 @@ FEATURES = {
     "shared_experts": "shared experts",
     "gated_shared_experts": "shared experts with a gate",
     "ungated_mlp": "MLPs without gates",
+    "linear_mlp": "MLPs with the names `input_linear` and `output_linear` in files",
     "mamba2": "Mamba-2 layers",
     "single_layers": "layers of only a mixer or only an MLP",
     "mixed_layers": "layers of several kinds in turn",  # other than some without experts before the others

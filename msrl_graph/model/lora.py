@@ -130,7 +130,7 @@ def is_projection(tensor: Tensor) -> bool:
 
 
 def _is_renamed(tensor: Tensor) -> bool:
-    return tensor.name.endswith(".weight") and bool(tensor.file_name) and "*" not in tensor.file_name
+    return tensor.name.endswith(".weight") and bool(tensor.file_name)
 
 
 def name_module(tensor: Tensor) -> str:

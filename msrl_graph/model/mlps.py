@@ -81,6 +81,8 @@ class DenseMlp(msgspec.Struct, frozen=True, tag="mlp"):
             yield "mlp_bias"
         if self.ungated:
             yield "ungated_mlp"
+        if self.linear:
+            yield "linear_mlp"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         for name, size, tp_dim in _projections(hidden, self.intermediate, self.ungated):
@@ -181,6 +183,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
             yield "gated_shared_experts" if self.shared_gate else "shared_experts"
         if self.ungated:
             yield "ungated_mlp"
+        if self.linear:
+            yield "linear_mlp"
 
     def list_tensors(self, make: MakeTensor, hidden: int) -> Iterator[Tensor]:
         """Yield the tensors of the router and the experts.

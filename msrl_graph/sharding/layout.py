@@ -209,7 +209,10 @@ def _count_layers_by_stage(
 
 
 def strip_name(tensor: Tensor) -> Tensor:
-    """Return what is equal for all tensors of a kind: a tensor without names and place."""
+    """Return a tensor without layer, names, and place in files.
+
+    It is equal for all tensors of a kind.
+    """
     return replace(tensor, name="", file_name="", fused="", start=0, layer=0)
 
 

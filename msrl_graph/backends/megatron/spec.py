@@ -68,6 +68,10 @@ LACKING = {
     "gated_delta_net",
     "output_gate",
     "gated_shared_experts",
+    "mamba2",
+    "single_layers",
+    "ungated_mlp",
+    "linear_mlp",
 }
 SPEC = EngineSpec(
     name="megatron",

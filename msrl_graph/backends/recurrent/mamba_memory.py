@@ -24,7 +24,7 @@ WIDE = 4  # bytes of a float32
 class MambaSizes:
     """Sizes of the tensors of a Mamba-2 mixer.
 
-    It scans `rows` rows of `width` tokens.
+    The mixer scans `rows` rows of `width` tokens.
 
     - `values`, `keys`, `scores`: the bytes of tensors of the scan: of the values `x` of all heads, of `b` or `c`,
       repeated for each head, and of the scores of pairs in a chunk.
@@ -82,7 +82,10 @@ class MambaSizes:
 
     @cached_property
     def inputs(self) -> int:
-        """Bytes of the outputs of all projections, and of the convolution."""
+        """Bytes of the outputs of all projections and of the convolution.
+
+        They have the weights' type.
+        """
         of_heads = self.rows * self.width * self.heads * (self.mixer.head_dim + 1) * self.whole.item
         return 2 * self._mixed + of_heads
 

@@ -201,6 +201,7 @@ EXPERTS = ExpertPlacement(
 # Features of models that can be planned, not run. vLLM's CPU kernel caps scores by other numbers than transformers.
 LACKING = {"sliding_window", "mixed_layers", "attention_cap", "attention_sinks", "clamped_experts", "sigmoid_router"}
 LACKING |= {"gated_delta_net", "output_gate", "gated_shared_experts"}
+LACKING |= {"mamba2", "single_layers", "ungated_mlp", "linear_mlp"}
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
