@@ -11,7 +11,6 @@ from ..backends.optimizer.step_calls import TENSORS
 from ..backends.spec import Act, EngineSpec, OperatorCalls
 from ..hardware.cluster import Figure
 from ..model.architecture import Model
-from ..sharding.layout import Layout
 from . import adapter_dropout
 
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
@@ -66,16 +65,6 @@ def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) 
     projections = len(model.adapted)
     masks = adapter_dropout.CALLS * projections if act == "update" and model.lora.dropout else 0
     return calls.layer + spec.time.adapter_calls(act, projections) + masks
-
-
-def count_logits_again(model: Model, spec: EngineSpec, layout: Layout, scored: float, item: int) -> float:
-    """Return the FLOP by which a backward pass computes logits that were not kept.
-
-    A rank keeps all logits of `scored` tokens or none. `item` is the number of bytes of an element of the weights.
-    """
-    limit = spec.time.logits_at_once
-    kept = (4 + item % 4) * scored * model.outputs / (layout.tp * layout.cp) <= limit
-    return 0.0 if kept or not limit else 2 * scored * model.hidden * model.outputs
 
 
 def count_moved_elements(model: Model, tp: int) -> int:

@@ -27,6 +27,7 @@ from ..model.layers import AttentionMixer
 from ..sharding.layout import Layout
 from . import holdings
 from .adapter_dropout import mask_seconds
+from .backward import kept_seconds, logits_seconds
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
@@ -37,7 +38,6 @@ from .operators import (
     PRODUCTS,
     SCORING,
     ForwardWork,
-    count_logits_again,
     count_moved_elements,
     layer_calls,
 )
@@ -234,12 +234,10 @@ class Costs:
         looks_ahead = update and self._looks_ahead
         parts = [self._pass("update", work, 1 + self.model.backward_share) if update else self._pass("infer", work)]
         parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
-        if update and not self.recomputes:
-            parts.append(self._backward_reads(tokens, moved))
+        if update and not self.recomputes and self._eager is not None:
+            parts.append(kept_seconds(self.model, self.layout, self.device, self.dtype, tokens, moved))
         if update:
-            flop = count_logits_again(self.model, self.spec, self.layout, rows.response, BYTES[self.dtype]) / self.group
-            rate = self.device.rate(self.dtype, flop)
-            parts.append(Figure(flop / rate.value, rate.source, "logits once more: FLOP / FLOP/s"))
+            parts.append(logits_seconds(self.model, self.spec, self.layout, self.device, self.dtype, rows.response))
         passes = (3 if update else 1) + (update and self.recomputes) + looks_ahead
         among = self.collectives
         cp = self.layout.cp
@@ -368,22 +366,6 @@ class Costs:
         return (
             flop / self.device.rate("attention", flop).value if "attention" in self.device.curves else flop / 2 / rate
         )
-
-    def _backward_reads(self, tokens: float, moved: float) -> Figure:
-        """Return the seconds in which a CPU writes and reads tensors for a backward pass.
-
-        These tensors do not fit into the CPU's caches. (Results that only the next operator reads do fit.) A third of
-        the bytes that an operator moves is counted as the operator's result. Results of matrix products are counted
-        separately.
-        """
-        device = self.device
-        model = self.model
-        if not device.kind.is_host or self._eager is None:
-            return Figure(0.0, "derived", "part of each operator's bytes")
-        products = 3 * model.layers * model.hidden * self.layout.tp + 2 * (model.query_key_size + model.mlp_width)
-        written = (moved / 3 + tokens * products * BYTES[self.dtype]) / self.group
-        bandwidth = device.rate("memory_bandwidth", 0)
-        return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     @cached_property
     def _pass_weight_bytes(self) -> float:
