@@ -19,7 +19,10 @@ def count_logits_again(model: Model, spec: EngineSpec, layout: Layout, scored: f
 
 
 def logits_seconds(model: Model, spec: EngineSpec, layout: Layout, device: Device, dtype: str, scored: float) -> Figure:
-    """Return the seconds in which a backward pass computes logits that were not kept, for `scored` tokens."""
+    """Return the seconds in which a backward pass computes the logits of `scored` tokens.
+
+    The result is 0 if they were kept.
+    """
     flop = count_logits_again(model, spec, layout, scored, BYTES[dtype]) * layout.dp / layout.devices
     rate = device.rate(dtype, flop)
     return Figure(flop / rate.value, rate.source, "logits once more: FLOP / FLOP/s")

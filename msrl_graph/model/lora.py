@@ -23,6 +23,7 @@ from .architecture import HEAD, Lora, Model
 ALL_LINEAR = "all_linear"
 RANK = 16  # if a program states none
 PROJECTION = "_proj"
+RECURRENT_INPUTS = "in_proj"  # how fused projections of recurrent mixers begin
 DOWN = ".lora_A.weight"
 UP = ".lora_B.weight"
 
@@ -114,23 +115,27 @@ def list_projections(model: Model) -> list[str]:
 def list_left_out(model: Model) -> list[str]:
     """Return the names of projections that can have no adapter.
 
-    They are those of experts that have one tensor for all, without a module of their own, and those that the files name
-    otherwise: no other library would read an adapter of them.
+    They are those of experts that have one tensor for all, without a module of their own; those that the files name
+    otherwise, since no other library would read an adapter of them; and the fused inputs of recurrent mixers.
     """
     experts = (tensor.name.rpartition(".")[2] for tensor in model.weights if tensor.experts and len(tensor.shape) == 3)
-    renamed = (tensor.name.split(".")[-2] for tensor in model.weights if _is_renamed(tensor))
-    names = [name for name in experts if name != "weight"] + [name for name in renamed if PROJECTION in name]
+    others = (
+        tensor.name.split(".")[-2] if tensor.file_name else tensor.fused
+        for tensor in model.weights
+        if _is_left_out(tensor)
+    )
+    names = [name for name in experts if name != "weight"] + [name for name in others if PROJECTION in name]
     return list(dict.fromkeys(names))
 
 
 def is_projection(tensor: Tensor) -> bool:
     """Return whether a tensor is a projection's weight, which can have an adapter."""
     is_linear = tensor.name.endswith(".weight") and PROJECTION in _projection(tensor)
-    return tensor.role == "base" and is_linear and not _is_renamed(tensor)
+    return tensor.role == "base" and is_linear and not _is_left_out(tensor)
 
 
-def _is_renamed(tensor: Tensor) -> bool:
-    return tensor.name.endswith(".weight") and bool(tensor.file_name)
+def _is_left_out(tensor: Tensor) -> bool:
+    return tensor.name.endswith(".weight") and bool(tensor.file_name or tensor.fused.startswith(RECURRENT_INPUTS))
 
 
 def name_module(tensor: Tensor) -> str:

@@ -82,7 +82,7 @@ def test_diagnostics_as_json_and_concise(tmp_path: Path, capsys: Capture) -> Non
             "layout-divide",
             "layout actor.generate",
         ),
-        ('"ascend-910c"', '"ascend-910c", memory = 20 GB', "out-of-memory", "layout actor.update"),
+        ('"ascend-910c"', '"ascend-910c", memory = 20 GB', "out-of-memory", "layout actor.generate"),
     ],
 )
 def test_faults_that_only_placing_brings_to_light(
@@ -104,7 +104,7 @@ def test_too_much_memory_names_the_nearest_layout_that_fits(tmp_path: Path, caps
     path.write_text(text.replace("run {", "engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
     assert compile_main([str(path), "--check"]) == 1
     err = capsys.readouterr().err
-    fits = "{ tp = 2, dp = 8, zero = 3 }"
+    fits = "{ tp = 2, dp = 8, zero = 2 }"
     assert f"the nearest layout that fits: `layout actor.update {fits}`" in err
     path.write_text(path.read_text().replace("{ tp = 2, dp = 8 }", fits))
     assert compile_main([str(path), "--check"]) == 0
@@ -300,7 +300,8 @@ def test_where_no_near_layout_fits_the_search_is_asked(tmp_path: Path, capsys: C
     """On stages of a pipeline the model fits, which another engine has, and that is what is advised."""
     program = tmp_path / "stages.rlg"
     text = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
-    text = text.replace('"ascend-910c"', '"h100"').replace("nodes            = 2", "nodes            = 1")
+    text = text.replace('"ascend-910c"', '"h100", memory = 70 GB')
+    text = text.replace("nodes            = 2", "nodes            = 1")
     program.write_text(text.replace("tp = 8, dp = 2", "dp = 8").replace("tp = 4, dp = 4", "tp = 8"), encoding="utf-8")
     assert compile_main([str(program), "--check"]) == 1
     help = capsys.readouterr().err.rstrip().split("\n")[-1].strip()

@@ -52,11 +52,17 @@ def test_tensor_parallelism_sums_hidden_states() -> None:
     # each.
     model = load("llama3-8b", Path())
     hidden = 1000 * model.hidden * 2 * 2 * 7 / 8
-    logits = 10 * model.vocabulary * 2 * 7 / 8
+    # The head: four numbers of a token are reduced, and the gradients of its states.
+    numbers = 10 * 4 * 4 * 2 * 7 / 8
     forward = of(Layout(tp=8, dp=2)).tensor_parallel(1000, 10).value
-    assert forward == pytest.approx(((1 + 2 * model.layers) * hidden + logits) / NEAR)
+    assert forward == pytest.approx(((1 + 2 * model.layers) * hidden + numbers) / NEAR)
     both = of(Layout(tp=8, dp=2)).tensor_parallel(1000, 10, backward=True).value
-    assert both - forward == pytest.approx(2 * model.layers * hidden / NEAR)
+    states = 10 * model.hidden * 2 * 2 * 7 / 8
+    assert both - forward == pytest.approx((2 * model.layers * hidden + states) / NEAR)
+    # To draw tokens, each rank needs all logits, and the tokens.
+    logits = 10 * model.vocabulary * 2 * 7 / 8
+    drawn = of(Layout(tp=8, dp=2)).tensor_parallel(1000, 10, drawn=True).value
+    assert drawn > forward + (logits - numbers) / NEAR
     assert of(Layout(tp=16)).tensor_parallel(1000, 10).value > 5 * forward
 
 

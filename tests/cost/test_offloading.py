@@ -94,8 +94,8 @@ def test_copies_take_seconds() -> None:
     assert "optimizer state in from host memory and back: bytes / host link" in basis
 
 
-def test_activations_are_on_the_host_while_logits_are_here() -> None:
-    """That is when most is held; copies take what computing does not hide."""
+def test_activations_are_on_the_host_until_their_layer_needs_them() -> None:
+    """Copies take what computing does not hide."""
     plans = {}
     for stated in ("none", "none, activations = offload", "full", "full, activations = offload"):
         text = TEXT.replace("micro_batch = 1, recompute = full", f"micro_batch = 4, recompute = {stated}")
@@ -106,9 +106,8 @@ def test_activations_are_on_the_host_while_logits_are_here() -> None:
         away = plans[f"{how}, activations = offload"]
         held, left = (items(p, "device")["update"]["activations"] for p in (kept, away))
         stored = items(away, "host")["update"]["actor.update activations"] // 2  # of two devices
-        assert left == held - stored
-        rest = [{k: v for k, v in items(p, "device")["update"].items() if k != "activations"} for p in (kept, away)]
-        assert rest[0] == rest[1]
+        # Two of 28 layers are on the device at once, and what the backward pass of a layer makes.
+        assert held - stored < left < held - stored + 3 * stored / 28
         more = more_seconds(kept, away)
         if how == "full":  # inputs of layers alone
             assert more == {}

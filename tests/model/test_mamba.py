@@ -110,7 +110,7 @@ def test_adapters_are_refused_where_files_have_other_names() -> None:
     }"""
     for model, help in (
         ("nemotron-nano-9b-v2", "train a part of the model instead: `freeze`"),
-        ("granite4.0-h-1b", "name others: `targets = [out_proj, q_proj, k_proj, v_proj, o_proj]`"),
+        ("granite4.0-h-1b", "`all_linear` includes them: write `targets = [out_proj, q_proj, k_proj, v_proj, o_proj]`"),
     ):
         with pytest.raises(Fault) as caught:
             compile("p.rlg", text=program % model, sets={"prompts": 8, "group": 2, "response_len": 16})

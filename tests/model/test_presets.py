@@ -7,7 +7,7 @@ from pathlib import Path
 import published_counts
 import pytest
 
-from msrl_graph.ir.workload import kv_elements
+from msrl_graph.ir.workload import kv_bytes
 from msrl_graph.model.models import load
 from msrl_graph.model.presets import PRESETS
 from msrl_graph.sharding.layout import Layout
@@ -42,4 +42,4 @@ def test_a_preset_has_the_parameters_of_transformers_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", published_counts.CACHE)
 def test_a_token_leaves_the_published_bytes_in_the_cache(name: str) -> None:
-    assert 2 * kv_elements(load(name, Path()), Layout(), 1) == published_counts.CACHE[name]
+    assert kv_bytes(load(name, Path()), Layout(), 1, 2) == published_counts.CACHE[name]

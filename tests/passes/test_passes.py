@@ -357,11 +357,11 @@ def test_memory_by_phase() -> None:
     assert update["actor weights"] == pytest.approx(2 * third, rel=1e-3)
     assert update["gradients"] == 2 * update["actor weights"]  # in float32
     assert update["actor optimizer"] == pytest.approx(12 * third / 2, rel=1e-3)
-    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, what the last norm keeps, the
-    # states of 8,192 response tokens, and angles.
-    assert update["activations"] == 2 * (10239 * (64 + 3) * 5120 + 8192 * 5120 + 2 * 10239 * 128)
-    # A float32 gradient, and what it is made of.
-    assert update["logits"] == 3 * 4 * 8192 * 152064
+    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, and angles. The last layer, whose
+    # backward pass holds most, has its own tensors too, and all logits are gone.
+    kept = 2 * (10239 * 64 * 5120 + 2 * 10239 * 128)
+    assert kept < update["activations"] < 1.3 * kept
+    assert "logits" not in update
     generate = phases["generate"]
     at_once = 16 * PLAN.placement("actor.generate").engine.options["micro_batch"]
     # 64 layers, keys and values of 8 heads of 128 over tp 4, 2 bytes, 10,240 tokens.
@@ -392,7 +392,8 @@ def test_zero_divides_what_it_says() -> None:
     none, one, two, three = map(update, range(4))
     half = pytest.approx(0.5, rel=1e-3)
     assert one["actor optimizer"] / none["actor optimizer"] == half
-    assert two["gradients"] == 2 * two["actor weights"]
+    # In float32, and those of a layer before they are summed.
+    assert 2 < two["gradients"] / two["actor weights"] < 2.1
     # fsdp keeps weights divided from stage 2 on, and gathers all of them (2), or embedding, head and two layers (3).
     assert two["actor weights"] / one["actor weights"] == half
     assert two["gathered weights"] == one["actor weights"]
@@ -518,7 +519,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
     plan = page.plan(on(devices(2, 8, 64e9), layouts=layouts, engines=stated))
     (found,) = memory_check.check(plan, PlanContext(ENGINES))
     assert (found.code, found.span) == ("out-of-memory", span)
-    assert found.message == "update needs 149.9 GB a device, which has 64.0 GB"
+    assert found.message == "update needs 135.6 GB a device, which has 64.0 GB"
     assert [line.split()[0] for line in found.help.split("\n")[:6]] == [
         "load",
         "reshard",
@@ -536,7 +537,7 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
     update = plan.placement("actor.update")
     assert (
         update.engine.options["recompute"] == "full"
-        and "recomputes activations, which would otherwise take 106 GB" in update.reason
+        and "recomputes activations, which would otherwise take 92.2 GB" in update.reason
     )
     assert memory_check.check(plan, PlanContext(ENGINES)) == []
     # Where it fits, nothing is recomputed.

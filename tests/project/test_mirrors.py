@@ -223,6 +223,7 @@ COVERED = {
     "with_engines/test_experts.py": ("backends/megatron/cpu",),
     "with_engines/test_vllm.py": ("backends/vllm/route_capture",),
     "with_engines/test_megatron.py": (
+        "backends/megatron/spec",
         "backends/megatron/latent_attention",
         "backends/megatron/peaks",
         "backends/megatron/stage_adapters",
