@@ -36,7 +36,7 @@ def kept_seconds(model: Model, layout: Layout, device: Device, dtype: str, token
     """
     if not device.kind.is_host:
         return Figure(0.0, "derived", "part of each operator's bytes")
-    products = 3 * model.layers * model.hidden * layout.tp + 2 * (model.query_key_size + model.mlp_width)
+    products = 1.5 * model.halves * model.hidden * layout.tp + 2 * (model.query_key_size + model.mlp_width)
     written = (moved / 3 + tokens * products * BYTES[dtype]) * layout.dp / layout.devices
     bandwidth = device.rate("memory_bandwidth", 0)
     return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")

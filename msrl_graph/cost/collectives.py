@@ -165,7 +165,7 @@ class Collectives:
         if tp == 1:
             return Figure(0.0, "derived", "no tensor parallelism")
         per_reduction = tokens * model.hidden * self._item * (tp - 1) / tp
-        layers = model.layers / layout.pp
+        layers = model.halves / 2 / layout.pp
         divided = self.spec.memory.divides_sequence and self._eager
         if divided:
             # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the

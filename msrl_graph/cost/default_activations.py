@@ -67,13 +67,13 @@ def _micro_batch_tokens(work: Workload) -> int:
 def layer_elements(work: Workload, spec: EngineSpec, layer: Layer) -> int:
     """Return how many elements per token a layer saves for its backward pass.
 
-    A layer saves 4 h elements (h: the hidden size), and what its mixer and its MLP count (layers.py). If the engine
-    shards sequences over tp, the 4 h and other elements that each tp rank saves are also sharded.
+    Each half of a layer saves 2 h elements (h: the hidden size), and what the mixer or the MLP counts (layers.py). If
+    the engine shards sequences over tp, the 2 h and other elements that each tp rank saves are also sharded.
     """
     tp = work.layout.tp
     hidden = work.model.hidden
     parts = layer.mixer.count_saved(), layer.mlp.count_saved(hidden, work.layout.etp)
-    replicated = 4 * hidden + sum(part[0] for part in parts)
+    replicated = 2 * layer.halves * hidden + sum(part[0] for part in parts)
     sharded = sum(part[1] for part in parts)
     return -(-replicated // (tp if spec.memory.divides_sequence else 1)) + -(-sharded // tp)
 

@@ -54,24 +54,25 @@ class ForwardWork:
 def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) -> float:
     """Return how many operators a layer of a model calls on average.
 
-    `calls` are those of a model that is trained as a whole. A step calls operators for each trained weight. An adapter
-    adds operators to the passes.
+    `calls` are those of a model that is trained as a whole, whose layers have a mixer and an MLP. A step calls
+    operators for each trained weight. An adapter adds operators to the passes.
     """
     if act == "step" and model.frozen_kinds:
         trained = sum(0 <= tensor.layer < model.layers for tensor in model.trained)
         return calls.layer * trained / (model.layers * TENSORS)
+    layer = calls.layer if act == "step" else calls.layer * model.halves / (2 * model.layers)
     if model.lora is None:
-        return calls.layer
+        return layer
     projections = len(model.adapted)
     masks = adapter_dropout.CALLS * projections if act == "update" and model.lora.dropout else 0
-    return calls.layer + spec.time.adapter_calls(act, projections) + masks
+    return layer + spec.time.adapter_calls(act, projections) + masks
 
 
 def count_moved_elements(model: Model, tp: int) -> int:
     """Return how many elements per token operators move between matrix products.
 
-    They are 7 h for each norm and 6 h for the residuals of a layer (h: hidden size), on each of `tp` ranks, 10 for each
-    element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
+    They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `tp` ranks, 10 for
+    each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
     """
-    whole = (7 * model.norms + 6 * model.layers) * model.hidden * tp
+    whole = (7 * model.norms + 3 * model.halves) * model.hidden * tp
     return whole + 10 * model.query_key_size + 5 * model.mlp_width

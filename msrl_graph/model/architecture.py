@@ -235,6 +235,11 @@ class Model:
         return sum(count * mixer.count_scan_flop(decode) for mixer, count in self.recurrent_mixers.items())
 
     @cached_property
+    def halves(self) -> int:
+        """The number of mixers and of MLPs, in all layers together."""
+        return sum(layer.count * layer.halves for layer in self.stack)
+
+    @cached_property
     def norms(self) -> int:
         """The number of norms of hidden states, in all layers together."""
         return sum(layer.count * layer.norms.number for layer in self.stack)

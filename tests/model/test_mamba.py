@@ -126,6 +126,17 @@ def test_one_group_of_heads_is_on_every_rank() -> None:
     assert {name for name, dim in mamba.items() if dim < 0} == copied
 
 
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "nemotron-3-nano-30b-a3b", "granite4.0-h-1b", "granite4.0-h-small"])
+def test_flop_of_a_token_are_those_of_its_weights_and_of_scans(name: str) -> None:
+    model = load(name, Path())
+    ends = sum(t.elements for t in model.tensors if not 0 <= t.layer < model.layers)
+    weights = 2 * (model.active_parameters - ends)
+    flop = sum(layer.count * layer.count_flop(model.hidden, 1) for layer in model.stack)
+    scans = model.count_scan_flop(decode=False)
+    assert 0 < scans < flop / 4
+    assert flop - scans == pytest.approx(weights, rel=0.01)
+
+
 def test_a_state_does_not_grow_with_the_sequence() -> None:
     # Of each of 24 layers: the convolution's 8,192 + 2 x 1,024 inputs of 4 tokens, and a state of 128 x 64 x 128.
     model = load("nemotron-h-8b", Path())

@@ -357,8 +357,8 @@ def test_memory_by_phase() -> None:
     assert update["actor weights"] == pytest.approx(2 * third, rel=1e-3)
     assert update["gradients"] == 2 * update["actor weights"]  # in float32
     assert update["actor optimizer"] == pytest.approx(12 * third / 2, rel=1e-3)
-    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, and angles. The last layer, whose
-    # backward pass holds most, has its own tensors too, and all logits are gone.
+    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, and angles. The last layer,
+    # whose backward pass holds most, has its own tensors too, and all logits are gone.
     kept = 2 * (10239 * 64 * 5120 + 2 * 10239 * 128)
     assert kept < update["activations"] < 1.3 * kept
     assert "logits" not in update
