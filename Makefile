@@ -204,6 +204,9 @@ bench-memory: $(VENV)/ready #: compare predicted and measured memory on 1 to 4 r
 bench-memory-engines: $(VENV_ENGINES)/ready #: compare predicted and measured memory with Megatron and vLLM: about 5 minutes
 	$(VENV_ENGINES)/bin/python bench/memory.py --engines "megatron vllm"
 
+bench-long-rows: $(VENV)/ready #: plan the memory of rows of 8k to 64k tokens, beside published figures
+	$(BIN)/python bench/long_rows.py
+
 bench-reshard: $(VENV)/ready #: compare resharding with bare collectives and copies of the same bytes: about 2 minutes
 	$(BIN)/python bench/reshard.py
 

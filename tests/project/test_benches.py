@@ -37,6 +37,7 @@ FIGURES = {
     "gpu": {"fsdp hf"},
     "hosts": {"1"},
     "invariance": {"shuffled arrival"},
+    "long_rows": {"8192"},
     "lost_hosts": {"faults", "runs", "finished", "rows_lost", "rows_twice", "hangs", "leftovers"},
     "memory": {"combinations", "largest_deviation", "of"},
     "paper": {"table_1", "equation_3_gb", "figure_7", "figure_9", "figure_10_gb", "figure_11"},
