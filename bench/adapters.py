@@ -25,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from msrl_graph.backends import adapters
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import lora, models
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.weights import hf_export
 
 ADAPTER = Lora(rank=16, alpha=32.0, targets=(lora.ALL_LINEAR,))

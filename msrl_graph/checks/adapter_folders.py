@@ -14,7 +14,8 @@ from ..files.weight_headers import UnreadableFile
 from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model import peft_folder
-from ..model.architecture import HEAD, Lora, Model
+from ..model.architecture import HEAD, Model
+from ..model.lora_settings import Lora
 from ..model.models import read_token_texts
 from ..sharding.layout import full_box
 

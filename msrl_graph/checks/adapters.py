@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ..diagnostics import Diagnostic, Span, nearest
 from ..ir.graph import Graph, Worker
 from ..ir.plan import Plan
-from ..model.architecture import Lora, Model
+from ..model.architecture import Model
 from ..model.lora import ALL_LINEAR, format_setting, list_adapted, list_left_out, list_projections, list_targets
+from ..model.lora_settings import Lora
 from .columns import Library
 from .stage import PlanContext
 

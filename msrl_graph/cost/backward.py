@@ -19,7 +19,7 @@ def count_logits_again(model: Model, spec: EngineSpec, layout: Layout, scored: f
 
 
 def logits_seconds(model: Model, spec: EngineSpec, layout: Layout, device: Device, dtype: str, scored: float) -> Figure:
-    """Return the seconds in which a backward pass computes the logits of `scored` tokens.
+    """Return the seconds in which a backward pass computes logits of `scored` tokens.
 
     The result is 0 if they were kept.
     """

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from ..sharding.layout import full_box
 from ..sharding.tensors import Tensor
-from .architecture import HEAD, Lora, Model
+from .architecture import HEAD, Model
+from .lora_settings import Lora
 
 ALL_LINEAR = "all_linear"
 RANK = 16  # if a program states none

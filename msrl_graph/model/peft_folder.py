@@ -18,8 +18,9 @@ from typing import Any
 from ..diagnostics import Diagnostic, Fault, Span
 from ..files.paths import is_file
 from ..files.weight_headers import UnreadableFile, read_header
-from .architecture import HEAD, Lora, Model
+from .architecture import HEAD, Model
 from .lora import ALL_LINEAR, is_projection, list_projections, name_module
+from .lora_settings import Lora
 from .quantization import FolderWeight, find_weights
 
 CONFIG = "adapter_config.json"

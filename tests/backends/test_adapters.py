@@ -15,7 +15,8 @@ from msrl_graph.backends.engine_protocols import Shard
 from msrl_graph.backends.kernels.keyed_dropout import InputDropout, is_dropped
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import lora, models
-from msrl_graph.model.architecture import HEAD, Lora
+from msrl_graph.model.architecture import HEAD
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.weights.hf_export import write_folder
 from msrl_graph.sharding.layout import full_box, slices
 

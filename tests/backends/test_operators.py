@@ -23,7 +23,7 @@ from msrl_graph.backends.engine_protocols import (
 from msrl_graph.backends.spec import Act, OperatorCalls
 from msrl_graph.cost.operators import layer_calls
 from msrl_graph.model import lora
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack

@@ -6,7 +6,8 @@ import pytest
 
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import freezing, lora, models
-from msrl_graph.model.architecture import HEAD, Lora
+from msrl_graph.model.architecture import HEAD
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.sharding.layout import Layout, Side, elements, shard
 
 ALL = (lora.ALL_LINEAR,)

@@ -16,13 +16,20 @@ PUBLISHED = {*PRESETS} - {"tiny"}
 
 
 def test_every_preset_is_compared_with_a_published_count() -> None:
-    assert published_counts.PARAMETERS.keys() == PUBLISHED
+    assert published_counts.PARAMETERS.keys() | published_counts.ROUNDED.keys() == PUBLISHED
 
 
 @pytest.mark.parametrize("name", published_counts.PARAMETERS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     parameters, source = published_counts.PARAMETERS[name]
     assert load(name, Path()).parameters == parameters, source
+
+
+@pytest.mark.parametrize("name", published_counts.ROUNDED)
+def test_a_preset_has_the_published_size(name: str) -> None:
+    published = published_counts.ROUNDED[name]
+    digits = len(published.partition(".")[2])
+    assert f"{load(name, Path()).parameters / 1e9:.{digits}f}" == published
 
 
 @pytest.mark.parametrize("name", PRESETS)

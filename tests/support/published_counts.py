@@ -123,3 +123,31 @@ PARAMETERS = {
 }
 # Bytes of KV cache a token in bfloat16: table 1 of arXiv:2505.09343.
 CACHE = {"deepseek-v3-671b": 70_272, "qwen2.5-72b": 327_680, "llama3.1-405b": 516_096}
+
+
+# Of presets without a published count: billions of parameters as published, rounded to the digits here. Sources are
+# names and cards.
+ROUNDED = {
+    "qwen3-next-80b-a3b": "80",
+    "qwen3.5-0.8b": "0.8",
+    "qwen3.5-4b": "4",
+    "qwen3.5-9b": "9",
+    "qwen3.5-27b": "27",
+    "qwen3.5-35b-a3b": "35",
+    "qwen3.5-122b-a10b": "122",
+    "qwen3.5-397b-a17b": "396",  # and 0.5 that read images
+    "nemotron-h-8b": "8.1",
+    "nemotron-h-47b": "46.8",
+    "nemotron-h-56b": "56.3",
+    "nemotron-nano-9b-v2": "8.9",
+    "nemotron-nano-12b-v2": "12.3",
+    "nemotron-3-nano-30b-a3b": "31.6",
+    "granite4.0-350m": "0.35",
+    "granite4.0-1b": "1.6",
+    "granite4.0-micro": "3.4",
+    "granite4.0-h-350m": "0.34",
+    "granite4.0-h-1b": "1.5",
+    "granite4.0-h-micro": "3.2",
+    "granite4.0-h-tiny": "7",
+    "granite4.0-h-small": "32",
+}

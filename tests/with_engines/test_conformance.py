@@ -3,7 +3,7 @@
 import conformance
 import pytest
 
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 
 
 @pytest.mark.parametrize("family", conformance.WRITTEN)

@@ -25,7 +25,7 @@ from msrl_graph.cost.operators import layer_calls
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import lora, models
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack

@@ -9,8 +9,8 @@ from walk import measured, predicted
 from walk_adapters import HEAVY as ADAPTED
 from walk_frozen import HEAVY
 
-from msrl_graph.model.architecture import Lora
 from msrl_graph.model.lora import ALL_LINEAR, adapt
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.sharding.layout import Layout
 
 CASES = {

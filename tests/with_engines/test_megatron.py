@@ -19,7 +19,7 @@ from msrl_graph.algorithms.optimizers import sgd
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import lora, models
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout, slices

@@ -23,7 +23,7 @@ from ...noise import RandomStream
 if TYPE_CHECKING:
     import torch
 
-    from ...model.architecture import Lora
+    from ...model.lora_settings import Lora
 
 ELEMENTS = 1 << 22  # of a mask that exist at once
 

@@ -9,7 +9,7 @@ import torch
 from msrl_graph.backends.kernels import keyed_dropout
 from msrl_graph.backends.kernels.keyed_dropout import InputDropout, TokenKeys, is_dropped
 from msrl_graph.backends.prefix_tree import build_tree
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 

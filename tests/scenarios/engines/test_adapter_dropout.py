@@ -11,7 +11,7 @@ import torch
 
 from msrl_graph.algorithms.optimizers import sgd
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
-from msrl_graph.model.architecture import Lora
+from msrl_graph.model.lora_settings import Lora
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout, slices
 

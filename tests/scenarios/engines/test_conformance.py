@@ -3,8 +3,8 @@
 import conformance
 import pytest
 
-from msrl_graph.model.architecture import Lora
 from msrl_graph.model.families import FAMILIES
+from msrl_graph.model.lora_settings import Lora
 
 LIGHT = ("fsdp", "hf")
 
