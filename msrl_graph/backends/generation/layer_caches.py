@@ -44,6 +44,8 @@ def join_places(mine: Any, new: Any, tokens: int, width: int) -> None:
                         states[index] = torch.cat([state, new_states[index]])
                         new_states[index] = None
             continue
+        if layer.keys is None:  # a layer of only an MLP
+            continue
         # A layer with a window may have fewer tokens than the mask: the last ones.
         layer.keys = stack_padded(layer.keys[:, :, -tokens:], new_layer.keys, 2)
         layer.values = stack_padded(layer.values[:, :, -tokens:], new_layer.values, 2)
