@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from even_routers import even_out
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
@@ -55,7 +54,7 @@ def small(folder, family="llama", experts=(), **changes):
     for tensor in (*found.weights, found.scoring.weights[-1]):
         for name, _, box in tensor.in_files(full_box(tensor.shape)):
             size = [stop - start for start, stop in box]
-            weights[name] = even_out(name, 0.2 * torch.randn(size, generator=draw)).to(
+            weights[name] = (0.2 * torch.randn(size, generator=draw)).to(
                 torch.bfloat16 if found.dtype == "bf16" else torch.float32
             )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -80,6 +79,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         entropy=entropy,
         optimizer=adamw(lr=1e-4),
         on_host=True,
+        replays_routes=bool(model.experts),
     )
     found = {}
     with tempfile.TemporaryDirectory() as out:
@@ -133,7 +133,14 @@ def _batch(draw, work):
     prompts = [draw.integers(0, size, work.prompt) for _ in range(work.prompts)]
     contexts = ragged([prompts[i * work.prompts // work.rows] for i in range(work.rows)], np.int32)
     responses = ragged([*draw.integers(0, size, (work.rows, work.response))], np.int32)
-    return pack([contexts], [responses], np.arange(work.rows))
+    packed = pack([contexts], [responses], np.arange(work.rows))
+    if experts := work.model.expert_mlp:  # plans count even shares; rows that begin alike have the same routes there
+        offsets = packed["offsets"].numpy()
+        position = np.arange(len(packed["ids"])) - np.repeat(offsets[:-1], np.diff(offsets))
+        routes = (position[:, None, None] * experts.active + np.arange(experts.active)) % experts.number
+        routes = np.broadcast_to(routes, (len(position), len(work.model.expert_layers), experts.active))
+        packed["routes"] = torch.from_numpy(routes.astype(np.int16))
+    return packed
 
 
 def _loss(made, _):

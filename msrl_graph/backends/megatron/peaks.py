@@ -116,9 +116,12 @@ def _routed(layer: StageLayer) -> int:
     """Return the bytes that experts need in a pass without gradients.
 
     The bytes are for the hidden states that were sent, the received hidden states, the received hidden states sorted by
-    expert, each expert's result, and the concatenation of the results.
+    expert, each expert's result, and the concatenation of the results. With etp, each rank's part of the results is
+    copied before and after the ranks add them up.
     """
-    return layer.routed * (layer.whole.work.layout.ep > 1) + 4 * layer.received + 8 * layer.sent
+    layout = layer.whole.work.layout
+    copies = layer.routed * ((layout.ep > 1) + 2 * (layout.etp > 1))
+    return copies + 4 * layer.received + 8 * layer.sent
 
 
 def _update(s: StageSizes) -> Named:
