@@ -63,7 +63,19 @@ def build_empty_model(model: Model) -> Any:
     for name, value in load_buffers(model).items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_buffer(leaf, value)
+    _check_groups(module, model)
     return module
+
+
+def _check_groups(module: Any, model: Model) -> None:
+    """Check that norms of recurrent mixers normalize each group of heads by itself.
+
+    Raises RuntimeError if not: transformers 5.19 normalizes all groups of Granite 4 together. Published models have one group.
+    """
+    for mixer, part in list_recurrent(module, model):
+        if getattr(mixer, "groups", 1) > 1 and not hasattr(part.norm, "group_size"):
+            name = type(part.norm).__name__
+            raise RuntimeError(f"{name} of this version of transformers ignores groups: install transformers >= 5.23")
 
 
 def list_mixers(module: Any, model: Model) -> Iterator[tuple[AttentionMixer | RecurrentMixer, Any]]:
