@@ -70,7 +70,8 @@ def build_empty_model(model: Model) -> Any:
 def _check_groups(module: Any, model: Model) -> None:
     """Check that norms of recurrent mixers normalize each group of heads by itself.
 
-    Raises RuntimeError if not: transformers 5.19 normalizes all groups of Granite 4 together. Published models have one group.
+    Raises RuntimeError if not: transformers 5.19 normalizes all groups of Granite 4 together. Published models have one
+    group.
     """
     for mixer, part in list_recurrent(module, model):
         if getattr(mixer, "groups", 1) > 1 and not hasattr(part.norm, "group_size"):
