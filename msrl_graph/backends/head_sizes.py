@@ -36,11 +36,6 @@ class HeadSizes:
         return 4 * self.tokens * self.ids_at_once
 
     @property
-    def kept(self) -> int:
-        """The logits that are kept for the backward pass: all of them, or none."""
-        return self.part if self.ids_at_once == self.ids else 0
-
-    @property
     def inference(self) -> int:
         """A pass without a backward pass.
 

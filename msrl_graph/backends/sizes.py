@@ -36,12 +36,20 @@ LOGITS = 256_000_000
 GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the weights' type
 
 
+def count_logit_bytes(item: int) -> int:
+    """Return the bytes of a logit in float32, and of its product in the weights' type.
+
+    The elements of weights have `item` bytes. A product in float32 becomes the logit itself.
+    """
+    return 4 if item == 4 else 4 + item
+
+
 def count_ids_at_once(tokens: int, item: int) -> int:
     """Return the number of ids whose logits a head makes at once.
 
     The elements of weights have `item` bytes.
     """
-    return max(1, LOGITS // (max(1, tokens) * (4 + item % 4)))
+    return max(1, LOGITS // (max(1, tokens) * count_logit_bytes(item)))
 
 
 def count_slice_rows(tokens: int, ids: int) -> int:

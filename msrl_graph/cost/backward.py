@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..backends.sizes import count_logit_bytes
 from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import Device, Figure
 from ..model.architecture import Model
@@ -14,7 +15,7 @@ def count_logits_again(model: Model, spec: EngineSpec, layout: Layout, scored: f
     A rank keeps all logits of `scored` tokens or none. `item` is the number of bytes of an element of the weights.
     """
     limit = spec.time.logits_at_once
-    kept = (4 + item % 4) * scored * model.outputs / (layout.tp * layout.cp) <= limit
+    kept = count_logit_bytes(item) * scored * model.outputs / (layout.tp * layout.cp) <= limit
     return 0.0 if kept or not limit else 2 * scored * model.hidden * model.outputs
 
 
