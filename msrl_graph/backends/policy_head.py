@@ -106,7 +106,7 @@ def _make_function() -> Any:
                 summary.add(logits, head.first + columns.start)
             if head.group is not None:
                 summary.add_up(head.group)
-            # Two terms, since their sum would round logits near the largest one.
+            # Two terms: subtracted one after the other, they round the logits near the largest one less.
             total = torch.stack([summary.highest, summary.mass.log()], 1)
             entropy = total[:, 1] - summary.moment / summary.mass if keeps_entropy else None
             logps = _subtract(summary.chosen, total)

@@ -48,7 +48,7 @@ class RowLayout:
         self.states: torch.Tensor | None = None
         self._original = mixer.forward
         for name, child in mixer.named_children():
-            if name.startswith(INPUT) and hasattr(child, "weight"):  # not the whole of projections that files fuse
+            if name.startswith(INPUT) and hasattr(child, "weight"):  # fused projections are hooked part by part
                 # Hooks of tensor parallelism see nodes: they come after the first hook and before the last.
                 child.register_forward_pre_hook(self._take_states, prepend=True)
                 child.register_forward_hook(self._lay_out_rows)
