@@ -34,18 +34,17 @@ class _Layer(LayerSizes):
         """Bytes that a layer's feed-forward half keeps for its backward pass.
 
         The half keeps some tensors of the intermediate size. With experts, it also keeps the hidden states that are
-        sent to experts: as sent, as returned, and as scaled by the router. In addition, it keeps the indices that sort
-        these hidden states by expert, and the router's results.
+        sent to experts: as sent, as returned, and as scaled by the router.
         """
         if self.experts is None:
             return self.kind.mlp.kept * self.wide
+        return self.experts.kept * (self.inner + self.shared) + 3 * self.routed + self.routing
+
+    @cached_property
+    def routing(self) -> int:
+        """Bytes of the indices that sort hidden states by expert, and of the router's results."""
         sorts = 5 if self.whole.work.layout.ep > 1 else 2
-        return (
-            self.experts.kept * (self.inner + self.shared)
-            + 3 * self.routed
-            + 8 * sorts * self.sent
-            + self.router * 4 // self.whole.item
-        )
+        return 8 * sorts * self.sent + self.router * 4 // self.whole.item
 
     @cached_property
     def products(self) -> int:
@@ -56,7 +55,8 @@ class _Layer(LayerSizes):
         sent_twice = 2 * self.routed * (layout.ep > 1)
         # Experts get padded states. A sum over tp is a copy.
         copies = 2 * self.whole.hidden * (layout.tp > 1)
-        return max(self.experts.held * self.inner + self.routed, 3 * self.routed) + sent_twice + self.shared + copies
+        states = max(self.experts.held * self.inner + self.routed, 3 * self.routed)
+        return states + sent_twice + self.shared + copies + self.routing
 
     @cached_property
     def saved(self) -> int:
