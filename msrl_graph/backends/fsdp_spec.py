@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
-from . import expert_placement, peaks
+from . import expert_placement
+from .memory import trainer
+from .memory.sizes import LOGITS
 from .optimizer.step_calls import step_calls
-from .sizes import LOGITS
 from .spec import Act, Capabilities, EngineSpec, Lint, MemoryModel, OperatorCalls, Situation, TimeModel, WeightSharding
 
 
@@ -70,8 +71,8 @@ SPEC = EngineSpec(
         spread=expert_placement.WHOLE,
     ),
     memory=MemoryModel(
-        peaks=peaks.trainer,
-        stored=peaks.stored,
+        peaks=trainer.peaks,
+        stored=trainer.stored,
     ),
     time=TimeModel(
         calls=_calls,

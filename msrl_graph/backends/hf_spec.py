@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
-from . import peaks
+from .memory import generator
 from .spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel
 
 
@@ -31,7 +31,7 @@ SPEC = EngineSpec(
         chosen=("host",),
     ),
     memory=MemoryModel(
-        peaks=peaks.generator,
+        peaks=generator.peaks,
     ),
     time=TimeModel(
         calls=_calls,

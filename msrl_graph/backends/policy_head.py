@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .engine_protocols import ForwardRequest, MicroBatch, Outputs
-from .sizes import count_ids_at_once, count_slice_rows
+from .memory.sizes import count_ids_at_once, count_slice_rows
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..backends.sizes import count_logit_bytes
+from ..backends.memory.sizes import count_logit_bytes
 from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import Device, Figure
 from ..model.architecture import Model

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ..backends.layer_sizes import INTO_MLP
-from ..backends.sizes import GRADIENT
+from ..backends.memory.layer_sizes import INTO_MLP
+from ..backends.memory.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import ClusterSpec, Collective, Figure, weakest
 from ..ir.optimizer_spec import MASTER

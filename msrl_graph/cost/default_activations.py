@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from operator import mul
 
-from ..backends.sizes import GRADIENT
+from ..backends.memory.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..ir.workload import Workload, in_flight
 from ..model.layers import Layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ..backends.sizes import CHUNK, count_orthogonalization_bytes
+from ..backends.memory.sizes import CHUNK, count_orthogonalization_bytes
 from ..backends.spec import BYTES, Moments
 from ..hardware.cluster import Device, Figure
 from ..ir import optimizer_spec

@@ -16,8 +16,9 @@ from tensordict import TensorDict
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import peaks, policy_head, sizes
+from msrl_graph.backends import policy_head
 from msrl_graph.backends.engine_protocols import ForwardRequest
+from msrl_graph.backends.memory import sizes, trainer
 from msrl_graph.backends.policy_head import HeadPart, LogitRule
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
@@ -172,6 +173,6 @@ def test_a_large_vocabulary_needs_little_memory(verb, tmp_path):
         else:
             engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
     held = peak.peak["device"] - before
-    moments = peaks.trainer(verb, Workload(model, Layout(), "f32", 8, 8, 24, 1000, trained=True)).values()
+    moments = trainer.peaks(verb, Workload(model, Layout(), "f32", 8, 8, 24, 1000, trained=True)).values()
     assert held == pytest.approx(max(sum(items.values()) for items in moments), rel=0.02)
     assert held < max(items.get("activations", 0) for items in moments) + 300e6

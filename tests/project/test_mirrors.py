@@ -171,10 +171,15 @@ COVERED = {
         "trackers/mlflow",
     ),
     "runtime/functions/test_environments.py": ("runtime/rank/multi_turn",),
-    "runtime/process/test_memory.py": ("backends/activations", "backends/layer_sizes", "backends/peaks"),
+    "runtime/process/test_memory.py": (
+        "backends/activations",
+        "backends/memory/layer_sizes",
+        "backends/memory/pass_sizes",
+        "backends/memory/trainer",
+    ),
     "runtime/process/test_shipped_files.py": ("runtime/driver/user_modules",),
     "runtime/rank/test_loss.py": ("runtime/rank/joint_loss",),
-    "runtime/rank/test_scores.py": ("backends/sizes", "analysis/sequences"),
+    "runtime/rank/test_scores.py": ("backends/memory/sizes", "analysis/sequences"),
     "runtime/rank/test_partial_rollout.py": ("runtime/rank/rollout",),
     "runtime/rank/test_training.py": (
         "runtime/rank/checkpoints",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..sizes import SCORES
+from ..memory.sizes import SCORES
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Kernels of torch itself, for any device that supports them.
 
-Invariant: these kernels do no more work than transformers' own operators. Predictions of memory and time (peaks.py, the
+Invariant: these kernels do no more work than transformers' own operators. Predictions of memory and time (memory/, the
 engines' `calls`) count the operators of these kernels.
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ...ir.workload import Workload
 from ...model.architecture import is_copied
 from ...sharding.layout import box_at, elements
-from ..sizes import CHUNK, GRADIENT, optimizer_step
+from ..memory.sizes import CHUNK, GRADIENT, optimizer_step
 from ..spec import Moments
 from .stage_sizes import StageLayer, StageSizes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...model.features import SUPPORTED
 from ...sharding.layout import Layout
 from ..expert_placement import ExpertPlacement, divides
+from ..memory.sizes import LOGITS
 from ..optimizer.step_calls import step_calls
-from ..sizes import LOGITS
 from ..spec import Act, Capabilities, EngineSpec, MemoryModel, OperatorCalls, TimeModel, WeightSharding
 from . import peaks, stage_sizes
 from .packages import PACKAGES

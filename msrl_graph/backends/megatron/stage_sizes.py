@@ -1,6 +1,6 @@
 """Sizes of the tensors on a rank of a pipeline stage, by Megatron-Core's modules.
 
-Invariant: sizes are bytes on the busiest rank of the stage, as in backends/sizes.py.
+Invariant: sizes are bytes on the busiest rank of the stage, as in backends/memory/sizes.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from operator import mul
 from ...ir.workload import in_flight
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
-from ..head_sizes import HeadSizes
-from ..layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
-from ..sizes import GRADIENT, Sizes
+from ..memory.head_sizes import HeadSizes
+from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
+from ..memory.sizes import GRADIENT, Sizes
 
 MLP = {*INTO_MLP, "down_proj"}
 # Projections of attention that tensor parallelism shards by columns.

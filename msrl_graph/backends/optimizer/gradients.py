@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..devices import get_local_tensor
-from ..sizes import CHUNK
+from ..memory.sizes import CHUNK
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from ...sharding.layout import Layout
 from ..devices import allocate, release
 from ..engine_protocols import Shard
 from ..host_offload import HostOffload
-from ..sizes import CHUNK
+from ..memory.sizes import CHUNK
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...ir.optimizer_spec import PARTS, OptimizerSpec, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
 from ..engine_protocols import Shard, StepRequest
-from ..sizes import CHUNK
+from ..memory.sizes import CHUNK
 from .gradients import add_up
 from .muon import Matrices
 from .shards import MomentTensors, OptimizerSlice, make_replica_group

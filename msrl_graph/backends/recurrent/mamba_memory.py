@@ -1,7 +1,7 @@
 """The bytes of tensors that a Mamba-2 mixer makes.
 
-Invariant: the tensors are those of transformers' operators. As in sizes.py, sizes are bytes of tensor storages on the
-busiest rank. All sizes are of one layer.
+Invariant: the tensors are those of transformers' operators. As in memory/sizes.py, sizes are bytes of tensor storages
+on the busiest rank. All sizes are of one layer.
 
 The scan computes in float32, whatever the weights' type. Rows are padded to whole chunks.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...model.mamba import Mamba2
 
 if TYPE_CHECKING:
-    from ..sizes import Sizes
+    from ..memory.sizes import Sizes
 
 WIDE = 4  # bytes of a float32
 

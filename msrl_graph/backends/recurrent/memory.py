@@ -1,6 +1,6 @@
 """The bytes of tensors of a gated delta net, by the operators of transformers.
 
-Invariant: as in sizes.py, sizes are bytes of tensor storages on the busiest rank. All sizes are of one layer.
+Invariant: as in memory/sizes.py, sizes are bytes of tensor storages on the busiest rank. All sizes are of one layer.
 
 The scan computes in float32, whatever the weights' type. Rows are padded to whole chunks.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...model.recurrent_mixers import CHUNK, GatedDeltaNet
 
 if TYPE_CHECKING:
-    from ..sizes import Sizes
+    from ..memory.sizes import Sizes
 
 WIDE = 4  # bytes of a float32
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from msrl_graph.backends.memory.sizes import Sizes
 from msrl_graph.backends.recurrent.mamba_memory import MambaSizes
-from msrl_graph.backends.sizes import Sizes
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models

@@ -26,8 +26,9 @@ from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import devices, peaks
+from msrl_graph.backends import devices
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
+from msrl_graph.backends.memory import trainer
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -169,7 +170,7 @@ def test_what_entropies_and_given_ids_take(tmp_path):
                 micro["given"] = ids
             asked = ForwardRequest(entropy=entropy)
             engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
-        moments = peaks.trainer("update", replace(work, entropy=entropy))
+        moments = trainer.peaks("update", replace(work, entropy=entropy))
         # The entropy of an update needs two temporary tensors in any case.
         wanted = max(moments[moment]["logits"] for moment in ("the end of forward", "backward in the head"))
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)

@@ -14,7 +14,7 @@ from training_math import TASK, close, net, norm, sequence
 
 from msrl_graph.analysis.sequences import sequences
 from msrl_graph.backends import ENGINES, prefix_tree
-from msrl_graph.backends.sizes import Sizes
+from msrl_graph.backends.memory.sizes import Sizes
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.data.columns import ColumnData, ragged

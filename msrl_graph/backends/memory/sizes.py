@@ -1,7 +1,7 @@
 """Sizes of tensors, to count the memory of engines and of the optimizer's step.
 
-The memory of engines is counted in peaks.py and megatron/peaks.py. The memory of the optimizer's step is counted by
-`optimizer_step`.
+The memory of engines is counted in trainer.py, generator.py and megatron/peaks.py. The memory of the optimizer's step
+is counted by `optimizer_step`.
 
 The sizes that depend on the kind of a layer are in layer_sizes.py.
 
@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ..ir import optimizer_spec
-from ..ir.workload import Workload
-from ..model.architecture import HEAD
-from ..sharding.layout import (
+from ...ir import optimizer_spec
+from ...ir.workload import Workload
+from ...model.architecture import HEAD
+from ...sharding.layout import (
     Side,
     TensorKind,
     TensorKinds,
@@ -25,7 +25,7 @@ from ..sharding.layout import (
     elements,
     stage_parts,
 )
-from .spec import BYTES, Moments
+from ..spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs in addition to its states.
 CHUNK = 1 << 22

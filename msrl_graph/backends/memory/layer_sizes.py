@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ..model.layers import (
+from ...model.layers import (
     DenseMlp,
     ExpertMlp,
     GatedDeltaNet,
@@ -22,8 +22,8 @@ from ..model.layers import (
     Mixer,
     RecurrentMixer,
 )
-from .recurrent.mamba_memory import MambaSizes
-from .recurrent.memory import DeltaSizes
+from ..recurrent.mamba_memory import MambaSizes
+from ..recurrent.memory import DeltaSizes
 from .sizes import SCORES, Sizes
 
 # The projections that read a layer's normed hidden states.

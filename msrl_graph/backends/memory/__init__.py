@@ -1,0 +1,1 @@
+"""The memory that engines of transformers' models need."""

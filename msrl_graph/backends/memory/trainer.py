@@ -1,0 +1,204 @@
+"""The bytes of memory that the engine `fsdp` needs, moment by moment.
+
+A moment is one instant of a call, such as "in the head". A call is the work of an `infer` or `update` node. For each
+moment, this file counts the bytes of all tensors except weights and optimizer states.
+
+Invariant: all tensors of a moment exist at the same time. So the memory that a call needs is the memory of its fullest
+moment, never a sum over moments. If the engine keeps other tensors, this file must change; bench/memory.py compares
+these bytes with measurements. Sizes are bytes on the busiest rank, with every column at its maximum length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...ir.workload import Workload
+from ...model.architecture import Model
+from ...model.layers import MultiHeadLatentAttention
+from ..spec import Moments
+from .pass_sizes import PassLayer, PassSizes
+from .sizes import GRADIENT, optimizer_step
+
+
+def peaks(verb: str, work: Workload) -> Moments:
+    """Return the bytes at each moment when FSDP2 computes an `infer` or `update` node.
+
+    A moment is one instant of the computation in fsdp.py. `verb` is "infer" or "update".
+    """
+    s = PassSizes(work)
+    return _update(s) if verb == "update" else _infer(s)
+
+
+def stored(work: Workload) -> int:
+    """Return the bytes that all layers keep from the forward to the backward pass."""
+    return PassSizes(work).sum_kept(work.model.first_trained, work.model.layers)
+
+
+def _infer(s: PassSizes) -> Moments:
+    """Return the bytes at each moment of a forward pass without a backward pass.
+
+    Sharded weights are gathered layer by layer. A layer's weights are first gathered into a flat buffer, and then
+    copied from the buffer to tensors. The flat buffer exists until the copy for the next layer is done. For a trained
+    model, ZeRO 2 keeps the gathered weights until the end of the pass.
+    """
+    work = s.work
+    # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
+    # and values, both by token and laid out by row.
+    layer = s.common + max(max(3 * s.hidden + kind.products, _attention(kind)) for kind in s.kinds)
+    head = s.scored * work.model.hidden * s.item + s.head.inference
+    first = kept_weights = gathered = 0
+    if work.divided:
+        first = 2 * s.ends + 2 * s.layer
+        kept_weights = s.all_weights if work.trained and work.layout.zero < 3 else s.ends
+        gathered = s.all_weights + s.layer if work.trained and work.layout.zero < 3 else s.ends + 2 * s.layer
+    return {
+        "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.hidden + s.common},
+        "a layer is gathered": {
+            "rows": s.rows,
+            "gathered weights": gathered + s.layer if work.divided else 0,
+            "activations": s.hidden,
+        },
+        "in a layer": {"rows": s.rows, "gathered weights": gathered, "activations": layer},
+        "in the head": {
+            "rows": s.rows,
+            "gathered weights": kept_weights + s.layer if work.divided else 0,
+            "logits": head,
+        },
+    } | ({"routes are returned": {"rows": s.rows + 4 * s.routes}} if work.records_routes else {})
+
+
+def _attention(layer: PassLayer) -> int:
+    """Return the peak bytes of a layer's attention in a pass without gradients.
+
+    With a window, the outputs of blocks exist next to their concatenation.
+    """
+    s = layer.whole
+    if layer.recurrent:
+        return 3 * s.hidden + layer.recurrent.inputs + layer.recurrent.scanned
+    latent = isinstance(layer.mixer, MultiHeadLatentAttention)
+    by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
+    by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
+    # Of capped scores: as products, scaled, and the results of two more operators.
+    return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False) + 4 * 4 * layer.chunk_scores
+
+
+def _update(s: PassSizes) -> Moments:
+    work = s.work
+    layers = work.model.layers
+    first = work.model.first_trained  # the lowest layer that a backward pass reaches
+    full = work.recompute
+    summed = work.batches > 1
+    kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
+    base = s.common + kept_activations
+    states = s.last if not full or s.item == 2 else s.last - s.hidden
+    # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
+    # added.
+    joins = s.item < GRADIENT and not work.divided
+    # The gradient of a sharded embedding is whole, unless it is added to the head's gradient or to a sum.
+    spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.embedding_gradient
+    gradients = s.elements * GRADIENT + spread
+    rest = gradients if summed else 0
+    # Gathered weights. ZeRO 3: the ends, a layer, and the next layer in a flat buffer. ZeRO 2: all weights, and in
+    # forward the last layer's buffer.
+    zero3 = work.divided and work.layout.zero >= 3
+    top = (s.ends + s.layer if zero3 else s.all_weights) if work.divided else 0
+    forward = top + s.layer if work.divided and not zero3 else top
+    below = (s.ends + 2 * s.layer if zero3 else s.all_weights) if work.divided else 0
+    # In backward, gradients of the ends stay whole to the end. A layer's gradients are reduced from a flat buffer
+    # after the layer.
+    # The head's gradient waits for the embedding's part (tied), or for the other gradients (sharded).
+    pending = work.divided or work.model.tied
+    table = s.head_gradient * (1 if pending else GRADIENT // s.item * (not summed))
+    moments = {
+        "the end of forward": {
+            "gathered weights": forward,
+            "gradients": rest,
+            "activations": base + states,
+            "logits": s.head.forward,
+        },
+        "backward in the head": {
+            "gathered weights": top,
+            "gradients": rest + s.head_gradient,
+            "activations": base + states + s.head.states_gradients,
+            "logits": s.head.backward,
+        },
+        "the head's gradient": {
+            "gathered weights": top,
+            "gradients": rest + s.head_gradient + (table if joins and not pending else 0),
+            "activations": base + states + s.scored * work.model.hidden * s.item,
+        },
+    }
+    flat_layer = s.layer_gradients if work.divided else 0
+    if work.divided:
+        moments["the last layer is gathered"] = {
+            "gathered weights": s.ends + 3 * s.layer if zero3 else s.all_weights + 2 * s.layer,
+            "gradients": rest,
+            "activations": s.common + (0 if work.activations_away else s.sum_kept(first, max(first, layers - 1))),
+        }
+    # Where gradients are scattered, the last layer but one is the first next to another layer's flat buffer.
+    for name, index in _iterate_fullest_layers(work.model):
+        layer = s.kinds[work.model.kind_of_layer[index]]
+        # The gradients of the layer before this one are still in their flat buffer.
+        flat_buffer = flat_layer if index + 1 < layers else 0
+        complete = s.sum_gradients(index + (2 if flat_buffer else 1))
+        gradient_bytes = rest if summed else (gradients - spread) * complete // max(1, s.sum_gradients(first))
+        # The lowest layer whose activations are on the device.
+        held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
+        recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if full else 0
+        for half, more in _backward(layer).items():
+            moments[f"backward in {half} of {name}"] = {
+                "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
+                "gradients": gradient_bytes + table + flat_buffer + more["gradients"],
+                "activations": s.common + held + recomputed + more["activations"],
+            }
+    if work.divided:
+        # The ends have gradients, then a flat buffer (twice, because gloo sums a copy of it), and a rank's result
+        # from it. The head's gradient is freed last.
+        before = gradients if summed else gradients - s.end_gradients // s.item * GRADIENT // work.layout.dp
+        scattered = s.head_gradient + s.end_gradients // work.layout.dp if work.on_host else 0
+        moments["the gradients of the ends are scattered"] = {
+            "gradients": before + 2 * s.end_gradients + scattered,
+            "activations": s.hidden,
+        }
+    else:
+        before = gradients
+    # The gradient of a tied embedding is added to the head's.
+    ends = s.head_gradient * (1 + work.model.tied) if work.divided else s.head_gradient * work.model.tied
+    moments["the embedding's gradient"] = {
+        "gathered weights": s.ends if work.divided else 0,
+        "gradients": before + flat_layer + ends + s.embedding_gradient * work.layout.tp,
+        "activations": s.hidden,
+    }
+    return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)
+
+
+def _iterate_fullest_layers(model: Model) -> Iterator[tuple[str, int]]:
+    """Yield the layers whose backward pass may hold the most, with their names.
+
+    These are the first and the last layer that the backward pass reaches, of all layers and of each kind. The layer
+    before the last one is the first whose gradients exist next to another layer's.
+    """
+    last = model.layers - 1
+    named = {"the last layer": last, "the last but one layer": last - 1, "the first layer": model.first_trained}
+    named |= {f"layer {layer + 1}": layer for layer in model.ends_of_kinds}
+    names = {layer: name for name, layer in reversed(named.items())}
+    return ((name, layer) for name, layer in named.items() if model.first_trained <= layer and names[layer] == name)
+
+
+def _backward(layer: PassLayer) -> dict[str, dict[str, int]]:
+    """Return the change in bytes during the backward pass of each half of a layer.
+
+    The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer
+    exist. A change is negative if more bytes are freed than allocated.
+    """
+    s = layer.whole
+    feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
+    freed = layer.feed + layer.inputs // layer.kind.halves * layer.kind.has_mlp + s.tokens * layer.query
+    by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
+    made = by_row + layer.context_parallel_extra(True) + 5 * 4 * layer.chunk_scores
+    attention = 2 * s.hidden + (layer.recurrent.backward if layer.recurrent else made) - freed
+    matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
+    halves = {"the feed-forward half": {"activations": feed, "gradients": matrix}} if layer.kind.has_mlp else {}
+    if layer.kind.has_mixer:
+        halves["the attention half"] = {"activations": attention, "gradients": layer.kind.mlp.projections * matrix}
+    return halves
