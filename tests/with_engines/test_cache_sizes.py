@@ -10,6 +10,7 @@ import torch
 
 from msrl_graph.backends.devices import Devices
 from msrl_graph.backends.vllm.core import ROUTERS, SURROUNDINGS, Replica
+from msrl_graph.backends.vllm.transformers_models import keep_classes_unchanged
 from msrl_graph.ir.workload import kv_bytes
 from msrl_graph.model import models
 from msrl_graph.model.layers import AttentionMixer
@@ -33,6 +34,7 @@ def replica(alone):
     replica = Replica(Devices(engines.HERE))
     from vllm.model_executor.models import registry
 
+    keep_classes_unchanged()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())  # of seconds for each family
         yield replica
