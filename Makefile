@@ -207,6 +207,9 @@ bench-memory-engines: $(VENV_ENGINES)/ready #: compare predicted and measured me
 bench-long-rows: $(VENV)/ready #: plan the memory of rows of 8k to 64k tokens, beside published figures
 	$(BIN)/python bench/long_rows.py
 
+bench-public-recipes: $(VENV)/ready #: plan published recipes on their own numbers of devices: about 2 minutes
+	$(BIN)/python bench/public_recipes.py
+
 bench-reshard: $(VENV)/ready #: compare resharding with bare collectives and copies of the same bytes: about 2 minutes
 	$(BIN)/python bench/reshard.py
 

@@ -47,6 +47,7 @@ FIGURES = {
     "points": {"faults", "runs", "finished", "rows_lost", "rows_twice", "differing", "hangs", "leftovers"},
     "programs": {"rloo"},
     "proof": {"proof_share", "digest_f32_ns", "sum_f32_ns", "digest_bf16_ns", "sum_bf16_ns"},
+    "public_recipes": {"recipes", "fit"},
     "reshard": {"gather_fraction_of_bare", "swap_fraction_of_bare", "peak_over_bound", "naive_peak_over_ours"},
     "reshard_engines": {"pairs", "peak_over_plan_most"},
     "router_replay": {"drift"},
