@@ -89,12 +89,18 @@ def uniform(keys: NDArray[np.uint64], steps: Any) -> NDArray[np.float64]:
     return _floats(_keys(keys, steps))
 
 
-def extend(keys: Any, part: Any) -> NDArray[np.uint64]:
-    """Return 64 random bits for each pair of a key and an integer.
+def prefix_keys(key: int, parts: Any, lengths: Any) -> NDArray[np.uint64]:
+    """Return 64 random bits for each prefix of some sequences of integers.
 
-    Keys are results of this module. The arrays `keys` and `part` are broadcast against each other.
+    `parts` are the integers of all sequences, one sequence after the other, and `lengths` their numbers. The bits of a
+    prefix depend only on `key` and on the integers of the prefix. They are a hash of the sum of the hashes of these
+    integers with their positions. So all prefixes are computed at once, as no chain of hashes could be.
     """
-    return _keys(keys, part)
+    ends = np.cumsum(lengths)
+    positions = np.arange(len(parts)) - np.repeat(ends - lengths, lengths)
+    sums = np.cumsum(_keys(key, positions, parts))
+    before = np.append(np.uint64(0), sums)[ends - lengths]  # of the sequences before
+    return _keys(key, sums - np.repeat(before, lengths))
 
 
 def _floats(keys: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -73,7 +73,6 @@ class ContextGroup:
         from tensordict import TensorDict
 
         owner = tree.depth % self.size
-        count, width = tree.rows.shape
         local = torch.zeros_like(owner)  # index of each node among its rank's nodes
         for rank in range(self.size):
             local[owner == rank] = torch.arange(int((owner == rank).sum()))
@@ -85,10 +84,12 @@ class ContextGroup:
         def pad_routes(routes: torch.Tensor | None) -> torch.Tensor | None:
             return None if routes is None else torch.cat([routes, routes[:1].expand(nodes - len(routes), -1, -1)])
 
+        packed = tree.packed
         if self.size == 1:
             longer: Any = {name: pad_nodes(getattr(tree, name)) for name in ("ids", "depth", "place")}
             longer["keys"] = None if tree.keys is None else pad_nodes(tree.keys)
             longer["routes"] = pad_routes(tree.routes)
+            longer["packed"] = None if packed is None else replace(packed, place=pad_nodes(packed.place))
             return replace(tree, **longer), micro_batch
         own = owner == self.rank
         tokens = torch.nonzero(owner[tree.before] == self.rank).flatten()
@@ -98,14 +99,18 @@ class ContextGroup:
         part: ContextShard
         if self.ulysses:
             position = owner * nodes + local
-            place = tree.place.new_zeros(self.size * nodes).index_copy(0, position, tree.place)
-            part = _Exchanged(ids, depth, position[tree.rows], place, before, tokens, len(tree.before), self)
+
+            def exchange_place(place: torch.Tensor) -> torch.Tensor:
+                return place.new_zeros(self.size * nodes).index_copy(0, position, place)
+
+            rows = tuple(position[block] for block in tree.rows)
+            part = _Exchanged(ids, depth, rows, exchange_place(tree.place), before, tokens, len(tree.before), self)
+            if packed is not None:
+                own_packed = replace(packed, nodes=position[packed.nodes], place=exchange_place(packed.place))
+                part = replace(part, packed=own_packed)
         else:
-            row_length = -(-width // self.size)
-            rows = torch.nn.functional.pad(local[tree.rows], (0, row_length * self.size - width))
-            rows = rows.view(count, row_length, self.size)[:, :, self.rank].contiguous()
-            place = pad_nodes((tree.place // width * row_length + tree.depth // self.size)[own])
-            part = _Ring(ids, depth, rows, place, before, tokens, len(tree.before), self)
+            rows, place = self._share_rows(tree, local)
+            part = _Ring(ids, depth, rows, pad_nodes(place[own]), before, tokens, len(tree.before), self)
         if tree.routes is not None:
             part = replace(part, routes=pad_routes(tree.routes[own]))
         if tree.keys is not None:
@@ -118,6 +123,28 @@ class ContextGroup:
             }
         )
         return part, known
+
+    def _share_rows(self, tree: Tree, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return this rank's part of each block of rows, and the place of each node in its rank's part.
+
+        `local` is the index of each node among the nodes of its rank.
+        """
+        import torch
+
+        parts = []
+        place = torch.empty_like(tree.place)
+        begin = own_begin = 0  # of the block, in the places of all blocks and of this rank's parts
+        for block in tree.rows:
+            count, width = block.shape
+            own_width = -(-width // self.size)
+            padded = torch.nn.functional.pad(local[block], (0, own_width * self.size - width))
+            parts.append(padded.view(count, own_width, self.size)[:, :, self.rank].contiguous())
+            inside = (tree.place >= begin) & (tree.place < begin + block.numel())
+            row = (tree.place[inside] - begin) // width
+            place[inside] = own_begin + row * own_width + tree.depth[inside] // self.size
+            begin += block.numel()
+            own_begin += parts[-1].numel()
+        return tuple(parts), place
 
     def gather_outputs(self, outputs: Outputs, tree: Tree) -> Outputs:
         """Gather the outputs of all ranks, in the order of the requested tokens.
@@ -191,7 +218,7 @@ class ContextShard(Tree):
 class _Exchanged(ContextShard):
     """A rank's part of a tree, for Ulysses attention.
 
-    `rows` and `place` (see `Tree`) refer to the nodes of all ranks, concatenated in the order of the ranks.
+    `rows`, `place` and `packed` (see `Tree`) refer to the nodes of all ranks, concatenated in the order of the ranks.
     """
 
     def attend(
@@ -228,7 +255,7 @@ class _Ring(ContextShard):
     """A rank's part of a tree, for ring attention.
 
     `rows` and `place` (see `Tree`) refer only to this rank's own nodes. So `rows` has only every n-th node of each row,
-    where n is the number of ranks.
+    where n is the number of ranks. All ranks have as many blocks, of the same shapes. There are no packed rows.
     """
 
     def product(

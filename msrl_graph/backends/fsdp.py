@@ -63,8 +63,6 @@ class FsdpEngine:
     """The engine `fsdp` on one rank: it trains a model or computes a model's outputs."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
-        import torch
-
         model = weights.model
         layout = placement.layout
         rank = devices.rank
@@ -80,7 +78,7 @@ class FsdpEngine:
         self.kernels = kernels.load(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
         install(module, model, self.kernels)
-        prefix_tree.prepare(module)
+        prefix_tree.prepare(module, is_compiled(placement))
         self._routers = Routers(module, model)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
@@ -105,13 +103,8 @@ class FsdpEngine:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
-        self._attention = self.kernels.attention
         if is_compiled(placement):
             _compile(module.model.layers)
-            if {"sliding_window", "attention_cap", "attention_sinks"} & {
-                *model.features
-            }:  # a graph would have a fixed number of blocks
-                self._attention = torch.compiler.disable(self._attention)  # type: ignore[no-untyped-call]
         offloads_activations = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._forward_context = (
             Activations(devices.device, module.model.layers).offload_saved_tensors
@@ -163,8 +156,7 @@ class FsdpEngine:
 
         whole = prefix_tree.build_tree(micro_batch, request.dropout)
         tree, known = self.context.share(whole, micro_batch)
-        tree = replace(tree, attention=self._attention, node_of_id=None)
-        tree = tree.to(self.place)
+        tree = tree.with_kernels(self.kernels).to(self.place)
         self._routers.records = request.routes
         self._routers.given = tree.routes
         self._token_keys.keys = tree.keys

@@ -126,6 +126,7 @@ CUDA = DeviceKind(
     visible="CUDA_VISIBLE_DEVICES",
     files="nvidia[0-9]*",
     cards=("10de",),
+    kernels="cuda",
 )
 
 

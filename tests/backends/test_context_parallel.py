@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import engines
 import numpy as np
+import packed_reference
 import pytest
 import ranks
 import torch
@@ -19,7 +20,7 @@ from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends import devices, kernels, prefix_tree, ring_attention
+from msrl_graph.backends import devices, kernels, prefix_tree, ring_attention, row_blocks
 from msrl_graph.backends.context_parallel import ContextGroup
 from msrl_graph.backends.engine_protocols import ForwardRequest, Outputs, StepRequest
 from msrl_graph.diagnostics import NOWHERE
@@ -44,6 +45,7 @@ def without_kernels(tensor):
 
 
 def working(rank):
+    row_blocks.FEW = 0  # rows of different lengths are several blocks, those of the trainer on one rank are one
     groups = {}
     for size in (1, 2, 3, 4):
         # All ranks have as many groups: by their number torch names those that only their ranks make.
@@ -72,11 +74,19 @@ def working(rank):
         assert torch.equal(part.ids[: len(own)], tree.ids[own]) and torch.equal(part.depth[: len(own)], tree.depth[own])
         mine = [x[:, own].requires_grad_() for x in states]
         more = len(part.ids) - len(own)
+        if fused:
+            part = part.with_kernels(packed_reference.KERNELS)
+        assert (part.packed_attention is not None) == fused and (part.packed is None) == (not ulysses and size > 1)
         out = part.attend(
             *(torch.nn.functional.pad(x, (0, 0, 0, more)) for x in mine), kernels.ScoreRule(0.3, window, cap)
         )
         made = context.gather_outputs(Outputs(out.index_select(0, part.before)), part).logp
         (made * slope).sum().backward()
+        assert len(part.rows) == len(tree.rows)
+        laid_out = sum(block.numel() for block in part.rows)
+        per_rank = 1 if ulysses else size
+        total = int(tree.packed.begins[-1])
+        assert laid_out <= row_blocks.bound_row_tokens(total) / per_rank + len(tree.packed.ends)
         pairs = [(made, right), *((x.grad, y.grad[:, own]) for x, y in zip(mine, whole, strict=True))]
         return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs]
 

@@ -10,6 +10,7 @@ group by group. What has no gradient in torch_npu has none here, and a group wit
 import sys
 from collections import Counter
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -103,6 +104,20 @@ class Operators(ModuleType):
         seed=0,
         offset=0,
     ):
+        if input_layout == "TND":
+            ends = actual_seq_qlen
+            assert isinstance(ends, list) and ends == actual_seq_kvlen and 1 <= len(ends) <= 2048
+            assert sparse_mode == 3 and query.dim() == 3 and len(query) == len(key) == len(value) == ends[-1]
+            outs = []
+            for start, stop in pairwise([0, *ends]):
+                assert start < stop
+                row = (x[None, start:stop] for x in (query, key, value))
+                out = self.npu_fusion_attention(
+                    *row, head_num, "BSND", atten_mask=atten_mask, scale=scale, sparse_mode=sparse_mode
+                )
+                outs.append(out[0][0])
+            self.calls["npu_fusion_attention"] -= len(ends) - 1
+            return (torch.cat(outs), *out[1:])
         self.calls["npu_fusion_attention"] += 1
         assert query.dtype in FLOATS and query.dtype == key.dtype == value.dtype
         assert input_layout in ("BNSD", "BSND") and keep_prob == 1.0

@@ -16,6 +16,7 @@ for these operators:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ...hardware.device_kinds import DeviceKind
+    from ..prefix_tree import PackedRows
 
 
 class ScoreRule(NamedTuple):
@@ -57,6 +59,19 @@ class Attention(Protocol):
         rule: ScoreRule,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+
+class PackedAttention(Protocol):
+    """Causal attention of rows without padding.
+
+    A call returns a function of queries, keys and values [tokens of all rows, heads, head size] that returns outputs of
+    that shape. `query` has the shape of queries, but of any number of tokens. The result is None if no operator of the
+    device computes such attention. It is then computed in blocks of rows (`Attention`).
+    """
+
+    def __call__(
+        self, query: torch.Tensor, rows: PackedRows, rule: ScoreRule, sinks: torch.Tensor | None = None
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None: ...
 
 
 class Grouped(Protocol):
@@ -103,6 +118,7 @@ class Summed(Protocol):
 class Kernels:
     attention: Attention
     grouped: Grouped
+    packed_attention: PackedAttention | None = None
     rms_norm: RmsNorm | None = None
     swiglu: SwiGlu | None = None
     rotary: Rotary | None = None

@@ -11,6 +11,7 @@ has none. The gradient is computed by the same operator or by a matrix product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
+    from ..prefix_tree import PackedRows
+
 MASK = 2048  # width of a compressed mask, which the operator applies to any length
 CAUSAL, BAND = 3, 4  # sparse_mode; the other modes are not used here
 BY_ROWS, BY_INNER = 0, 2  # group_type: the dimension of a product that groups divide
 ONE_TENSOR = 2  # split_item: one output tensor instead of one for each group
 ENDS = 0  # group_list_type: ends of groups, not counts
+PACKED_ROWS = 2048  # rows that the fused attention supports without padding
 CARDS = (1, 2, 4, 8)  # numbers of linked cards that a fused sum supports
 
 
@@ -51,6 +55,36 @@ def attention(
     out = torch_npu.npu_fusion_attention(q, k, v, heads, "BSND", scale=rule.scaling, atten_mask=mask, **mask_options)
     output: torch.Tensor = out[0].transpose(1, 2)
     return output
+
+
+def packed_attention(
+    query: torch.Tensor, rows: PackedRows, rule: ScoreRule, sinks: torch.Tensor | None = None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return the fused operator for rows without padding, if it is documented for these rows."""
+    import torch_npu
+
+    # Its documentation does not say that bands of rows of different lengths are right.
+    has_band = rule.window is not None and rows.longest > rule.window
+    if rule.cap or sinks is not None or has_band or len(rows.ends) > PACKED_ROWS:
+        return None
+
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ends = [*rows.ends]
+        out: torch.Tensor = torch_npu.npu_fusion_attention(
+            q,
+            k,
+            v,
+            q.shape[1],
+            "TND",
+            scale=rule.scaling,
+            atten_mask=_build_causal_mask(q.device),
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+            sparse_mode=CAUSAL,
+        )[0]
+        return out
+
+    return compute
 
 
 @cache
@@ -183,4 +217,4 @@ def _summed() -> Any:
     return RowParallel.apply
 
 
-KERNELS = Kernels(attention, grouped, rms_norm, swiglu, rotary, summed)
+KERNELS = Kernels(attention, grouped, packed_attention, rms_norm, swiglu, rotary, summed)

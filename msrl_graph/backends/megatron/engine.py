@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import is_copied
 from ...sharding.layout import shard
-from .. import adapters, hf_modules, policy_head, prefix_tree
+from .. import adapters, hf_modules, kernels, policy_head, prefix_tree
 from ..activations import Activations
 from ..context_parallel import ContextGroup
 from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, StepRequest, Weights
@@ -55,6 +55,7 @@ class MegatronEngine:
         model = self.model
         layout = self.layout
         self.place = devices.device.place
+        self.kernels = kernels.load(devices.device.kind)
         self.context = ContextGroup.from_layout(layout, devices)
         coordinates = layout.coordinates(devices.rank)
         self.first = coordinates.pp == 0
@@ -174,7 +175,7 @@ class MegatronEngine:
             # tp ranks must share the nodes evenly.
             whole = prefix_tree.build_tree(micro_batch, request.dropout)
             tree, known = self.context.share(whole, micro_batch, self.layout.tp)
-            tree = tree.to(self.place)
+            tree = tree.with_kernels(self.kernels).to(self.place)
             for router in self._routers:
                 router.records = request.routes
             with module.forward_context():

@@ -1,15 +1,16 @@
 """Recurrent layers over a prefix tree: rows for the scan, nodes for the rest.
 
 A node's state is a function of the tokens of its prefix, as its attention is. So the projections of a mixer compute
-node by node, and their outputs are laid out by row. Convolution and scan compute row by row, from a state of zero.
-Padding needs no mask, because it is at the end of the rows. Before the last projection, one place of each node is
-picked from the rows.
+node by node, and their outputs are laid out by row. Convolution and scan compute row by row, from a state of zero, one
+block of rows after the other (row_blocks.py). Padding needs no mask, because it is at the end of the rows. Before the
+last projection, one place of each node is picked from the rows.
 
 Invariant: the computation is the forward method of transformers. Only inputs and outputs of its projections change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import hf_modules
@@ -37,44 +38,65 @@ def install(module: Any, model: Model, compiled: bool = False) -> None:
 
 
 class RowLayout:
-    """The layout of one mixer's tensors in a forward pass.
+    """The layout of one mixer's tensors.
 
-    - `tree`, `states`: the tree of the pass and the hidden states of its nodes; None outside of a pass, and in a pass
-      over padded rows.
+    A mixer computes its projections of all nodes, then convolution and scan of each block of rows, and then its last
+    projection of all nodes. In the forward method of transformers, which computes a block, stand-ins take the place of
+    the projections.
     """
 
     def __init__(self, mixer: Any, output: str) -> None:
-        self.tree: Tree | None = None
-        self.states: torch.Tensor | None = None
+        self._mixer = mixer
+        self._output = output
         self._original = mixer.forward
-        for name, child in mixer.named_children():
-            if name.startswith(INPUT) and hasattr(child, "weight"):  # fused projections are hooked part by part
-                # Hooks of tensor parallelism see nodes: they come after the first hook and before the last.
-                child.register_forward_pre_hook(self._take_states, prepend=True)
-                child.register_forward_hook(self._lay_out_rows)
-        getattr(mixer, output).register_forward_pre_hook(self._pick_nodes, prepend=True)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, prefixes: Tree | None = None, **options: Any) -> Any:
+        import torch
+
         if prefixes is None:
             return self._original(hidden_states, *args, **options)
-        self.tree = prefixes
-        self.states = hidden_states
+        children = self._mixer._modules
+        # Fused projections are computed part by part.
+        names = [name for name, child in children.items() if name.startswith(INPUT) and hasattr(child, "weight")]
+        projections = {name: children[name] for name in (*names, self._output)}
+        scanned: list[torch.Tensor] = []
+        children.update({name: _RowProjection(projections[name], hidden_states, prefixes.rows) for name in names})
+        children[self._output] = _OutputCollector(scanned)
         try:
-            # The method needs only the shape of its input: it reads it by the projections alone.
-            shape = (*prefixes.rows.shape, hidden_states.shape[-1])
-            return self._original(hidden_states.new_zeros(()).expand(shape), *args, **options)
+            for rows in prefixes.rows:
+                # The method needs only the shape of its input: it reads it by the projections alone.
+                shape = (*rows.shape, hidden_states.shape[-1])
+                self._original(hidden_states.new_zeros(()).expand(shape), *args, **options)
         finally:  # a layer that recomputes its activations leaves by an exception
-            self.tree = self.states = None
+            children.update(projections)
+        outputs = scanned[0] if len(scanned) == 1 else torch.cat(scanned)
+        scanned.clear()
+        return projections[self._output](outputs.index_select(0, prefixes.place)[None])
 
-    def _take_states(self, _projection: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        return args if self.states is None else (self.states,)
 
-    def _lay_out_rows(self, _projection: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Copy outputs of nodes into all rows of the tree: [rows, width, size]."""
-        if self.tree is None:
-            return output
-        rows = self.tree.rows
-        return output[0].index_select(0, rows.view(-1)).view(*rows.shape, -1)
+class _RowProjection:
+    """A projection's stand-in: each call returns the projection's outputs, laid out in the rows of the next block."""
 
-    def _pick_nodes(self, _projection: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        return args if self.tree is None else (args[0].flatten(0, 1).index_select(0, self.tree.place)[None],)
+    def __init__(self, project: Any, states: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+        self._project = project
+        self._states = states
+        self._blocks = [*blocks]
+        self._outputs: torch.Tensor | None = None
+
+    def __call__(self, _states: torch.Tensor) -> torch.Tensor:
+        outputs = self._project(self._states)[0] if self._outputs is None else self._outputs
+        rows = self._blocks.pop(0)
+        self._outputs = outputs if self._blocks else None
+        by_row: torch.Tensor = outputs.index_select(0, rows.view(-1))
+        return by_row.view(*rows.shape, -1)
+
+
+class _OutputCollector:
+    """The last projection's stand-in, which appends its inputs [tokens, size] to a list."""
+
+    def __init__(self, collected: list[torch.Tensor]) -> None:
+        self._collected = collected
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        self._collected.append(states.flatten(0, 1))
+        return states

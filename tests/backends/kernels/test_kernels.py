@@ -26,7 +26,7 @@ from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import kernels
 from msrl_graph.backends.devices import TorchDevice
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
-from msrl_graph.backends.kernels import ascend, reference, torch_native
+from msrl_graph.backends.kernels import ascend, cuda, reference, torch_native
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from msrl_graph.model import models
@@ -51,7 +51,7 @@ def operators():
 def test_each_kind_has_its_table():
     assert {name: kernels.load(kind) for name, kind in DEVICE_KINDS.items()} == {
         "cpu": torch_native.KERNELS,
-        "cuda": torch_native.KERNELS,
+        "cuda": cuda.KERNELS,
         "ascend": ascend.KERNELS,
     }
     assert all(vars(ascend.KERNELS).values())

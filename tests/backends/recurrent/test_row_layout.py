@@ -9,6 +9,7 @@ import ranks
 import torch
 
 from msrl_graph.algorithms.optimizers import adamw
+from msrl_graph.backends import row_blocks
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
@@ -42,9 +43,10 @@ def packed_rows(prompts, responses, rows):
 
 
 @pytest.mark.parametrize("family", MADE)
-def test_rows_are_those_of_transformers_and_do_not_depend_on_other_rows(family, tmp_path):
+def test_rows_are_those_of_transformers_and_do_not_depend_on_other_rows(family, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
+    monkeypatch.setattr(row_blocks, "FEW", 0)  # several blocks
     path, model = written(family, tmp_path)
     engine = engines.trainer(model)
     prompts, responses = drawn_rows([LONG - 70, 1, 5, LONG, 0, 40])
@@ -69,7 +71,8 @@ def train_on_rank(rank, folder, path, layout, options):
     packed = packed_rows(prompts, responses, range(4))
     found = []
     mesh = engines.mesh(layout)
-    for own, at, stated in ((Layout(), None, {}), (layout, mesh, options)):
+    for few, own, at, stated in ((row_blocks.FEW, Layout(), None, {}), (0, layout, mesh, options)):
+        row_blocks.FEW = few  # one block, then several
         engine = engines.built("fsdp", model, own, rank if at else 0, at, adamw(lr=0.0), **stated)
         logps = []
         loss = lambda made, _, logps=logps: (logps.append(made.logp.detach()), made.logp.exp().sum())[1]  # noqa: E731
