@@ -17,7 +17,7 @@ from ..hardware import calibration
 from ..hardware.cluster import NETWORK, ClusterSpec
 from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.evaluation import Evaluation
-from ..ir.graph import KINDS, Expr, Graph
+from ..ir.graph import KINDS, Expr, Graph, OptionValue
 from ..ir.kinds import ValueKind
 from ..ir.options import (
     DockOptions,
@@ -261,7 +261,9 @@ class _Deploy:
         values = self._read_attributes(statement.attrs, f"engine … = {name}", kinds)
         if "offload" in values:
             self._check_offload(nodes, values["offload"])
-        options = {key: value.value for key, value in values.items()}
+        options: dict[str, OptionValue] = {
+            key: kinds[key].value(value) if value.kind == "list" else value.value for key, value in values.items()
+        }
         if python := options.get("python"):
             options["python"] = str(self.folder(values["python"].span) / str(python))
         choice = EngineChoice(name, options, span=statement.span)

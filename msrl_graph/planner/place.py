@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cost import holdings
-from ..ir.graph import Node, Value
+from ..ir.graph import Node, OptionValue
 from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
@@ -351,5 +351,5 @@ class PlaceNodes(PlacementPass):
         return compute.value + exchange.value
 
 
-def _with_options(placement: Placement, **options: Value) -> Placement:
+def _with_options(placement: Placement, **options: OptionValue) -> Placement:
     return holdings.with_options(placement, options)

@@ -14,10 +14,9 @@ from ...ir.workload import in_flight
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..memory.head_sizes import HeadSizes
-from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
+from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, MLP_PROJECTIONS, LayerSizes
 from ..memory.sizes import GRADIENT, Sizes
 
-MLP = {*INTO_MLP, "down_proj"}
 # Projections of attention that tensor parallelism shards by columns.
 BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 # A rank's part of the vocabulary is padded to a multiple of this (make_vocab_size_divisible_by).
@@ -158,7 +157,7 @@ class StageSizes(Sizes):
         """
         vpp = self.work.layout.vpp
         outputs = ceil(self.in_flight_batches * vpp) - self.last_stage
-        angles = ceil(self.in_flight_batches) + (self.work.recompute and self.work.batches > 1)
+        angles = ceil(self.in_flight_batches) + (self.work.recompute.layers > 0 and self.work.batches > 1)
         return angles * self.angles + outputs * self.part * (self.work.layout.pp > 1) + self.buffer
 
     @cached_property
@@ -286,8 +285,8 @@ class StageLayer(LayerSizes):
         """
         s = self.whole
         own = s.split(s.tokens)
-        of_attention = sum(s.tokens if name.endswith(BY_COLUMNS) else own for name in adapted - MLP)
-        of_mlp = {name: own if name == "down_proj" else s.tokens for name in adapted & MLP}
+        of_attention = sum(s.tokens if name.endswith(BY_COLUMNS) else own for name in adapted - MLP_PROJECTIONS)
+        of_mlp = {name: own if name == "down_proj" else s.tokens for name in adapted & MLP_PROJECTIONS}
         if self.experts is None:
             return of_attention + sum(of_mlp.values())
         shared = sum(of_mlp.values()) * (self.experts.shared > 0)
