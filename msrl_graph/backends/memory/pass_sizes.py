@@ -193,7 +193,8 @@ class PassSizes(Sizes):
         whole = self.whole_layers
         after = min(stop, max(first, whole.stop))
         counts = self.work.model.count_kinds((after, stop))
-        return (after - first) * self.hidden + sum(map(mul, counts, (kind.kept for kind in self.kinds)))
+        parts: int = sum(map(mul, counts, (kind.kept for kind in self.kinds)))
+        return (after - first) * self.hidden + parts
 
     @cached_property
     def whole_layers(self) -> range:

@@ -145,6 +145,12 @@ def _update(s: PassSizes) -> Moments:
         held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
         is_whole = index in s.whole_layers
         recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if is_whole else 0
+        if layer.experts and (is_whole or layer.mlp_part in work.recompute.parts):
+            moments[f"experts' second forward pass in {name}"] = {
+                "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
+                "gradients": gradient_bytes + table,  # those of the layer before this one are scattered by now
+                "activations": s.common + held + recomputed + _count_second_pass(layer, is_whole),
+            }
         for half, more in _backward(layer, is_whole).items():
             moments[f"backward in {half} of {name}"] = {
                 "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
@@ -184,6 +190,16 @@ def _iterate_fullest_layers(model: Model, whole: range) -> Iterator[tuple[str, i
     named |= {f"layer {layer + 1}": layer for layer in (*model.ends_of_kinds, *whole[-1:])}
     names = {layer: name for name, layer in reversed(named.items())}
     return ((name, layer) for name, layer in named.items() if model.first_trained <= layer and names[layer] == name)
+
+
+def _count_second_pass(layer: PassLayer, is_whole: bool) -> int:
+    """Return the bytes that experts need when a backward pass computes their outputs again.
+
+    Next to what they save there are hidden states before and after each exchange.
+    """
+    s = layer.whole
+    exchanged = 4 * layer.routed * (s.work.layout.ep > 1) + 2 * s.hidden * (s.work.layout.tp > 1)
+    return s.hidden + exchanged + (0 if is_whole else layer.recomputed_feed)
 
 
 def _backward(layer: PassLayer, is_whole: bool) -> dict[str, dict[str, int]]:
