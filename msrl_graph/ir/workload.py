@@ -42,6 +42,14 @@ class Recomputation:
     def __bool__(self) -> bool:
         return self.layers > 0 or bool(self.parts)
 
+    def count_of_chunk(self, start: int, stop: int, first_trained: int) -> int:
+        """Return the number of a chunk's first layers that Megatron recomputes as a whole.
+
+        Frozen layers below the first trained one are among them: a backward pass then reaches them too.
+        """
+        trained = max(start, first_trained)
+        return min(stop, trained + self.layers) - start if self.layers and trained < stop else 0
+
     def find_whole_layers(self, first: int, stop: int) -> range:
         """Return the layers that are recomputed as a whole, of a chunk's trained layers [first, stop)."""
         return range(first, min(stop, first + self.layers))
