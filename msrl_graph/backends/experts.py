@@ -9,12 +9,14 @@ still joins both collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from . import hf_modules
 from .adapters import DISABLED
 from .kernels.modules import is_silu
+from .recompute import checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +74,11 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     ungated = not hasattr(theirs, "gate_up_proj")
     swiglu = kernels.swiglu if is_silu(activation) else None
     split_tokens, gather_tokens = _make_exchanges()
+    add_results, multiply_gated = _make_lean_operators()
 
     class Experts(torch.nn.Module):
         scale: float  # of adapters
+        recomputes_activation = False
 
         def __init__(self) -> None:
             super().__init__()
@@ -116,8 +120,8 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             counts = torch.bincount(chosen.flatten(), minlength=number * (ep.size() if ep else 1))
             rows = states.index_select(0, order // active)
             results = self._apply_experts(rows, counts) if ep is None else self._exchange_tokens(rows, counts)
-            results = (results * weights.flatten()[order, None]).to(states.dtype)
-            return torch.zeros_like(states).index_add(0, order // active, results)
+            combined: torch.Tensor = add_results(results, weights.flatten()[order], order // active, states)
+            return combined
 
         def _exchange_tokens(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             """Send hidden states to the ranks of their experts; return the experts' results.
@@ -159,13 +163,25 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 up = torch.nn.functional.pad(getattr(self, f"{name}_lora_B"), (0, padding))
                 return output.add_(multiply(multiply(inputs, down) * self.scale, up))
 
-            if ungated:
-                inner = activation(project(rows, "up_proj"))
-            elif swiglu is None:
-                inner = activation(project(rows, "gate_proj")) * project(rows, "up_proj")
-            else:
-                inner = swiglu(torch.cat([project(rows, "gate_proj"), project(rows, "up_proj")], dim=-1))
-            return project(inner, "down_proj")
+            def activate(*projected: torch.Tensor) -> torch.Tensor:
+                if ungated:
+                    output: torch.Tensor = activation(*projected)
+                elif swiglu is None:
+                    output = multiply_gated(activation, *projected)
+                else:
+                    output = swiglu(torch.cat(projected, dim=-1))
+                return output
+
+            names = ("up_proj",) if ungated else ("gate_proj", "up_proj")
+            return self._finish(
+                activate, lambda inner: project(inner, "down_proj"), (project(rows, name) for name in names)
+            )
+
+        def _finish(self, activate: Any, project: Any, projected: Iterable[torch.Tensor]) -> torch.Tensor:
+            """Compute the second half of the experts, from the outputs of their first projections."""
+            if self.recomputes_activation:
+                return checkpoint(lambda *outputs: project(activate(*outputs)), *projected)  # type: ignore[no-any-return]
+            return project(activate(*projected))  # type: ignore[no-any-return]
 
     class ClampedExperts(Experts):
         """Experts with biases (ClampedExpertMlp in layers.py)."""
@@ -184,8 +200,10 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
                 result: torch.Tensor = kernels.grouped(inputs, weight, ends) + bias.repeat_interleave(counts, dim=0)
                 return result
 
-            inner = self.activate(product(rows, self.gate_up_proj, self.gate_up_proj_bias))
-            return product(inner, self.down_proj, self.down_proj_bias)
+            projected = (product(rows, self.gate_up_proj, self.gate_up_proj_bias) for _ in range(1))
+            return self._finish(
+                self.activate, lambda inner: product(inner, self.down_proj, self.down_proj_bias), projected
+            )
 
     return Experts() if hasattr(theirs, "act_fn") else ClampedExperts()
 
@@ -229,3 +247,50 @@ def _make_exchanges() -> tuple[Any, Any]:
             return take_own_part(gradient, ctx.group), None
 
     return Part.apply, Whole.apply
+
+
+@cache
+def _make_lean_operators() -> tuple[Any, Any]:
+    """Return two functions that save fewer tensors for the backward pass than the operators that they consist of.
+
+    Their results and gradients have the same bits. The first adds up the results of each token's experts. The second
+    multiplies the activation of gate by up; if the activation is SiLU, its result is computed again.
+    """
+    import torch
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, results: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor
+        ) -> torch.Tensor:
+            """Return the weighted sums of `results`, in the shape of `states`; `tokens` has each result's token."""
+            ctx.save_for_backward(results, weights, tokens)
+            scaled = (results * weights[:, None]).to(states.dtype)
+            return torch.zeros_like(states).index_add_(0, tokens, scaled)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+            results, weights, tokens = ctx.saved_tensors
+            scaled = gradient.index_select(0, tokens).to(torch.promote_types(results.dtype, weights.dtype))
+            of_weights = (scaled * results).sum(1, keepdim=True)[:, 0].to(weights.dtype)
+            return scaled.mul_(weights[:, None]).to(results.dtype), of_weights, None, None
+
+    class GatedSilu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(gate, up)
+            return torch.nn.functional.silu(gate).mul_(up)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            gate, up = ctx.saved_tensors
+            of_up = torch.nn.functional.silu(gate).mul_(gradient)
+            return torch.ops.aten.silu_backward(gradient * up, gate), of_up
+
+    gated_silu: Any = GatedSilu.apply
+
+    def multiply_gated(activation: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = gated_silu(gate, up) if is_silu(activation) else activation(gate) * up
+        return output
+
+    return Sum.apply, multiply_gated

@@ -20,9 +20,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..ir.workload import Recomputation
 from ..model.layers import RecurrentMixer
 from ..sharding.layout import Layout, shard
-from . import adapters, experts, hf_modules, joint_norms, kernels, policy_head, prefix_tree
+from . import adapters, experts, hf_modules, joint_norms, kernels, policy_head, prefix_tree, recompute
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
@@ -73,8 +74,6 @@ class FsdpEngine:
         self.divided = SPEC.divides_weights(layout)
         self.context = ContextGroup.from_layout(layout, devices)
         module = hf_modules.build_empty_model(model)
-        if placement.engine.options.get("recompute") == "full":
-            module.gradient_checkpointing_enable()
         self.kernels = kernels.load(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
         install(module, model, self.kernels)
@@ -90,6 +89,9 @@ class FsdpEngine:
             self._tie(module)
         self._token_keys = adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         row_layout.install(module, model, is_compiled(placement))
+        if optimizer is not None:
+            recomputation = Recomputation.of_option(placement.engine.options.get("recompute"))
+            recompute.install(module, model, recomputation, self.kernels)
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = partial(_outputs, module, _find_first_id(model, layout, rank))
         self._fsdp_modules = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..ir.workload import RECOMPUTED
 from ..model.features import SUPPORTED
 from ..sharding.layout import Layout
 from . import expert_placement
@@ -65,6 +66,7 @@ SPEC = EngineSpec(
         planned_features=SUPPORTED,
         lints=_lints,
         chosen=("host", "device"),
+        recomputes=RECOMPUTED,
     ),
     sharding=WeightSharding(
         divided_from=2,

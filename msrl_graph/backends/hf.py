@@ -48,7 +48,7 @@ class HfEngine:
         self.model = model
         self.layout = layout
         self.place = devices.device.place
-        self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
+        self.micro_batch = placement.engine.read_count("micro_batch")
         self.module = hf_modules.build_empty_model(model).eval().requires_grad_(False)
         fused = kernels.load(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)

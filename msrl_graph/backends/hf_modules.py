@@ -103,8 +103,14 @@ def list_shared_mlps(module: Any) -> Iterator[Any]:
     Of experts, these are the shared ones.
     """
     for layer in module.model.layers:
-        if (mlp := getattr(layer, "mlp", None)) is not None:
-            yield getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", mlp))
+        if (mlp := get_shared_mlp(layer)) is not None:
+            yield mlp
+
+
+def get_shared_mlp(layer: Any) -> Any:
+    """Return the part of a layer's MLP that all tokens pass; None if there is no MLP."""
+    mlp = getattr(layer, "mlp", None)
+    return getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", mlp))
 
 
 def _split_fused(module: Any, model: Model) -> None:

@@ -102,6 +102,8 @@ class Capabilities:
       of tokens, and a trainer also replays them (`MicroBatch`, engine_protocols.py).
     - `settings`: environment variables for the engine's processes. `lints`: returns warnings about combinations of
       options that are known to fail or to be slow.
+    - `recomputes`: the parts of layers that a list of the option `recompute` may have. An engine without any knows only
+      the words `none` and `full`.
     - `chosen`: where the planner can choose this engine if a program names no engine ("host": host cores, "device").
     """
 
@@ -116,6 +118,7 @@ class Capabilities:
     routes: bool = False
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
+    recomputes: tuple[str, ...] = ()
     chosen: tuple[Where, ...] = ()
 
     def list_unplanned(self, model: Model) -> list[str]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from ..ir.graph import Node, Value
+from ..ir.expr import format_option
+from ..ir.graph import Node, OptionValue
 from ..ir.options import EngineOptions
 from ..ir.plan import EngineChoice, Plan
 from ..sharding.layout import Layout
@@ -91,7 +92,7 @@ def _compare_engines(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
     return [
         Diagnostic(
             "bad-value",
-            f"{prefix} `{key} = {wanted}`, not `{value}`",
+            f"{prefix} `{key} = {format_option(wanted)}`, not `{format_option(value)}`",
             own.span,
             f"leave `{key}` out here, or state it for `{first.name}`; only `micro_batch` may differ",
             related=note,
@@ -100,9 +101,9 @@ def _compare_engines(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
     ]
 
 
-def _option_value(plan: Plan, node: Node, engine: EngineChoice, key: str) -> Value:
+def _option_value(plan: Plan, node: Node, engine: EngineChoice, key: str) -> OptionValue:
     """Return the value of an engine option for a node, or the option's default."""
-    default: Value = plan.model(node.name).dtype if key == "dtype" else EngineOptions.declared()[key].default
+    default: OptionValue = plan.model(node.name).dtype if key == "dtype" else EngineOptions.declared()[key].default
     return engine.options.get(key, default)
 
 

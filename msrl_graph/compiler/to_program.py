@@ -21,6 +21,7 @@ from ..ir.graph import Edge, Expr, Graph, Node
 from ..ir.kinds import (
     CountsKind,
     DrawsKind,
+    ExtentKind,
     FlagKind,
     NameKind,
     QuantityKind,
@@ -184,10 +185,14 @@ def _value(kind: ValueKind, value: Any) -> Expr:
         if isinstance(kind, TrackersKind):
             return Expr("list", args=tuple(Expr("string" if is_file(part) else "word", part) for part in value))
         one = (
-            NameKind() if isinstance(kind, NameKind) else StringKind() if isinstance(kind, StringKind) else CountsKind()
+            NameKind()
+            if isinstance(kind, NameKind | ExtentKind)
+            else StringKind()
+            if isinstance(kind, StringKind)
+            else CountsKind()
         )
         return Expr("list", args=tuple(_value(one, part) for part in value))
-    if isinstance(kind, WordsKind | NameKind):
+    if isinstance(kind, WordsKind | NameKind) or (isinstance(kind, ExtentKind) and isinstance(value, str)):
         return Expr("word", value)
     if isinstance(kind, QuantityKind):
         return Expr("quantity", value, unit=kind.unit)

@@ -18,7 +18,7 @@ INPUTS = 3
 
 
 def mask_seconds(
-    model: Model, spec: EngineSpec, layout: Layout, device: Device, dtype: str, tokens: float, passes: int
+    model: Model, spec: EngineSpec, layout: Layout, device: Device, dtype: str, tokens: float, passes: float
 ) -> Figure:
     """Return the seconds of the masks of a micro-batch, which each pass computes.
 

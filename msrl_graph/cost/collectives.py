@@ -250,7 +250,7 @@ class Collectives:
         ways = 1 + backward
         return self.seconds("send", "pp", ways * tokens * self.model.hidden * self._item, 2 * ways)
 
-    def context(self, tokens: float, passes: int) -> Figure:
+    def context(self, tokens: float, passes: float) -> Figure:
         """Return the seconds of context-parallel communication.
 
         `tokens` is the number of tokens of a data-parallel group. With a ring, keys and values travel around the ranks
@@ -275,7 +275,7 @@ class Collectives:
         received = tokens / cp * 2 * model.query_key_size / layout.pp / layout.tp * share
         return self.seconds("all_to_all", "cp", passes * received * self._item, layers * passes * 4)
 
-    def experts(self, tokens: float, passes: int) -> Figure:
+    def experts(self, tokens: float, passes: float) -> Figure:
         """Return the seconds to send tokens to their experts and back.
 
         `tokens` is the number of tokens of one context-parallel rank. In every layer with experts, each rank sends its

@@ -8,13 +8,14 @@ largest stage are counted. The embedding on the first stage and the head on the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from operator import mul
 
 from ..backends.memory.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..ir.workload import Workload, in_flight
-from ..model.layers import Layer
+from ..model.layers import ExpertMlp, Layer
 from ..sharding.layout import Side, count_busiest_elements
 
 
@@ -64,15 +65,21 @@ def _micro_batch_tokens(work: Workload) -> int:
     return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
 
 
-def layer_elements(work: Workload, spec: EngineSpec, layer: Layer) -> int:
+def layer_elements(work: Workload, spec: EngineSpec, layer: Layer, recomputed: Collection[str] = ()) -> int:
     """Return how many elements per token a layer saves for its backward pass.
 
     Each half of a layer saves 2 h elements (h: the hidden size), and what the mixer or the MLP counts (layers.py). If
     the engine shards sequences over tp, the 2 h and other elements that each tp rank saves are also sharded.
+
+    Of the parts `recomputed`, attention and MLPs save nothing. Other parts are counted as if they were not recomputed.
     """
     tp = work.layout.tp
     hidden = work.model.hidden
-    parts = layer.mixer.count_saved(), layer.mlp.count_saved(hidden, work.layout.etp)
+    mlp = "moe" if isinstance(layer.mlp, ExpertMlp) else "mlp"
+    parts = (
+        (0, 0) if "attention" in recomputed else layer.mixer.count_saved(),
+        (0, 0) if mlp in recomputed else layer.mlp.count_saved(hidden, work.layout.etp),
+    )
     replicated = 2 * layer.halves * hidden + sum(part[0] for part in parts)
     sharded = sum(part[1] for part in parts)
     return -(-replicated // (tp if spec.memory.divides_sequence else 1)) + -(-sharded // tp)
@@ -81,9 +88,9 @@ def layer_elements(work: Workload, spec: EngineSpec, layer: Layer) -> int:
 def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int) -> int:
     """Return the activation bytes of a pipeline stage, in all micro-batches in flight.
 
-    An update saves the activations of all layers. With full recomputation, an update saves only the input of each
-    layer, and all activations of one layer. If activations are offloaded, only the activations of two layers are on the
-    device. An infer node holds the activations of one layer.
+    An update saves the activations of all layers. Of a layer that is recomputed as a whole, an update saves only the
+    input. While something is recomputed, all activations of one layer exist. If activations are offloaded, only the
+    activations of two layers are on the device. An infer node holds the activations of one layer.
     """
     model = work.model
     layout = work.layout
@@ -92,16 +99,18 @@ def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int) -
     counts = model.count_kinds(*stretches)
     sizes = [layer_elements(work, spec, kind) for kind in model.layer_kinds]
     largest = max((size for size, count in zip(sizes, counts, strict=True) if count), default=0)
+    whole = [work.recompute.find_whole_layers(*stretch) for stretch in stretches]
+    kept = [layer_elements(work, spec, kind, work.recompute.parts) for kind in model.layer_kinds]
+    others = model.count_kinds(*((layers.stop, stop) for layers, (_, stop) in zip(whole, stretches, strict=True)))
     layer_input = -(-model.hidden // (layout.tp if spec.memory.divides_sequence else 1))
     if verb != "update":
         elements = largest
     elif work.activations_away:  # two layers at a time have their activations on the device
-        elements = 2 * layer_input + largest if work.recompute else 2 * largest
-    elif work.recompute:
-        inputs = layer_input * sum(counts)
-        elements = round(inputs * in_flight(work, stage)) + largest
+        largest_kept = max((size for size, count in zip(kept, others, strict=True) if count), default=layer_input)
+        elements = 2 * largest_kept + largest if work.recompute else 2 * largest
     else:
-        elements = round(sum(map(mul, counts, sizes)) * in_flight(work, stage))
+        saved = layer_input * sum(map(len, whole)) + sum(map(mul, others, kept))
+        elements = round(saved * in_flight(work, stage)) + largest * bool(work.recompute)
     return _micro_batch_tokens(work) * elements * BYTES[work.dtype]
 
 
@@ -114,7 +123,7 @@ def stored(work: Workload, spec: EngineSpec) -> int:
     once = replace(work, activations_away=False)
     most = max(_activation_bytes("update", once, spec, stage) for stage in range(work.layout.pp))
     largest = max(layer_elements(work, spec, kind) for kind in work.model.layer_kinds)
-    return most - _micro_batch_tokens(work) * largest * BYTES[work.dtype] * work.recompute
+    return most - _micro_batch_tokens(work) * largest * BYTES[work.dtype] * bool(work.recompute)
 
 
 def _logits_bytes(verb: str, work: Workload) -> int:

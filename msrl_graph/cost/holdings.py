@@ -19,10 +19,10 @@ from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import ClusterSpec, Figure
 from ..ir import optimizer_spec
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
-from ..ir.graph import Node, Value, Worker
+from ..ir.graph import Node, OptionValue, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
-from ..ir.workload import Workload, kv_bytes, micro_batches
+from ..ir.workload import Recomputation, Workload, kv_bytes, micro_batches
 from ..sharding.layout import Side, count_busiest_elements, stage_parts
 from . import default_activations
 from .offloading import step_moments
@@ -52,7 +52,7 @@ def gigabytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def with_options(placement: Placement, options: Mapping[str, Value]) -> Placement:
+def with_options(placement: Placement, options: Mapping[str, OptionValue]) -> Placement:
     """Return the placement with `options` added to the options of its engine."""
     return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
 
@@ -212,7 +212,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         batches=batches,
         divided=is_divided(plan, engines, node),
         trained=update_of(plan, graph_node.worker) is not None,
-        recompute=placement.engine.options.get("recompute") == "full",
+        recompute=Recomputation.of_option(placement.engine.options.get("recompute")),
         activations_away=placement.engine.options.get("activations") == "offload",
         optimizer_away=optimizer(plan, engines, node)
         if graph_node.verb == "update" and offloads(plan, node, "optimizer")

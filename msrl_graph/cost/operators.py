@@ -6,11 +6,14 @@ Invariant: the constants of this module are numbers of operators or of memory ac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 from ..backends.optimizer.step_calls import TENSORS
 from ..backends.spec import Act, EngineSpec, OperatorCalls
-from ..hardware.cluster import Figure
+from ..hardware.cluster import SHARES, Device, Figure
 from ..model.architecture import Model
+from ..model.layers import Layer
+from ..sharding.layout import Layout
 from . import adapter_dropout
 
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
@@ -69,10 +72,37 @@ def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) 
 
 
 def count_moved_elements(model: Model, tp: int) -> int:
-    """Return how many elements per token operators move between matrix products.
+    """Return how many elements per token operators move between matrix products."""
+    counts = model.count_kinds((0, model.layers))
+    layers = [sum(count_moved_elements_of_layer(kind, model.hidden, tp)) for kind in model.layer_kinds]
+    return sum(map(mul, counts, layers))
+
+
+def count_moved_elements_of_layer(kind: Layer, hidden: int, tp: int) -> tuple[int, int, int, int]:
+    """Return how many elements per token operators of a layer move: in norms, attention, gating and the rest.
 
     They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `tp` ranks, 10 for
     each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
     """
-    whole = (7 * model.norms + 3 * model.halves) * model.hidden * tp
-    return whole + 10 * model.query_key_size + 5 * model.mlp_width
+    norms = 7 * kind.norms.number * hidden * tp
+    return norms, 10 * kind.mixer.query_key_size, 5 * kind.mlp.width, 3 * kind.halves * hidden * tp
+
+
+def find_slowest_stage(model: Model, layout: Layout, tokens: int) -> float:
+    """Return the FLOP of the pipeline stage that has the most, divided by the mean, for rows of `tokens` tokens."""
+    flop = [kind.count_flop(model.hidden, tokens) for kind in model.layer_kinds]
+    relative = [own / flop[0] for own in flop]
+    stages = [layout.stage_layers(stage, model.layers) for stage in range(layout.pp)]
+    by_stage = [sum(map(mul, model.count_kinds(*stretches), relative)) for stretches in stages]
+    factor: float = max(by_stage) * layout.pp / sum(by_stage)
+    return factor
+
+
+def describe_rates(device: Device, rate: Figure, factor: float) -> str:
+    """Return how the seconds of `factor` passes follow from their work, if products have the rate `rate`."""
+    how = "products, attention, memory at their rates"
+    if rate.source != "measured":
+        share = SHARES["memory_bandwidth"].value
+        bandwidth = f"({share:g} x bandwidth)" if "memory_bandwidth" in device.peaks else "bandwidth"
+        how = f"FLOP / ({SHARES['flops_bf16'].value:g} x FLOP/s), bytes / {bandwidth}"
+    return f"{factor:.3g} x ({how})" if factor > 1 else how

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import mul
 
 from ..analysis.sequences import sequences
 from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, is_compiled
-from ..hardware.cluster import SHARES, Device, Figure, weakest
+from ..hardware.cluster import Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
@@ -27,7 +26,7 @@ from ..model.layers import AttentionMixer
 from ..sharding.layout import Layout
 from . import holdings
 from .adapter_dropout import mask_seconds
-from .backward import kept_seconds, logits_seconds
+from .backward import NOTHING, WHOLE, RecomputedShares, kept_seconds, logits_seconds
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
@@ -39,6 +38,8 @@ from .operators import (
     SCORING,
     ForwardWork,
     count_moved_elements,
+    describe_rates,
+    find_slowest_stage,
     layer_calls,
 )
 
@@ -87,8 +88,9 @@ class Costs:
         return self.layout.devices // self.layout.dp
 
     @cached_property
-    def recomputes(self) -> bool:
-        return self.plan.placement(self.node).engine.options.get("recompute") == "full"
+    def _recomputed(self) -> RecomputedShares:
+        option = self.plan.placement(self.node).engine.options.get("recompute")
+        return RecomputedShares.find(self.model, option, self.layout)
 
     @cached_property
     def collectives(self) -> Collectives:
@@ -104,14 +106,7 @@ class Costs:
     @cached_property
     def _slowest_stage_factor(self) -> float:
         """The FLOP of the pipeline stage that has the most, divided by the mean."""
-        model = self.model
-        tokens = holdings.row_tokens(self.plan, self.node)
-        flop = [kind.count_flop(model.hidden, tokens) for kind in model.layer_kinds]
-        relative = [own / flop[0] for own in flop]
-        stages = [self.layout.stage_layers(stage, model.layers) for stage in range(self.layout.pp)]
-        by_stage = [sum(map(mul, model.count_kinds(*stretches), relative)) for stretches in stages]
-        factor: float = max(by_stage) * self.layout.pp / sum(by_stage)
-        return factor
+        return find_slowest_stage(self.model, self.layout, holdings.row_tokens(self.plan, self.node))
 
     @cached_property
     def _bubble_factor(self) -> float:
@@ -212,7 +207,8 @@ class Costs:
     def micro_batch(self, rows: Rows) -> Figure:
         """Return the seconds of a micro-batch: forward, and in an update also backward.
 
-        Full recomputation adds a forward pass. A loss that needs a pass before any gradient adds another forward pass.
+        Recomputation adds a forward pass of its share of the layers. A loss that needs a pass before any gradient adds
+        another forward pass.
         """
         update = self.graph_node.verb == "update"
         tokens = rows.tokens
@@ -233,24 +229,37 @@ class Costs:
         work = ForwardWork(tokens, rows.response, count, math.sqrt(pairs), pairs, moved)
         looks_ahead = update and self._looks_ahead
         parts = [self._pass("update", work, 1 + self.model.backward_share) if update else self._pass("infer", work)]
-        parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
-        if update and not self.recomputes and self._eager is not None:
-            parts.append(kept_seconds(self.model, self.layout, self.device, self.dtype, tokens, moved))
+        again = self._recomputed if update else NOTHING
+        parts += [self._pass("infer", work)] * looks_ahead
+        if again is not NOTHING:
+            moved_again = self._elementwise_bytes(tokens) * again.moved + laid * BYTES[self.dtype] * again.attention
+            parts.append(self._pass("infer", replace(work, scored=0, moved=moved_again), shares=again))
+        if update and again.moved < 1 and self._eager is not None:
+            kept = 1 - again.moved
+            parts.append(kept_seconds(self.model, self.layout, self.device, self.dtype, kept * tokens, kept * moved))
         if update:
             parts.append(logits_seconds(self.model, self.spec, self.layout, self.device, self.dtype, rows.response))
-        passes = (3 if update else 1) + (update and self.recomputes) + looks_ahead
+        passes = (3 if update else 1) + looks_ahead
         among = self.collectives
         cp = self.layout.cp
         parts += [
             among.tensor_parallel(tokens / cp, rows.response / cp, backward=update),
-            among.context(around, passes),
+            among.context(around, passes + again.attention),
         ]
-        parts += [among.experts(tokens / cp, passes), among.gathers(update), among.stages(tokens / cp, update)]
+        parts += [
+            among.experts(tokens / cp, passes + again.experts),
+            among.gathers(update),
+            among.stages(tokens / cp, update),
+        ]
         if looks_ahead:
             parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
         host = self.device.overheads.row
         if update:
-            parts.append(mask_seconds(self.model, self.spec, self.layout, self.device, self.dtype, tokens, passes - 1))
+            parts.append(
+                mask_seconds(
+                    self.model, self.spec, self.layout, self.device, self.dtype, tokens, passes - 1 + again.products
+                )
+            )
             parts.append(self._offloaded_activations(tokens, math.fsum(part.value for part in parts)))
         cost = total(*parts, Figure(rows.count * host.value, host.source, "rows x host overhead"))
         if self.layout.pp == 1:
@@ -322,7 +331,7 @@ class Costs:
         number = layer_calls(act, calls, self.model, self.spec) * layers + calls.rest + calls.sequence * sequences
         return Figure(number * launch.value, launch.source, "operators x launch")
 
-    def _pass(self, act: Act, work: ForwardWork, factor: float = 1) -> Figure:
+    def _pass(self, act: Act, work: ForwardWork, factor: float = 1, shares: RecomputedShares = WHOLE) -> Figure:
         device = self.device
         item = BYTES[self.dtype]
         layers = self.model.layers
@@ -334,29 +343,28 @@ class Costs:
         ]
         rates = [device.rate(self.dtype, flop) for flop, _ in products]
         multiplied = math.fsum(flop * number / rate.value for (flop, number), rate in zip(products, rates, strict=True))
+        multiplied *= shares.products
         per_head = math.fsum(
             mixer.heads * count * self._head_seconds(act, mixer, work, rates[0].value)
             for mixer, count in self.model.attention_mixers.items()
         )
-        attention = (per_head * work.sequences + work.count_scan_flop(act, self.model) / rates[0].value) / group
+        attention = (
+            shares.attention
+            * (per_head * work.sequences + work.count_scan_flop(act, self.model) / rates[0].value)
+            / group
+        )
         weights = self._decode_weight_bytes(work.tokens) if act == "decode" else self._pass_weight_bytes
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
-        read = weights / bandwidths[0].value
+        read = shares.products * weights / bandwidths[0].value
         moved = work.moved / group / bandwidths[1].value
         calls = self._calls(act, work.sequences)
         if not device.kind.runs_ahead:
-            seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
+            seconds = shares.calls * calls.value + factor * (max(multiplied, read) + attention + moved)
         else:
-            seconds = max(calls.value, factor * max(multiplied + attention, read + moved))
+            seconds = max(shares.calls * calls.value, factor * max(multiplied + attention, read + moved))
         source = weakest(*rates, *bandwidths, calls)
-        how = "products, attention, memory at their rates"
-        if rates[0].source != "measured":
-            share = SHARES["memory_bandwidth"].value
-            bandwidth = f"({share:g} x bandwidth)" if "memory_bandwidth" in device.peaks else "bandwidth"
-            how = f"FLOP / ({SHARES['flops_bf16'].value:g} x FLOP/s), bytes / {bandwidth}"
-        times = f"{factor:.3g} x ({how})" if factor > 1 else how
-        return Figure(seconds, source, f"{times}, {calls.basis}")
+        return Figure(seconds, source, f"{describe_rates(device, rates[0], factor)}, {calls.basis}")
 
     def _head_seconds(self, act: Act, mixer: AttentionMixer, work: ForwardWork, rate: float) -> float:
         """Return the seconds that one head of a layer's mixer needs for one sequence."""

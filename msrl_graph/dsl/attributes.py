@@ -21,6 +21,7 @@ from ..ir.kinds import (
     UNIT_NAMES,
     CountsKind,
     DrawsKind,
+    ExtentKind,
     FlagKind,
     FormKind,
     NameKind,
@@ -56,6 +57,8 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             return fit(kind, f"`{key}`", evaluate(expr, names), origin(expr, names))
         case WordsKind():
             return _read_word(kind, key, expr, names)
+        case ExtentKind():
+            return _read_extent(kind, key, expr, names)
         case FlagKind():
             value = evaluate(expr, names)
             if value.kind != "bool":
@@ -110,6 +113,37 @@ def _read_word(kind: WordsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     text = f"`{expr.text}`" if isinstance(expr, ast.NameExpr) else "this"
     help = foreign_names.word(expr.text if isinstance(expr, ast.NameExpr) else "", kind.words)
     raise mistake("unknown-option", f"{text} is not a value of `{key}`", expr.span, help)
+
+
+def _read_extent(kind: ExtentKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+    """Read a word, a number or a list of parts; a param can have each of them."""
+    if isinstance(expr, ast.List):
+        parts = [(item.text if isinstance(item, ast.NameExpr) else "", item.span) for item in expr.items]
+    elif isinstance(expr, ast.NameExpr) and expr.text not in names.params:
+        if expr.text in kind.words:
+            return Expr("word", expr.text, span=expr.span)
+        alone = f"write `{key} = [{expr.text}]`" if expr.text in kind.parts else ""
+        help = alone or foreign_names.word(expr.text, kind.words + kind.parts)
+        raise mistake("unknown-option", f"`{expr.text}` is not a value of `{key}`", expr.span, help)
+    else:
+        value = evaluate(expr, names)
+        if value.kind == "string" and value.value in kind.words:
+            return Expr("word", value.value, span=expr.span)
+        if value.kind == "number":
+            return fit(COUNT, f"`{key}`", value, origin(expr, names))
+        parts = [(str(item.value), item.span) for item in value.args]
+    if not parts:
+        raise mistake("bad-value", f"`{key}` takes {kind}", expr.span, related=origin(expr, names))
+    seen: dict[str, Span] = {}
+    for part, span in parts:
+        if part not in kind.parts:
+            help = foreign_names.word(part, kind.parts)
+            raise mistake("unknown-option", f"`{part}` is not in the list that `{key}` takes", span, help)
+        if part in seen:
+            related = ((seen[part], "named here first"),)
+            raise mistake("duplicate-name", f"`{part}` is named twice", span, related=related)
+        seen[part] = span
+    return Expr("list", args=tuple(Expr("word", part, span=span) for part, span in parts), span=expr.span)
 
 
 def _read_string(kind: StringKind, key: str, expr: ast.Expr, names: Names) -> Expr:

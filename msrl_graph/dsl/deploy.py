@@ -17,7 +17,7 @@ from ..hardware import calibration
 from ..hardware.cluster import NETWORK, ClusterSpec
 from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.evaluation import Evaluation
-from ..ir.graph import KINDS, Expr, Graph
+from ..ir.graph import KINDS, Expr, Graph, OptionValue
 from ..ir.kinds import ValueKind
 from ..ir.options import (
     DockOptions,
@@ -259,13 +259,27 @@ class _Deploy:
             key: kind for key, kind in EngineOptions.kinds().items() if key in (*spec.capabilities.options, *EVERY)
         }
         values = self._read_attributes(statement.attrs, f"engine … = {name}", kinds)
+        if "recompute" in values:
+            self._check_recomputation(name, values["recompute"])
         if "offload" in values:
             self._check_offload(nodes, values["offload"])
-        options = {key: value.value for key, value in values.items()}
+        options: dict[str, OptionValue] = {
+            key: kinds[key].value(value) if value.kind == "list" else value.value for key, value in values.items()
+        }
         if python := options.get("python"):
             options["python"] = str(self.folder(values["python"].span) / str(python))
         choice = EngineChoice(name, options, span=statement.span)
         self.chosen |= dict.fromkeys(nodes, choice)
+
+    def _check_recomputation(self, engine: str, stated: Expr) -> None:
+        """Check that an engine can recompute the stated parts, or a number of layers."""
+        known = self.engines[engine].capabilities.recomputes
+        for part in (stated,) if stated.kind != "list" else stated.args:
+            if part.value in known or (part.kind == "number" and known) or (part is stated and part.kind == "word"):
+                continue
+            words = f"`{part.value}`" if part.kind == "word" else "a number of layers"
+            help = f"it can recompute {', '.join(f'`{name}`' for name in known) or 'only whole layers: `full`'}"
+            self.problems.report("bad-value", f"the engine `{engine}` cannot recompute {words}", part.span, help)
 
     def _check_offload(self, nodes: Sequence[str], stated: Expr) -> None:
         """Check that `offload` applies to each node.

@@ -134,6 +134,11 @@ _WORDS = {
     "low_var_kl": "low_var",
     "k2": "mse",
     "kl": "k1",
+    **dict.fromkeys(("core_attn", "attn", "self_attn", "self_attention"), "attention"),
+    **dict.fromkeys(("moe_act", "act", "mlp_act"), "activation"),
+    **dict.fromkeys(("layernorm", "layer_norm", "rmsnorm", "norm"), "norms"),
+    **dict.fromkeys(("experts", "moe_layer"), "moe"),
+    **dict.fromkeys(("all", "whole", "uniform"), "full"),
 }
 
 

@@ -11,6 +11,12 @@ from typing import Any
 from ..diagnostics import NOWHERE, Span
 
 Value = bool | int | float | str | None
+OptionValue = Value | tuple[str, ...]  # of an engine's option; a tuple is a list of words
+
+
+def format_option(value: OptionValue) -> str:
+    """Format the value of an engine's option as a program states it."""
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ..diagnostics import NOWHERE, Span
 from .expr import Expr as Expr
+from .expr import OptionValue as OptionValue
 from .expr import Value as Value
 from .flow import Flow
 from .views import GraphViews

@@ -81,6 +81,27 @@ class WordsKind:
 
 
 @dataclass(frozen=True)
+class ExtentKind:
+    """How much of something: one of `words`, a number of `units`, or a list of `parts`.
+
+    The words of a list have the order of `parts`.
+    """
+
+    words: tuple[str, ...]
+    units: str
+    parts: tuple[str, ...]
+
+    def value(self, expr: Expr) -> str | int | tuple[str, ...] | None:
+        if expr.kind == "list":
+            return tuple(sorted(_texts(expr), key=self.parts.index))
+        return int(expr.value) if isinstance(expr.value, int | float) else _text(expr)
+
+    def __str__(self) -> str:
+        words = ", ".join(f"`{word}`" for word in self.words)
+        return f"{words}, a number of {self.units}, or a list of {join_words(self.parts, ' and ')}"
+
+
+@dataclass(frozen=True)
 class StringKind:
     """A string; with `several`, also a list of strings.
 

@@ -26,6 +26,7 @@ from .kinds import (
     TIME,
     CountsKind,
     DrawsKind,
+    ExtentKind,
     FlagKind,
     NameKind,
     NumericKind,
@@ -33,6 +34,7 @@ from .kinds import (
     TrackersKind,
     WordsKind,
 )
+from .workload import RECOMPUTED
 
 OF_DEVICE = "of the device"
 
@@ -151,10 +153,14 @@ class EngineOptions(DeclaredAttributes):
         "What is in host memory when it is not in use. `optimizer`: the optimizer states of an update. `weights`: the "
         "weights of a node that are never updated. `all`: both.",
     )
-    recompute: str = attr(
-        WordsKind(("none", "full")),
+    recompute: str | int | tuple[str, ...] = attr(
+        ExtentKind(("none", "full"), "layers", RECOMPUTED),
         "none",
-        "`full` recomputes activations in the backward pass and stores only the input of each layer.",
+        "Which activations the backward pass recomputes instead of reading what the forward pass stored. `full`: all, "
+        "so that only the input of each layer is stored. A number: those of the first layers of each pipeline stage, "
+        "of the layers that are trained. A list: those of these parts of each layer: `attention` (or another mixer of "
+        "tokens), `mlp` (without experts), `moe` (with experts: router, exchange and experts), `activation` (what "
+        "follows the projections gate and up, of MLPs and experts) and `norms`.",
         "the plan chooses",
     )
     activations: str = attr(

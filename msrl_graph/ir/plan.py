@@ -24,7 +24,7 @@ from ..sharding.layout import Layout
 from .attributes import ReshardingEdgeAttributes
 from .data_options import DataOptions
 from .evaluation import Evaluation
-from .graph import Edge, Expr, Graph, Value
+from .graph import Edge, Expr, Graph, OptionValue
 from .instruction import InstructionStream
 from .options import DockOptions, ReshardOptions, Run
 from .resharding_plan import Reshard
@@ -84,11 +84,16 @@ class EngineChoice:
     """An engine and its options; `chosen` says where the choice comes from."""
 
     name: str
-    options: dict[str, Value] = field(default_factory=dict)
+    options: dict[str, OptionValue] = field(default_factory=dict)
     chosen: str = "the file"
     span: Span = NOWHERE
 
-    def shared(self) -> dict[str, Value]:
+    def read_count(self, name: str) -> int:
+        """Return the value of an option that is a whole number; 0 if it has none."""
+        value = self.options.get(name)
+        return value if isinstance(value, int) else 0
+
+    def shared(self) -> dict[str, OptionValue]:
         """Return the options in which nodes that share weights must agree.
 
         These are all options except `micro_batch`.

@@ -6,14 +6,53 @@ computes workloads.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from operator import mul
+from typing import Self
 
 from ..model.architecture import Model
 from ..sharding.layout import Layout
+from .expr import OptionValue
 from .optimizer_spec import OptimizerSpec
 
+# The parts of a layer that can be recomputed by themselves.
+RECOMPUTED = ("attention", "mlp", "moe", "activation", "norms")
 STATE = 4  # bytes per element: states of recurrent layers are float32, whatever the weights' type
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The activations that a backward pass recomputes.
+
+    - `layers`: the number of layers that are recomputed as a whole, the first ones of each chunk of trained layers.
+    - `parts`: the parts (`RECOMPUTED`) of each other trained layer that are recomputed.
+    """
+
+    layers: int = 0
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of_option(cls, value: OptionValue) -> Self:
+        """Return the meaning of the option `recompute`; None stands for `none`."""
+        if isinstance(value, tuple):
+            return cls(parts=value)
+        return cls(sys.maxsize if value == "full" else value if isinstance(value, int) else 0)
+
+    def __bool__(self) -> bool:
+        return self.layers > 0 or bool(self.parts)
+
+    def count_of_chunk(self, start: int, stop: int, first_trained: int) -> int:
+        """Return the number of a chunk's first layers that Megatron recomputes as a whole.
+
+        Frozen layers below the first trained one are among them: a backward pass then reaches them too.
+        """
+        trained = max(start, first_trained)
+        return min(stop, trained + self.layers) - start if self.layers and trained < stop else 0
+
+    def find_whole_layers(self, first: int, stop: int) -> range:
+        """Return the layers that are recomputed as a whole, of a chunk's trained layers [first, stop)."""
+        return range(first, min(stop, first + self.layers))
 
 
 @dataclass(frozen=True)
@@ -29,6 +68,7 @@ class Workload:
     - `batches`: the number of micro-batches per optimizer step.
     - `divided`: whether weights are sharded over dp while no node computes.
     - `trained`: whether the weights have an optimizer.
+    - `recompute`: the activations that a backward pass recomputes.
     - `activations_away`: whether activations are in host memory between the forward and the backward pass.
     - `optimizer_away`: the bytes of optimizer state that are in host memory between steps.
     - `on_host`: whether the devices are cores of a host.
@@ -49,7 +89,7 @@ class Workload:
     batches: int = 1
     divided: bool = False
     trained: bool = False
-    recompute: bool = False
+    recompute: Recomputation = Recomputation()
     activations_away: bool = False
     optimizer_away: int = 0
     entropy: bool = False

@@ -213,11 +213,6 @@ class Model:
         """The number of mixers and of MLPs, in all layers together."""
         return sum(layer.count * layer.halves for layer in self.stack)
 
-    @cached_property
-    def norms(self) -> int:
-        """The number of norms of hidden states, in all layers together."""
-        return sum(layer.count * layer.norms.number for layer in self.stack)
-
     def count_capped(self, tokens: float) -> float:
         """Return how many attention scores of a sequence no fused kernel computes.
 

@@ -13,6 +13,7 @@ from ..analysis.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signa
 from ..diagnostics.quantities import duration, plural, size, staleness
 from ..diagnostics.sheet import Sheet
 from ..hardware.cluster import Figure
+from ..ir.expr import format_option
 from ..ir.graph import Node
 from ..ir.plan import FUNCTIONS, EngineChoice, Plan
 from ..ir.search_record import Rival, SearchRecord
@@ -128,7 +129,10 @@ class PlacementPass(Pass):
                 for name, fact in field_facts(placement.layout).items()
                 if name in ("zero", "inner", "cp_kind", "stages")
             }
-            options = {f"engine option {option}": Fact(value) for option, value in placement.engine.options.items()}
+            options = {
+                f"engine option {option}": Fact(format_option(value) if isinstance(value, tuple) else value)
+                for option, value in placement.engine.options.items()
+            }
             where = {
                 "pool": Fact(placement.pool),
                 "first device": Fact(placement.first, detail=True),
@@ -170,7 +174,7 @@ def _write_parallel_calls(page: Sheet, plan: Plan, nodes: Sequence[Node]) -> Non
 
 def _describe_engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
     options = ", ".join(
-        f"{option} = {value}{'' if stated and option in stated.options else ' (planned)'}"
+        f"{option} = {format_option(value)}{'' if stated and option in stated.options else ' (planned)'}"
         for option, value in engine.options.items()
     )
     return f"{engine.name}{f' {{ {options} }}' if options else ''}, chosen by {engine.chosen}"

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..ir.graph import Node, Value
+from ..ir.graph import Node, OptionValue
 from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
+from ..model.architecture import Model
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
@@ -254,60 +256,61 @@ class PlaceNodes(PlacementPass):
         with fewer rows.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
-        without recomputation, or it is faster with recomputation.
+        without recomputation, or it is faster with recomputation. It then recomputes whole layers or some parts of all
+        layers, whatever is fastest.
         """
         node = placement.node
         options = placement.engine.options
+        spec = self.engines[placement.engine.name]
         room = self._free_bytes(plan, placement)
         most = max(
             1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
         )
-        stated = options.get("micro_batch")
-        trials = []
-        asked = (
+        without = self._choose_size(plan, placement, most, room)
+        if (
             plan.graph.node(node).verb != "update"
             or "recompute" in options
-            or "recompute" not in self.engines[placement.engine.name].capabilities.options
-        )
-        for tried in [placement] if asked else [placement, _with_options(placement, recompute="full")]:
-            if "micro_batch" in options:
-                trials.append((tried, self._working_bytes(plan, tried, stated if isinstance(stated, int) else 1)))
-                continue
-            size = self._largest_micro_batch(plan, tried, most, room)
-            # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size
-            # that more memory does not.
-            varies = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
-            sizes = (
-                {1 << i for i in range(size.bit_length())} | {largest for largest in [size] if largest == most}
-                if varies
-                else {size}
-            )
-            batches = [_with_options(tried, micro_batch=rows) for rows in sorted(sizes, reverse=True)]
-            best = (
-                batches[0]
-                if len(batches) == 1
-                else min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
-            )
-            if asked:
-                return best
-            trials.append((best, self._working_bytes(plan, tried, 1)))
-            if size == most and trials[-1][1] <= room:
-                break  # recomputing could not make it quicker
-        if len(trials) == 1:
-            return trials[0][0]
-        (without, need), (with_recompute, _) = trials
+            or "recompute" not in spec.capabilities.options
+        ):
+            return without
+        stated = placement.engine.read_count("micro_batch")
+        need = self._working_bytes(plan, placement, stated or 1)
+        if need <= room and (stated or without.engine.read_count("micro_batch") == most):
+            return without  # recomputing could not make it quicker
+        with_recompute = self._choose_size(plan, _with_options(placement, recompute="full"), most, room)
         if need > room:
             why = (
                 f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
                 f"{holdings.gigabytes(max(0, room))}"
             )
-        elif "micro_batch" not in options and self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(
-            plan, without
-        ):
+        elif self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(plan, without):
             why = "recomputes activations: that is faster, with larger micro-batches"
         else:
             return without
-        return replace(with_recompute, reason=f"{placement.reason}; {why}")
+        fitting = [with_recompute]
+        for parts in _list_recomputed(plan.model(node), spec):
+            tried = _with_options(placement, recompute=parts)
+            if self._working_bytes(plan, tried, stated or 1) <= room:
+                fitting.append(self._choose_size(plan, tried, most, room))
+        best = (
+            min(fitting, key=lambda candidate: self._estimate_seconds(plan, candidate)) if fitting[1:] else fitting[0]
+        )
+        return replace(best, reason=f"{placement.reason}; {why}")
+
+    def _choose_size(self, plan: Plan, tried: Placement, most: int, room: int) -> Placement:
+        """Choose the size of a micro-batch, at most `most` rows, unless it is stated."""
+        if "micro_batch" in tried.engine.options:
+            return tried
+        size = self._largest_micro_batch(plan, tried, most, room)
+        # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size that
+        # more memory does not.
+        if tried.layout.pp == 1 and not plan.cluster.device.curves:
+            return _with_options(tried, micro_batch=size)
+        sizes = {1 << i for i in range(size.bit_length())} | {largest for largest in [size] if largest == most}
+        batches = [_with_options(tried, micro_batch=rows) for rows in sorted(sizes, reverse=True)]
+        if len(batches) == 1:
+            return batches[0]
+        return min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
 
     def _free_bytes(self, plan: Plan, placement: Placement) -> int:
         """Return the bytes of a device that are free for an infer or update node's work.
@@ -351,5 +354,13 @@ class PlaceNodes(PlacementPass):
         return compute.value + exchange.value
 
 
-def _with_options(placement: Placement, **options: Value) -> Placement:
+def _list_recomputed(model: Model, spec: EngineSpec) -> list[tuple[str, ...]]:
+    """Return lists of parts that an update of a model may recompute, the cheapest first."""
+    lists = (("activation", "norms"), ("moe" if model.experts else "mlp", "norms"))
+    known = spec.capabilities.recomputes
+    supported = [tuple(part for part in parts if part in known) for parts in lists]
+    return [parts for parts in supported if parts]
+
+
+def _with_options(placement: Placement, **options: OptionValue) -> Placement:
     return holdings.with_options(placement, options)

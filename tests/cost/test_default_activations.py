@@ -10,7 +10,7 @@ from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost import default_activations, holdings
 from msrl_graph.cost.time import Costs
-from msrl_graph.ir.workload import Workload, in_flight, micro_batches
+from msrl_graph.ir.workload import Recomputation, Workload, in_flight, micro_batches
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
@@ -31,7 +31,7 @@ def test_a_dense_layer_by_hand():
     (moment,) = update("llama3-8b", Layout(tp=2)).values()
     assert moment["activations"] == 4096 * 32 * 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) // 2
     assert moment["logits"] == 3072 * 128256 // 2 * (2 + 4 + 4)
-    (kept,) = update("llama3-8b", Layout(tp=2), recompute=True).values()
+    (kept,) = update("llama3-8b", Layout(tp=2), recompute=Recomputation.of_option("full")).values()
     assert kept["activations"] == 4096 * 2 * (32 * 4096 + 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) // 2
 
 

@@ -18,7 +18,7 @@ from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
 from msrl_graph.cost.holdings import largest_moment
-from msrl_graph.ir.workload import Workload
+from msrl_graph.ir.workload import Recomputation, Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
@@ -75,7 +75,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         batches=BATCHES * layout.pp,
         divided=spec.divides_weights(layout),
         trained=True,
-        recompute=recompute == "full",
+        recompute=Recomputation.of_option(recompute),
         entropy=entropy,
         optimizer=adamw(lr=1e-4),
         on_host=True,
@@ -83,7 +83,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
     )
     found = {}
     with tempfile.TemporaryDirectory() as out:
-        ranks.run(layout.devices, _peaks, name, work, out)
+        ranks.run(layout.devices, _peaks, name, work, recompute, out)
         for file in sorted(Path(out).iterdir()):
             for verb, (size, moment) in json.loads(file.read_text()).items():
                 found[verb] = max(found.get(verb, (0, "")), (size, moment))
@@ -96,11 +96,10 @@ def assert_close(found):
         assert sum(items.values()) == pytest.approx(held, rel=0.05), told
 
 
-def _peaks(rank, _, name, work, out):
+def _peaks(rank, _, name, work, recompute, out):
     gc.collect()
     layout = work.layout
     mesh = engines.mesh(layout) if layout.devices > 1 else None
-    recompute = "full" if work.recompute else "none"
     engine = engines.built(name, work.model, layout, rank, mesh, work.optimizer, recompute=recompute)
     draw = np.random.default_rng(rank if mesh is None else layout.coordinates(rank).dp)
     batches = [_batch(draw, work) for _ in range(work.batches)]

@@ -50,10 +50,18 @@ def test_so_it_does_of_dropout_whose_masks_are_not_kept(layout, tmp_path):
     assert_close(peaks("megatron", adapted, layout))
 
 
-@pytest.mark.parametrize("more", [{"recompute": "full"}, {"entropy": True}], ids=["recompute", "entropy"])
+OPTIONS = [{"recompute": choice} for choice in ("full", 2, ("attention", "norms"), ("mlp",))] + [{"entropy": True}]
+
+
+@pytest.mark.parametrize("more", OPTIONS, ids=str)
 def test_so_it_does_of_what_is_computed_again_and_of_entropies(more, tmp_path):
     assert_close(peaks("megatron", small(tmp_path), Layout(), **more))
     assert_close(peaks("megatron", adapt(small(tmp_path), Lora(8, 16.0, (ALL_LINEAR,))), Layout(), **more))
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, ep=2)], ids=str)
+def test_so_it_does_of_experts_that_are_computed_again(layout, tmp_path):
+    assert_close(peaks("megatron", small(tmp_path, **EXPERTS), layout, recompute=("moe", "norms")))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)

@@ -189,7 +189,7 @@ def test_a_mixture_computes_and_steps_as_fsdp_on_one_rank(layout, tmp_path):
     ranks.run(layout.devices, _alike, layout, of, "megatron")
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", ("moe", "norms")], ids=str)
 @pytest.mark.parametrize("layout", [Layout(tp=2, ep=2), Layout(pp=2), Layout(dp=2, ep=2)], ids=str)
 def test_it_replays_routes_as_fsdp_on_one_rank(layout, recompute, tmp_path):
     """With stages, a layer is recomputed after passes of other micro-batches, whose routes are others."""
@@ -258,10 +258,21 @@ def test_dropout_has_the_same_masks_on_each_layout(layout, tmp_path):
     ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path), DROPOUT), "megatron")
 
 
+RECOMPUTED = pytest.mark.parametrize("recompute", ["full", 1, ("attention", "mlp", "norms")], ids=str)
+
+
+@RECOMPUTED
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
-def test_so_it_has_if_layers_are_recomputed(layout, tmp_path):
+def test_so_it_has_if_layers_are_recomputed(layout, recompute, tmp_path):
     """With stages, a layer is recomputed after passes of other micro-batches, whose masks are others."""
-    ranks.run(layout.devices, _recomputed, layout, lora.adapt(model(tmp_path), DROPOUT))
+    ranks.run(layout.devices, _recomputed, layout, lora.adapt(model(tmp_path), DROPOUT), recompute)
+
+
+@RECOMPUTED
+@pytest.mark.parametrize("layout", [Layout(tp=2, ep=2), Layout(pp=2)], ids=str)
+def test_so_does_latent_attention_that_is_recomputed(layout, recompute, tmp_path):
+    of = models.load(latent(tmp_path), Path("/"), None, NOWHERE)
+    ranks.run(layout.devices, _recomputed, layout, of, recompute)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, ep=2), Layout(tp=2, pp=2, stages=(1, 2))], ids=str)
@@ -276,15 +287,16 @@ def test_it_trains_an_adapter_and_a_head_that_scores(layout, tmp_path):
     ranks.run(layout.devices, _alike, layout, lora.adapt(model(tmp_path).scoring, ADAPTER), "megatron")
 
 
+@RECOMPUTED
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
-def test_so_it_does_if_layers_are_recomputed(layout, tmp_path):
+def test_so_it_does_if_layers_are_recomputed(layout, recompute, tmp_path):
     """The embedding is frozen, so no input of the first layer has a gradient."""
     of = lora.adapt(model(tmp_path), ADAPTER)
-    ranks.run(layout.devices, _recomputed, layout, of)
+    ranks.run(layout.devices, _recomputed, layout, of, recompute)
 
 
-def _recomputed(rank, folder, layout, of):
-    _alike(rank, folder, layout, of, "megatron", recompute="full")
+def _recomputed(rank, folder, layout, of, recompute):
+    _alike(rank, folder, layout, of, "megatron", recompute=recompute)
 
 
 @pytest.mark.parametrize("layout", MIXED, ids=str)

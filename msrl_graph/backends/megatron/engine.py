@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ...ir.workload import Recomputation
 from ...model.architecture import is_copied
 from ...sharding.layout import shard
 from .. import adapters, hf_modules, kernels, policy_head, prefix_tree
@@ -27,7 +28,7 @@ from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..policy_head import HeadPart
 from ..spec import offloads
-from . import chunk, cpu, stage_adapters, stage_routers
+from . import chunk, cpu, stage_adapters, stage_recompute, stage_routers
 from .chunk_spec import ChunkSpec
 from .layer_config import make_config
 from .spec import SPEC
@@ -80,6 +81,7 @@ class MegatronEngine:
                 pipeline_dtype=getattr(torch, hf_modules.DTYPES[model.dtype]),
                 variable_seq_lengths=True,
             )
+            recomputation = Recomputation.of_option(placement.engine.options.get("recompute"))
             self.chunks = []
             self._routers = []
             sharding_group = self.groups.tp if layout.tp > 1 else None
@@ -87,9 +89,8 @@ class MegatronEngine:
             for i, layers in enumerate(chunk_layers):
                 first = self.first and i == 0
                 last = self.last and i == len(chunk_layers) - 1
-                config = make_config(
-                    model, layout, hf_model.config, len(layers), placement.engine.options.get("recompute") == "full"
-                )
+                whole = recomputation.count_of_chunk(layers.start, layers.stop, model.first_trained)
+                config = make_config(model, layout, hf_model.config, len(layers), whole)
                 spec = ChunkSpec(model, hf_model, config, layers, first, last, self.groups, self.place)
                 specs.append(spec)
                 module = chunk.build_stage(spec)
@@ -109,6 +110,7 @@ class MegatronEngine:
         boxes = {tensor.name: shard(tensor, SPEC.side(layout), devices.rank) for tensor in model.weights}
         for module, spec in zip(self.chunks, specs, strict=True):
             stage_adapters.install(module, spec, boxes)
+            stage_recompute.install(module, spec, recomputation.parts)
         self._shards = list(chunk.make_shards(list(zip(self.chunks, specs, strict=True)), boxes))
         hf_modules.fill(model, self._shards)
         self._optimizer = None

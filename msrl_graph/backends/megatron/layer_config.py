@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from ...sharding.layout import Layout
 
 
-def make_config(
-    model: Model, layout: Layout, hf_config: Any, layers: int, recompute: bool = False, **options: Any
-) -> Any:
+def make_config(model: Model, layout: Layout, hf_config: Any, layers: int, recomputed: int = 0, **options: Any) -> Any:
     """Make Megatron's config for `layers` layers of a model.
 
-    `hf_config` is the model's config in transformers.
+    `hf_config` is the model's config in transformers. The backward pass recomputes the first `recomputed` layers.
     """
     import torch
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -73,7 +71,7 @@ def make_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_granularity="full" if recomputed else None,
+        recompute_method="block" if recomputed else None,
+        recompute_num_layers=recomputed or None,
     )

@@ -132,7 +132,7 @@ def _update(s: StageSizes) -> Named:
     """
     work = s.work
     summed = s.work.batches > 1
-    layers = [work.model.kind_of_layer[layer] for stretch in s.trained_stretches for layer in range(*stretch)]
+    layers = [layer for stretch in s.trained_stretches for layer in range(*stretch)]
     rest = s.gradients if summed else 0
     others = round((s.in_flight_batches - 1) * s.kept)  # micro-batches whose turn comes later
     base = s.schedule_state + others
@@ -163,18 +163,20 @@ def _update(s: StageSizes) -> Named:
     of_layers = s.gradients - 4 * (
         head * s.last_stage + embedding * s.first * (not work.model.tied or work.layout.pp > 1)
     )
-    for name, index in (("the last", len(layers) - 1), ("the first", 0)) if layers else ():
-        layer = s.kinds[layers[index]]
+    named = {0: "the first", len(layers) - 1: "the last"} if layers else {}
+    if changes := [
+        i for i in range(len(layers) - 1) if layers[i] in s.whole_layers and layers[i + 1] not in s.whole_layers
+    ]:
+        named.setdefault(changes[-1], "the last recomputed")
+    for index, name in named.items():
+        layer = s.kinds[work.model.kind_of_layer[layers[index]]]
         above = len(layers) - 1 - index
         done = rest if summed else of_layers * above // len(layers) + 4 * head * s.last_stage
-        held = layers[max(0, index - 1) if work.activations_away else 0 : index + 1]  # layers on the device
-        # A recomputed layer has its input already, and its output twice.
-        layer_activations = (
-            len(held) * s.part + layer.saved - (s.item == 4) * s.part + s.part
-            if work.recompute
-            else s.sum_saved(tuple(held.count(kind) for kind in range(len(s.kinds))))
-        )
-        for half, items in _backward(layer, separate, summed):
+        # The layers whose activations are on the device.
+        layer_activations = s.sum_kept(layers[max(0, index - 1) if work.activations_away else 0 : index + 1])
+        if is_whole := layers[index] in s.whole_layers:  # it has its input already, and its output twice
+            layer_activations += layer.saved - (s.item == 4) * s.part + s.part
+        for half, items in _backward(layer, separate, summed, is_whole):
             yield (
                 f"{half} of {name} layer",
                 {
@@ -197,11 +199,12 @@ def _update(s: StageSizes) -> Named:
         yield "experts' gradients are joined", {"gradients": s.gradients + 4 * joined}
 
 
-def _backward(layer: StageLayer, separate: bool, summed: bool) -> Named:
+def _backward(layer: StageLayer, separate: bool, summed: bool, is_whole: bool) -> Named:
     """Yield the change in bytes during each part of a layer's backward pass.
 
     The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer and
-    the gradient of the layer's output exist. A change is negative if more bytes are freed than allocated.
+    the gradient of the layer's output exist, also if the layer is recomputed as a whole (`is_whole`). Recomputed parts
+    of another layer do not exist yet. A change is negative if more bytes are freed than allocated.
     """
 
     s = layer.whole
@@ -218,20 +221,26 @@ def _backward(layer: StageLayer, separate: bool, summed: bool) -> Named:
             return 0
         return layer.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
 
+    again = 0 if is_whole else layer.recomputed_feed
     if layer.experts:
         number = layer.experts.number // s.work.layout.ep
-        yield "backward in experts", {"activations": 2 * layer.received + 3 * layer.inner // number, "gradients": 0}
+        yield (
+            "backward in experts",
+            {"activations": again + 2 * layer.received + 3 * layer.inner // number, "gradients": 0},
+        )
     else:
-        yield "backward in gate times up", {"activations": 2 * layer.wide, "gradients": gradients(1, 0)}
+        yield "backward in gate times up", {"activations": again + 2 * layer.wide, "gradients": gradients(1, 0)}
         yield (
             "the gradient of gate and up",
             {
-                "activations": s.hidden + (s.work.layout.tp > 1) * s.part - 3 * layer.wide,
+                "activations": again + s.hidden + (s.work.layout.tp > 1) * s.part - 3 * layer.wide,
                 "gradients": gradients(1, 2),
             },
         )
-        yield "the gradient of down", {"activations": s.whole_part + layer.wide, "gradients": gradients(0, 1)}
+        yield "the gradient of down", {"activations": again + s.whole_part + layer.wide, "gradients": gradients(0, 1)}
     freed = layer.feed + s.norm + s.tokens * layer.query
     by_row = s.row_tokens * (2 * layer.query + 2 * layer.attended_keys)
     activations = by_row + layer.context_parallel_extra(True) - freed
+    if not is_whole:
+        activations += layer.recomputed_feed + layer.recomputed_norms + layer.recomputed_attention
     yield "backward in attention", {"activations": activations, "gradients": gradients(3, 0)}

@@ -85,6 +85,7 @@ SPEC = EngineSpec(
         features=SUPPORTED - LACKING,
         planned_features=SUPPORTED,
         chosen=("device",),
+        recomputes=("attention", "mlp", "moe", "norms"),
     ),
     packages=PACKAGES,
     sharding=WeightSharding(

@@ -21,11 +21,13 @@ from ..adapters import DISABLED
 from ..kernels.keyed_dropout import InputDropout, TokenKeys
 from . import weight_names
 from .chunk_spec import ChunkSpec
+from .stage_recompute import add_reader
 
 if TYPE_CHECKING:
     import torch
 
     from ...sharding.tensors import Box
+    from ..prefix_tree import Tree
 
 Exchange = Callable[["torch.Tensor"], "torch.Tensor"]
 
@@ -42,15 +44,11 @@ def install(chunk: Any, spec: ChunkSpec, boxes: dict[str, Box]) -> None:
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     tokens = TokenKeys()
 
-    def read_keys(_layer: Any, _args: Any, options: dict[str, Any]) -> None:
-        """Take the keys of the micro-batch that the layer computes.
-
-        A layer may be recomputed after passes of other micro-batches.
-        """
-        tokens.keys = options["packed_seq_params"].tree.keys
+    def read_keys(tree: Tree) -> None:
+        tokens.keys = tree.keys
 
     for layer, number in zip(chunk.decoder.layers, spec.layers, strict=True):
-        layer.register_forward_pre_hook(read_keys, with_kwargs=True)
+        add_reader(layer, read_keys)
         modules = dict(layer.named_modules())
         linears = [
             (modules[theirs], [f"model.layers.{number}.{own}" for own in ours], *_find_exchange(modules[theirs], spec))

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .stage_recompute import add_reader
+
 if TYPE_CHECKING:
     import torch
+
+    from ..prefix_tree import Tree
 
 
 class RouterHook:
@@ -29,10 +33,10 @@ class RouterHook:
         if not hasattr(layer.mlp.router, "router_replay"):
             raise ValueError("this version of Megatron-Core cannot replay routes: use 0.16, or `fsdp`")
         layer.mlp.router.router_replay = self
-        layer.register_forward_pre_hook(self._find_routes, with_kwargs=True)
+        add_reader(layer, self._find_routes)
 
-    def _find_routes(self, _layer: Any, _args: Any, options: dict[str, Any]) -> None:
-        self.routes = options["packed_seq_params"].tree.routes
+    def _find_routes(self, tree: Tree) -> None:
+        self.routes = tree.routes
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any

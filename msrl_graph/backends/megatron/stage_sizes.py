@@ -5,19 +5,18 @@ Invariant: sizes are bytes on the busiest rank of the stage, as in backends/memo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from operator import mul
 
 from ...ir.workload import in_flight
 from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..memory.head_sizes import HeadSizes
-from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
+from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, MLP_PROJECTIONS, LayerSizes
 from ..memory.sizes import GRADIENT, Sizes
 
-MLP = {*INTO_MLP, "down_proj"}
 # Projections of attention that tensor parallelism shards by columns.
 BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 # A rank's part of the vocabulary is padded to a multiple of this (make_vocab_size_divisible_by).
@@ -66,13 +65,25 @@ class StageSizes(Sizes):
     def trained_stretches(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the stage's layers that a backward pass reaches.
 
-        With recomputation, it reaches all layers of a chunk, also those below the first trained one.
+        If layers are recomputed as a whole, it reaches all layers of a chunk, also those below the first trained one.
         """
         first = self.work.model.first_trained
         stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
         return tuple(
-            (start if self.work.recompute and first < stop else max(start, first), max(stop, first))
+            (start if self.work.recompute.layers and first < stop else max(start, first), max(stop, first))
             for start, stop in stretches
+        )
+
+    @cached_property
+    def whole_layers(self) -> frozenset[int]:
+        """The stage's layers that a backward pass recomputes as a whole."""
+        recompute = self.work.recompute
+        first = self.work.model.first_trained
+        stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
+        return frozenset(
+            layer
+            for start, stop in stretches
+            for layer in range(start, start + recompute.count_of_chunk(start, stop, first))
         )
 
     @cached_property
@@ -130,15 +141,14 @@ class StageSizes(Sizes):
     def stored(self) -> int:
         """Bytes that the stage's layers save for the backward pass of one micro-batch.
 
-        With recomputation, each layer saves only its input.
+        A layer that is recomputed as a whole saves only its input.
         """
-        if self.work.recompute:
-            return sum(self.trained_layers) * self.part
-        return self.sum_saved(self.trained_layers)
+        return self.sum_kept(layer for stretch in self.trained_stretches for layer in range(*stretch))
 
-    def sum_saved(self, counts: tuple[int, ...]) -> int:
-        """Return the bytes that layers save for the backward pass; `counts` is by kind."""
-        return sum(map(mul, counts, (kind.saved for kind in self.kinds)))
+    def sum_kept(self, layers: Iterable[int]) -> int:
+        """Return the bytes that layers of the model save for the backward pass."""
+        kinds = self.work.model.kind_of_layer
+        return sum(self.part if layer in self.whole_layers else self.kinds[kinds[layer]].kept for layer in layers)
 
     @cached_property
     def in_flight_batches(self) -> float:
@@ -158,7 +168,7 @@ class StageSizes(Sizes):
         """
         vpp = self.work.layout.vpp
         outputs = ceil(self.in_flight_batches * vpp) - self.last_stage
-        angles = ceil(self.in_flight_batches) + (self.work.recompute and self.work.batches > 1)
+        angles = ceil(self.in_flight_batches) + (self.work.recompute.layers > 0 and self.work.batches > 1)
         return angles * self.angles + outputs * self.part * (self.work.layout.pp > 1) + self.buffer
 
     @cached_property
@@ -254,29 +264,71 @@ class StageLayer(LayerSizes):
 
     @cached_property
     def saved(self) -> int:
-        return 2 * self.whole.norm + self.attention + self.heads + self.latents + self.feed - self.unsaved
+        """All bytes that a layer saves for its backward pass, if nothing is recomputed."""
+        s = self.whole
+        inputs = 0
+        if s.work.model.lora is not None:  # a linear layer without an adapter keeps no input, but a router does
+            adapted = {*s.work.model.lora.targets}
+            inputs = (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP and self.experts is None)
+        return 2 * (s.norm - s.normed * s.is_adapted) - inputs * s.part + self._saved_attention + self._saved_feed
 
     @cached_property
-    def unsaved(self) -> int:
-        """The bytes that a layer does not save if an adapter is trained.
-
-        A norm does not keep its normed input, and a linear layer without an adapter does not keep its input, but a
-        router does. The inputs of B are saved in addition.
-        """
+    def kept(self) -> int:
+        """The bytes that a layer of which parts are recomputed keeps for its backward pass."""
         s = self.whole
+        parts = s.work.recompute.parts
+        inputs = 0
+        if s.work.model.lora is not None:  # a part keeps its input
+            adapted = {*s.work.model.lora.targets}
+            inputs += "attention" in parts and not adapted & INTO_ATTENTION
+            inputs += "mlp" in parts and self.experts is None and not adapted & INTO_MLP
+        heads = 0
+        if "norms" in parts and "attention" not in parts and self.mixer.head_norms:
+            heads = self.heads - self.qkv
+        again = 2 * self.recomputed_norms + self.recomputed_attention + self.recomputed_feed
+        return self.saved - again - heads + inputs * s.part
+
+    @property
+    def recomputed_norms(self) -> int:
+        """The bytes that the norm of one half does not keep because a backward pass recomputes it."""
+        s = self.whole
+        return s.norm - s.normed * s.is_adapted - 2 * s.part if "norms" in s.work.recompute.parts else 0
+
+    @property
+    def recomputed_attention(self) -> int:
+        return self._saved_attention if "attention" in self.whole.work.recompute.parts else 0
+
+    @property
+    def recomputed_feed(self) -> int:
+        name = "mlp" if self.experts is None else "moe"
+        return self._saved_feed if name in self.whole.work.recompute.parts else 0
+
+    # With a trained adapter, a norm does not keep its normed input, and a linear layer without an adapter does not keep
+    # its input. The inputs of B are saved in addition.
+
+    @cached_property
+    def _saved_attention(self) -> int:
+        s = self.whole
+        size = self.attention + self.heads + self.latents
         if (lora := s.work.model.lora) is None:
-            return 0
+            return size
         adapted = {*lora.targets}
-        halves = (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP and self.experts is None)
-        size = 2 * s.normed + halves * s.part
-        size += s.tokens * (self.query + self.keys) * self.mixer.head_norms * (1 if s.item == 4 else 2)
-        size += s.tokens * self.query * ("o_proj" not in adapted)
-        size += (self.wide + self.inner + self.shared) * ("down_proj" not in adapted)
-        size += self.received * (not adapted & INTO_MLP)
+        size -= s.tokens * (self.query + self.keys) * self.mixer.head_norms * (1 if s.item == 4 else 2)
+        size -= s.tokens * self.query * ("o_proj" not in adapted)
         if isinstance(latent := self.mixer, MultiHeadLatentAttention):
             kept = {latent.q_rank: "q_b_proj", latent.kv_rank: "kv_b_proj"}
-            size += sum(s.tokens * rank * (1 + (name not in adapted)) * s.item for rank, name in kept.items())
-        return size - self.count_inner_tokens(adapted) * lora.rank * s.item
+            size -= sum(s.tokens * rank * (1 + (name not in adapted)) * s.item for rank, name in kept.items())
+        return size + self.count_inner_tokens(adapted - MLP_PROJECTIONS) * lora.rank * s.item
+
+    @cached_property
+    def _saved_feed(self) -> int:
+        s = self.whole
+        if (lora := s.work.model.lora) is None:
+            return self.feed
+        adapted = {*lora.targets}
+        size = self.feed - (self.wide + self.inner + self.shared) * ("down_proj" not in adapted)
+        size -= self.received * (not adapted & INTO_MLP)
+        return size + self.count_inner_tokens(adapted & MLP_PROJECTIONS) * lora.rank * s.item
 
     def count_inner_tokens(self, adapted: set[str]) -> int:
         """Return the number of tokens whose products of A a layer keeps.
@@ -286,8 +338,8 @@ class StageLayer(LayerSizes):
         """
         s = self.whole
         own = s.split(s.tokens)
-        of_attention = sum(s.tokens if name.endswith(BY_COLUMNS) else own for name in adapted - MLP)
-        of_mlp = {name: own if name == "down_proj" else s.tokens for name in adapted & MLP}
+        of_attention = sum(s.tokens if name.endswith(BY_COLUMNS) else own for name in adapted - MLP_PROJECTIONS)
+        of_mlp = {name: own if name == "down_proj" else s.tokens for name in adapted & MLP_PROJECTIONS}
         if self.experts is None:
             return of_attention + sum(of_mlp.values())
         shared = sum(of_mlp.values()) * (self.experts.shared > 0)

@@ -29,6 +29,7 @@ from .sizes import SCORES, Sizes
 # The projections that read a layer's normed hidden states.
 INTO_ATTENTION = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
 INTO_MLP = {"gate_proj", "up_proj"}
+MLP_PROJECTIONS = {*INTO_MLP, "down_proj"}
 
 
 @dataclass(frozen=True)

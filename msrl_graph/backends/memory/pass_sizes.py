@@ -11,7 +11,7 @@ from functools import cached_property
 from operator import mul
 
 from .head_sizes import HeadSizes
-from .layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
+from .layer_sizes import INTO_ATTENTION, INTO_MLP, MLP_PROJECTIONS, LayerSizes
 from .sizes import Sizes
 
 
@@ -19,16 +19,55 @@ from .sizes import Sizes
 class PassLayer(LayerSizes):
     """Bytes that a layer of a transformers model keeps for its backward pass."""
 
+    @property
+    def mlp_part(self) -> str:
+        """The name of the layer's MLP among the parts that can be recomputed."""
+        return "mlp" if self.experts is None else "moe"
+
     @cached_property
     def feed(self) -> int:
-        """Bytes that the feed-forward half keeps for its backward pass.
+        """Bytes that the feed-forward half keeps for its backward pass, if nothing is recomputed.
 
         The half keeps some tensors of the intermediate size. With experts, it also keeps the hidden states that are
-        sent to experts: as sent, as returned, and as scaled by the router.
+        sent to experts, as sent and as returned.
         """
         if self.experts is None:
             return self.kind.mlp.kept * self.wide
-        return self.experts.kept * (self.inner + self.shared) + 3 * self.routed + self.routing
+        return self.experts.kept * self.inner + self._kept_shared * self.shared + 2 * self.routed + self.routing
+
+    @property
+    def _kept_shared(self) -> int:
+        return 2 if self.kind.mlp.ungated else 4
+
+    @cached_property
+    def recomputed_feed(self) -> int:
+        """The bytes of `feed` that a backward pass recomputes."""
+        parts = self.whole.work.recompute.parts
+        if self.mlp_part in parts:
+            return self.feed - self._unsaved_feed
+        if "activation" not in parts:
+            return 0
+        mlp = self.kind.mlp
+        outputs = 2 - mlp.ungated  # of gate and up
+        shared = (self._kept_shared - outputs) * self.shared
+        return (mlp.kept - outputs) * (self.wide + self.inner) + shared - self._unsaved_feed
+
+    @property
+    def recomputed_norms(self) -> int:
+        """The bytes that the norm of one half does not keep because a backward pass recomputes it.
+
+        It then keeps its input in the weights' type, not in float32, and no normed input.
+        """
+        if "norms" not in self.whole.work.recompute.parts:
+            return 0
+        return self.whole.hidden * ((1 if self.whole.item == 4 else 2) - (self.whole.work.model.lora is not None))
+
+    @cached_property
+    def recomputed_attention(self) -> int:
+        """The bytes that attention does not keep because a backward pass recomputes it, without norms."""
+        if "attention" not in self.whole.work.recompute.parts or not self.kind.has_mixer:
+            return 0
+        return self._heads + self.attention - self._unsaved_attention
 
     @cached_property
     def routing(self) -> int:
@@ -66,25 +105,63 @@ class PassLayer(LayerSizes):
         norms = self.inputs
         if self.kind.norms.before and self.kind.norms.after:
             norms += 4 * s.hidden if s.item == 4 else 6 * s.hidden
-        heads = s.tokens * (self.query + self.keys) * (2 if s.item == 4 else 3) * self.mixer.head_norms
-        return norms + heads + self.attention + self.feed - self.unsaved
+        unsaved = self._unsaved_norms + self._unsaved_attention + self._unsaved_feed
+        return norms + self._heads + self.attention + self.feed - unsaved
 
     @cached_property
-    def unsaved(self) -> int:
-        """The bytes that a layer does not save if an adapter is trained.
-
-        A norm does not keep its normed input, and a projection without an adapter does not keep its input. The inputs
-        of B are saved in addition.
-        """
+    def kept(self) -> int:
+        """The bytes that a layer of which parts are recomputed keeps for its backward pass."""
         s = self.whole
-        model = s.work.model
+        parts = s.work.recompute.parts
+        norms = self.kind.norms.number * self.recomputed_norms
+        if norms and "attention" not in parts:
+            norms += self._heads - s.tokens * (self.query + self.keys) * self.mixer.head_norms
+        inputs = 0
+        if s.work.model.lora is not None:  # a part keeps its input, whether its projections need it or not
+            adapted = s.work.model.adapted
+            inputs += "attention" in parts and not adapted & INTO_ATTENTION
+            inputs += self.mlp_part in parts and not adapted & INTO_MLP
+        return self.saved - norms - self.recomputed_attention - self.recomputed_feed + inputs * s.hidden
+
+    @property
+    def _heads(self) -> int:
+        """Bytes of the input and the result of the norms of query and key heads."""
+        copies = (2 if self.whole.item == 4 else 3) - (self.whole.work.model.lora is not None)
+        return self.whole.tokens * (self.query + self.keys) * copies * self.mixer.head_norms
+
+    # The bytes that a layer does not save if an adapter is trained. A norm does not keep its normed input, and a
+    # projection without an adapter does not keep its input. The inputs of B are saved in addition.
+
+    @property
+    def _unsaved_norms(self) -> int:
+        model = self.whole.work.model
         if model.lora is None:
             return 0
-        adapted = model.adapted
-        halves = 2 + (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP)
-        size = halves * s.hidden + s.tokens * (self.query + self.keys) * self.mixer.head_norms
-        size += s.tokens * self.query * ("o_proj" not in adapted) + self.wide * ("down_proj" not in adapted)
-        return size - s.tokens * model.lora.rank * s.item * len(adapted)
+        halves = 2 + (not model.adapted & INTO_ATTENTION) + (not model.adapted & INTO_MLP)
+        return halves * self.whole.hidden
+
+    @property
+    def _unsaved_attention(self) -> int:
+        model = self.whole.work.model
+        if model.lora is None:
+            return 0
+        size = self.whole.tokens * self.query * ("o_proj" not in model.adapted)
+        return size - self._count_inner_bytes(len(model.adapted - MLP_PROJECTIONS))
+
+    @property
+    def _unsaved_feed(self) -> int:
+        model = self.whole.work.model
+        if model.lora is None:
+            return 0
+        size = self.wide * ("down_proj" not in model.adapted)
+        return size - self._count_inner_bytes(len(model.adapted & MLP_PROJECTIONS))
+
+    def _count_inner_bytes(self, projections: int) -> int:
+        """Return the bytes of the products of A, of a number of projections."""
+        s = self.whole
+        rank: int = 0 if s.work.model.lora is None else s.work.model.lora.rank
+        size: int = s.tokens * rank * s.item * projections
+        return size
 
 
 @dataclass(frozen=True)
@@ -113,9 +190,17 @@ class PassSizes(Sizes):
 
     def sum_kept(self, first: int, stop: int) -> int:
         """Return the bytes that the layers [first, stop) keep for a backward pass."""
-        if self.work.recompute:
-            return (stop - first) * self.hidden
-        return sum(map(mul, self.work.model.count_kinds((first, stop)), (kind.saved for kind in self.kinds)))
+        whole = self.whole_layers
+        after = min(stop, max(first, whole.stop))
+        counts = self.work.model.count_kinds((after, stop))
+        parts: int = sum(map(mul, counts, (kind.kept for kind in self.kinds)))
+        return (after - first) * self.hidden + parts
+
+    @cached_property
+    def whole_layers(self) -> range:
+        """The layers that a backward pass recomputes as a whole."""
+        model = self.work.model
+        return self.work.recompute.find_whole_layers(model.first_trained, model.layers)
 
     def sum_gradients(self, first: int) -> int:
         """Return the bytes of the gradients of the layers from `first` on.

@@ -86,11 +86,10 @@ def _update(s: PassSizes) -> Moments:
     work = s.work
     layers = work.model.layers
     first = work.model.first_trained  # the lowest layer that a backward pass reaches
-    full = work.recompute
     summed = work.batches > 1
     kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
     base = s.common + kept_activations
-    states = s.last if not full or s.item == 2 else s.last - s.hidden
+    states = s.last - s.hidden * (layers - 1 in s.whole_layers and s.item == 4)
     # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
     # added.
     joins = s.item < GRADIENT and not work.divided
@@ -136,7 +135,7 @@ def _update(s: PassSizes) -> Moments:
             "activations": s.common + (0 if work.activations_away else s.sum_kept(first, max(first, layers - 1))),
         }
     # Where gradients are scattered, the last layer but one is the first next to another layer's flat buffer.
-    for name, index in _iterate_fullest_layers(work.model):
+    for name, index in _iterate_fullest_layers(work.model, s.whole_layers):
         layer = s.kinds[work.model.kind_of_layer[index]]
         # The gradients of the layer before this one are still in their flat buffer.
         flat_buffer = flat_layer if index + 1 < layers else 0
@@ -144,8 +143,15 @@ def _update(s: PassSizes) -> Moments:
         gradient_bytes = rest if summed else (gradients - spread) * complete // max(1, s.sum_gradients(first))
         # The lowest layer whose activations are on the device.
         held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
-        recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if full else 0
-        for half, more in _backward(layer).items():
+        is_whole = index in s.whole_layers
+        recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if is_whole else 0
+        if layer.experts and (is_whole or layer.mlp_part in work.recompute.parts):
+            moments[f"experts' second forward pass in {name}"] = {
+                "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
+                "gradients": gradient_bytes + table,  # those of the layer before this one are scattered by now
+                "activations": s.common + held + recomputed + _count_second_pass(layer, is_whole),
+            }
+        for half, more in _backward(layer, is_whole).items():
             moments[f"backward in {half} of {name}"] = {
                 "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
                 "gradients": gradient_bytes + table + flat_buffer + more["gradients"],
@@ -172,31 +178,46 @@ def _update(s: PassSizes) -> Moments:
     return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)
 
 
-def _iterate_fullest_layers(model: Model) -> Iterator[tuple[str, int]]:
+def _iterate_fullest_layers(model: Model, whole: range) -> Iterator[tuple[str, int]]:
     """Yield the layers whose backward pass may hold the most, with their names.
 
     These are the first and the last layer that the backward pass reaches, of all layers and of each kind. The layer
-    before the last one is the first whose gradients exist next to another layer's.
+    before the last one is the first whose gradients exist next to another layer's. `whole` are the layers that are
+    recomputed as a whole.
     """
     last = model.layers - 1
     named = {"the last layer": last, "the last but one layer": last - 1, "the first layer": model.first_trained}
-    named |= {f"layer {layer + 1}": layer for layer in model.ends_of_kinds}
+    named |= {f"layer {layer + 1}": layer for layer in (*model.ends_of_kinds, *whole[-1:])}
     names = {layer: name for name, layer in reversed(named.items())}
     return ((name, layer) for name, layer in named.items() if model.first_trained <= layer and names[layer] == name)
 
 
-def _backward(layer: PassLayer) -> dict[str, dict[str, int]]:
+def _count_second_pass(layer: PassLayer, is_whole: bool) -> int:
+    """Return the bytes that experts need when a backward pass computes their outputs again.
+
+    Next to what they save there are hidden states before and after each exchange.
+    """
+    s = layer.whole
+    exchanged = 4 * layer.routed * (s.work.layout.ep > 1) + 2 * s.hidden * (s.work.layout.tp > 1)
+    return s.hidden + exchanged + (0 if is_whole else layer.recomputed_feed)
+
+
+def _backward(layer: PassLayer, is_whole: bool) -> dict[str, dict[str, int]]:
     """Return the change in bytes during the backward pass of each half of a layer.
 
     The change is relative to the start of the layer's backward pass. At that start, all tensors saved by the layer
-    exist. A change is negative if more bytes are freed than allocated.
+    exist, also if the layer is recomputed as a whole (`is_whole`). Recomputed parts of another layer do not exist yet.
+    A change is negative if more bytes are freed than allocated.
     """
     s = layer.whole
-    feed = s.hidden + (max(3 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
+    feed = s.hidden + (max(2 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
     freed = layer.feed + layer.inputs // layer.kind.halves * layer.kind.has_mlp + s.tokens * layer.query
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     made = by_row + layer.context_parallel_extra(True) + 5 * 4 * layer.chunk_scores
     attention = 2 * s.hidden + (layer.recurrent.backward if layer.recurrent else made) - freed
+    if not is_whole:
+        feed += layer.recomputed_feed
+        attention += layer.recomputed_feed + layer.recomputed_norms + layer.recomputed_attention
     matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
     halves = {"the feed-forward half": {"activations": feed, "gradients": matrix}} if layer.kind.has_mlp else {}
     if layer.kind.has_mixer:

@@ -213,7 +213,7 @@ def prepare_batch(
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
     share = batch.share
     placement = plan.placement(node.name)
-    size = int(placement.engine.options.get("micro_batch") or 0) or max(share.largest_share_rows, 1)
+    size = placement.engine.read_count("micro_batch") or max(share.largest_share_rows, 1)
     count = micro_batches(share.largest_share_rows, size, placement.layout)
     token_counts = np.sum([column.lengths for column in tokens], axis=0)  # masked or not
     return PreparedBatch(
