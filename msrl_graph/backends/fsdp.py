@@ -34,7 +34,7 @@ from .optimizer.steps import Steps
 from .policy_head import HeadPart
 from .recurrent import parameters, row_layout
 from .routes import Routers
-from .spec import is_compiled, offloads
+from .spec import gradient_type, is_compiled, offloads
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,8 @@ class FsdpEngine:
         self._parameters = [named[tensor.name] for tensor in model.trained]
         self._optimizer = None
         if optimizer is not None:
-            self._gradients = Gradients(self._parameters)
+            self._gradient_dtype = getattr(torch, hf_modules.DTYPES[gradient_type(placement)])
+            self._gradients = Gradients(self._parameters, self._gradient_dtype)
             offloads_optimizer = offloads(placement, "optimizer")
             self._optimizer = Steps(
                 optimizer, model.weights, self._shards, layout, devices, self.divided, offloads_optimizer
@@ -189,7 +190,7 @@ class FsdpEngine:
         for tensor, parameter in zip(self.model.trained, self._parameters, strict=True):
             gradient = self._gradients.take(parameter)
             gradients.append(
-                torch.zeros(get_local_tensor(parameter).shape, device=self.place)
+                torch.zeros(get_local_tensor(parameter).shape, dtype=self._gradient_dtype, device=self.place)
                 if gradient is None
                 else gradient.detach()
             )

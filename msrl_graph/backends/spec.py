@@ -16,6 +16,7 @@ from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
 from ..hardware.stacks import Release
 from ..hardware.version_pairs import VersionPair
+from ..ir.options import EngineOptions
 from ..ir.statements import STATEMENTS
 from ..model.features import PLAIN
 from ..sharding.layout import Layout, Side
@@ -285,6 +286,11 @@ def offloads(placement: Placement, item: str) -> bool:
 
     `item` is "optimizer" or "weights": the optimizer states or the weights of the placed node."""
     return placement.engine.options.get("offload") in (item, "all")
+
+
+def gradient_type(placement: Placement) -> str:
+    """Return the type in which an update sums gradients."""
+    return str(placement.engine.options.get("gradients") or EngineOptions.gradients)
 
 
 def is_compiled(placement: Placement) -> bool:

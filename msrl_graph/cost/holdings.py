@@ -14,7 +14,7 @@ from dataclasses import replace
 from .. import algorithms
 from ..analysis.async_schedule import fetched_edges, skipping_edges
 from ..analysis.sequences import bound, conversations, routing_columns, scores_texts, sequences
-from ..backends.spec import BYTES, EngineSpec, Moments
+from ..backends.spec import BYTES, EngineSpec, Moments, gradient_type
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import ClusterSpec, Figure
 from ..ir import optimizer_spec
@@ -100,10 +100,17 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     return _state_bytes(plan, engines, node, lambda rule: rule.state_bytes(dtype(plan, node) != "f32"))
 
 
+def optimizer_spec_of(plan: Plan, node: str) -> optimizer_spec.OptimizerSpec:
+    """Return the optimizer of an update, with its states in the type that the engine's options state."""
+    optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
+    stated = str(plan.placement(node).engine.options.get("moments") or EngineOptions.moments)
+    return optimizer_spec.with_moments(optimizer, BYTES[stated])
+
+
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
     """Return the optimizer-state bytes of the busiest rank (`bytes_of`: per weight)."""
     layout = plan.placement(node).layout
-    update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
+    update_optimizer = optimizer_spec_of(plan, node)
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are sharded over dp, so are their states
     by_stage = [0.0] * layout.pp
@@ -218,7 +225,8 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         if graph_node.verb == "update" and offloads(plan, node, "optimizer")
         else 0,
         entropy=any(_differentiates_entropy(str(call.value)) for call in attributes.loss.calls()),
-        optimizer=algorithms.optimizer(attributes.optimizer) if graph_node.verb == "update" else None,
+        optimizer=optimizer_spec_of(plan, node) if graph_node.verb == "update" else None,
+        gradients=gradient_type(placement),
         on_host=plan.cluster.device.kind.is_host,
         replays_routes=bool(routing_columns(plan.graph, graph_node.reads)),
         records_routes=bool(routing_columns(plan.graph, graph_node.writes)),

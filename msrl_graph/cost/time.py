@@ -16,7 +16,7 @@ from functools import cached_property
 from operator import mul
 
 from ..analysis.sequences import sequences
-from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, is_compiled
+from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, gradient_type, is_compiled
 from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
@@ -262,11 +262,12 @@ class Costs:
 
     def optimizer_step(self) -> Figure:
         """Return the seconds to compute the gradient norm and to do an optimizer step."""
-        moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
+        gradients = holdings.gradients(self.plan, self.engines, self.node)
+        moved: float = self._weights + gradients + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self._eager is not None:
-            # An eager norm makes float64 squares of the gradients: a float32 read, four float64 written or read.
-            moved += 9 * holdings.gradients(self.plan, self.engines, self.node)
+            # An eager norm makes float64 squares of the gradients: the gradients read, four float64 written or read.
+            moved += (1 + 4 * 8 / BYTES[gradient_type(self.plan.placement(self.node))]) * gradients
         size = moved / max(len(self.model.weights), 1)
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]

@@ -163,6 +163,20 @@ class EngineOptions(DeclaredAttributes):
         "`offload`: the activations that an update stores for the backward pass are in host memory between the two "
         "passes. With `recompute = full`, these activations are the inputs of layers.",
     )
+    gradients: str = attr(
+        DTYPE,
+        "f32",
+        "The type in which an update sums the gradients of its micro-batches and of its data-parallel ranks. With "
+        "`bf16` each sum is rounded to bfloat16: once per micro-batch, and once more where ranks are summed. Results "
+        "then depend on the layout and on `micro_batch`, within these roundings.",
+    )
+    moments: str = attr(
+        DTYPE,
+        "f32",
+        "The type in which the optimizer states of an update are stored between steps, such as the two moments of "
+        "AdamW. With `bf16`, a step computes them in float32 and rounds them to the nearest bfloat16. Masters stay "
+        "float32.",
+    )
     compile: str = attr(
         WordsKind(("none", "layers")),
         "none",

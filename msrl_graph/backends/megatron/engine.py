@@ -26,7 +26,7 @@ from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard,
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..policy_head import HeadPart
-from ..spec import offloads
+from ..spec import gradient_type, offloads
 from . import chunk, cpu, stage_adapters, stage_routers
 from .chunk_spec import ChunkSpec
 from .layer_config import make_config
@@ -120,7 +120,9 @@ class MegatronEngine:
                 parameter.requires_grad_(parameter.requires_grad or is_trained[piece.name])
         if weights.optimizer is not None:
             every_parameter = (parameter for module in self.chunks for parameter in module.parameters())
-            self._gradients = Gradients(parameter for parameter in every_parameter if parameter.requires_grad)
+            self._gradient_dtype = getattr(torch, hf_modules.DTYPES[gradient_type(placement)])
+            trained_parameters = (parameter for parameter in every_parameter if parameter.requires_grad)
+            self._gradients = Gradients(trained_parameters, self._gradient_dtype)
             offloads_optimizer = offloads(placement, "optimizer")
             self._optimizer = Steps(
                 weights.optimizer, model.weights, self._shards, layout, devices, False, offloads_optimizer
@@ -260,7 +262,7 @@ class MegatronEngine:
         if not tensor.experts and gradients and gradients[0] is not None:
             gradient: torch.Tensor = gradients[0][where]  # a view
         else:
-            gradient = torch.zeros(piece.tensor.shape, device=self.place)
+            gradient = torch.zeros(piece.tensor.shape, dtype=self._gradient_dtype, device=self.place)
             for expert, expert_gradient in enumerate(gradients):
                 if expert_gradient is not None:
                     gradient[expert].copy_(expert_gradient[where])

@@ -15,7 +15,7 @@ from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..memory.head_sizes import HeadSizes
 from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, LayerSizes
-from ..memory.sizes import GRADIENT, Sizes
+from ..memory.sizes import Sizes
 
 MLP = {*INTO_MLP, "down_proj"}
 # Projections of attention that tensor parallelism shards by columns.
@@ -82,7 +82,7 @@ class StageSizes(Sizes):
 
     @cached_property
     def gradients(self) -> int:
-        return GRADIENT * self.elements
+        return self.gradient * self.elements
 
     @cached_property
     def part(self) -> int:

@@ -17,7 +17,7 @@ from ...model.architecture import Model
 from ...model.layers import MultiHeadLatentAttention
 from ..spec import Moments
 from .pass_sizes import PassLayer, PassSizes
-from .sizes import GRADIENT, optimizer_step
+from .sizes import optimizer_step
 
 
 def peaks(verb: str, work: Workload) -> Moments:
@@ -91,12 +91,12 @@ def _update(s: PassSizes) -> Moments:
     kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
     base = s.common + kept_activations
     states = s.last if not full or s.item == 2 else s.last - s.hidden
-    # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
-    # added.
-    joins = s.item < GRADIENT and not work.divided
+    # Gradients at rest, from the first micro-batch on. If their sums have another type than the weights, each gradient
+    # is computed in the weights' type before it is added.
+    joins = s.item != s.gradient and not work.divided
     # The gradient of a sharded embedding is whole, unless it is added to the head's gradient or to a sum.
     spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.embedding_gradient
-    gradients = s.elements * GRADIENT + spread
+    gradients = s.elements * s.gradient + spread
     rest = gradients if summed else 0
     # Gathered weights. ZeRO 3: the ends, a layer, and the next layer in a flat buffer. ZeRO 2: all weights, and in
     # forward the last layer's buffer.
@@ -108,7 +108,7 @@ def _update(s: PassSizes) -> Moments:
     # after the layer.
     # The head's gradient waits for the embedding's part (tied), or for the other gradients (sharded).
     pending = work.divided or work.model.tied
-    table = s.head_gradient * (1 if pending else GRADIENT // s.item * (not summed))
+    table = s.head_gradient if pending else s.head_gradient // s.item * s.gradient * (not summed)
     moments = {
         "the end of forward": {
             "gathered weights": forward,
@@ -154,7 +154,7 @@ def _update(s: PassSizes) -> Moments:
     if work.divided:
         # The ends have gradients, then a flat buffer (twice, because gloo sums a copy of it), and a rank's result
         # from it. The head's gradient is freed last.
-        before = gradients if summed else gradients - s.end_gradients // s.item * GRADIENT // work.layout.dp
+        before = gradients if summed else gradients - s.end_gradients // s.item * s.gradient // work.layout.dp
         scattered = s.head_gradient + s.end_gradients // work.layout.dp if work.on_host else 0
         moments["the gradients of the ends are scattered"] = {
             "gradients": before + 2 * s.end_gradients + scattered,
@@ -197,7 +197,7 @@ def _backward(layer: PassLayer) -> dict[str, dict[str, int]]:
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     made = by_row + layer.context_parallel_extra(True) + 5 * 4 * layer.chunk_scores
     attention = 2 * s.hidden + (layer.recurrent.backward if layer.recurrent else made) - freed
-    matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
+    matrix = layer.matrix if s.work.divided else layer.matrix // s.item * s.gradient * (s.work.batches == 1)
     halves = {"the feed-forward half": {"activations": feed, "gradients": matrix}} if layer.kind.has_mlp else {}
     if layer.kind.has_mixer:
         halves["the attention half"] = {"activations": attention, "gradients": layer.kind.mlp.projections * matrix}

@@ -12,14 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from ... import algorithms
 from ...analysis.async_schedule import fetched_edges, skipping_edges
 from ...backends import ENGINES, hf_modules
 from ...backends.devices import Devices
 from ...backends.engine_protocols import Generator, Shard, Trainer, Weights
 from ...backends.host_offload import HostOffload
 from ...cost import holdings
-from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.resharding_plan import Reshard
 from ...sharding.layout import Side
@@ -123,7 +121,7 @@ class Engines:
                     merge.merge(shards)
                 generator.filled()
         elif node.worker not in self.trainers:
-            optimizer = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None
+            optimizer = holdings.optimizer_spec_of(plan, node.name) if node.verb == "update" else None
             trainer = spec.build_engine(replace(weights, optimizer=optimizer), placement, devices)
             self.trainers[node.worker] = trainer
             check_complete(context, node, trainer.shards())
