@@ -17,7 +17,7 @@ from msrl_graph.ir.optimizer_spec import with_moments
 from msrl_graph.sharding.layout import Layout, full_box
 from msrl_graph.sharding.tensors import Tensor
 
-# Rows are as long as the widest vector registers: torch's kernels round the elements after the last full one differently.
+# Rows fill the widest vector registers: torch's kernels may round elements that do not fill one differently.
 TENSORS = (
     Tensor("model.layers.0.mlp.up_proj.weight", (8, 16)),
     Tensor("model.layers.0.mlp.down_proj.weight", (16, 16)),
@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "muon": muon(lr=0.1),
 }
 LR = 0.01
+ALONE = Layout()
 
 
 def rounded(values):
@@ -48,7 +49,7 @@ def gradients(number, dtype=torch.float32):
     return [[torch.randn(t.shape, generator=draw).to(dtype) for t in TENSORS] for _ in range(number)]
 
 
-def make(optimizer, tensors, offload=False, item=2, layout=Layout(), devices=None):
+def make(optimizer, tensors, offload=False, item=2, layout=ALONE, devices=None):
     shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(TENSORS, tensors, strict=True)]
     devices = devices or Devices(TorchDevice(), 0, None)
     return Steps(with_moments(optimizer, item), TENSORS, shards, layout, devices, False, offload)
