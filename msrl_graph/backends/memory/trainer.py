@@ -98,6 +98,7 @@ def _update(s: PassSizes) -> Moments:
     spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.embedding_gradient
     gradients = s.elements * s.gradient + spread
     rest = gradients if summed else 0
+    of_layers = gradients - spread - (0 if work.divided else s.end_gradients // s.item * s.gradient)
     # Gathered weights. ZeRO 3: the ends, a layer, and the next layer in a flat buffer. ZeRO 2: all weights, and in
     # forward the last layer's buffer.
     zero3 = work.divided and work.layout.zero >= 3
@@ -141,7 +142,7 @@ def _update(s: PassSizes) -> Moments:
         # The gradients of the layer before this one are still in their flat buffer.
         flat_buffer = flat_layer if index + 1 < layers else 0
         complete = s.sum_gradients(index + (2 if flat_buffer else 1))
-        gradient_bytes = rest if summed else (gradients - spread) * complete // max(1, s.sum_gradients(first))
+        gradient_bytes = rest if summed else of_layers * complete // max(1, s.sum_gradients(first))
         # The lowest layer whose activations are on the device.
         held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
         recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if full else 0
@@ -162,11 +163,15 @@ def _update(s: PassSizes) -> Moments:
         }
     else:
         before = gradients
-    # The gradient of a tied embedding is added to the head's.
-    ends = s.head_gradient * (1 + work.model.tied) if work.divided else s.head_gradient * work.model.tied
+    # The gradient of an embedding is its sum, unless it is added to one. From a sharded embedding's, a rank's part is
+    # copied.
+    alone = not (summed or joins or work.divided or work.model.tied)
+    embedding = s.embedding_gradient * (work.layout.tp > 1 if alone else work.layout.tp)
+    # The gradient of a tied embedding is added to the head's, and their sum to that of earlier micro-batches.
+    ends = s.head_gradient * (1 + work.model.tied if work.divided else work.model.tied * (1 + summed))
     moments["the embedding's gradient"] = {
         "gathered weights": s.ends if work.divided else 0,
-        "gradients": before + flat_layer + ends + s.embedding_gradient * work.layout.tp,
+        "gradients": before + flat_layer + ends + embedding,
         "activations": s.hidden,
     }
     return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)
