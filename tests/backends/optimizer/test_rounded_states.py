@@ -1,7 +1,12 @@
 """Gradients and optimizer states in bf16: each step is an independent float32 computation, rounded; sharding, offload,
 pieces and checkpoints change no bit of it."""
 
+from pathlib import Path
+
+import engines
+import msgspec
 import numpy as np
+import offloaded
 import pytest
 import ranks
 import torch
@@ -14,7 +19,8 @@ from msrl_graph.backends.optimizer import shards as optimizer_shards
 from msrl_graph.backends.optimizer.gradients import Gradients
 from msrl_graph.backends.optimizer.steps import Steps
 from msrl_graph.ir.optimizer_spec import with_moments
-from msrl_graph.sharding.layout import Layout, full_box
+from msrl_graph.runtime.weights import checkpoint
+from msrl_graph.sharding.layout import Layout, full_box, slices
 from msrl_graph.sharding.tensors import Tensor
 
 # Rows fill the widest vector registers: torch's kernels may round elements that do not fill one differently.
@@ -150,6 +156,67 @@ def _stretched(rank, _, name):
     assert all(torch.equal(a, b) for a, b in zip(whole, own, strict=True))
     assert same(states(alone), states(both))
     dist.barrier()
+
+
+LAYOUTS = (Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_another_layout_continues_with_the_states_of_a_checkpoint(offload, tmp_path):
+    of = offloaded.model(tmp_path / "model", torch.bfloat16)
+    ranks.run(2, _continued, of, offload, str(tmp_path))
+
+
+def _continued(rank, _, of, offload, folder):
+    options = {"gradients": "bf16", "moments": "bf16", "offload": offload}
+    rounding = with_moments(adamw(lr=0.0, betas=BETAS, weight_decay=0.1), 2)
+
+    def built(layout):
+        mesh = engines.mesh(layout) if layout.devices > 1 else None
+        return engines.built("fsdp", of, layout, 0 if mesh is None else rank, mesh, rounding, **options)
+
+    first = built(ALONE)
+    offloaded.stepped(first, offloaded.batches(ALONE, 0), 2)
+    for layout in LAYOUTS:
+        target = Path(folder) / f"{layout}-{rank}"
+        _write({"weights": first.shards(), **first.moments()}, target)
+        other = built(layout)
+        _resume(other, target)
+        found = {
+            (kind, s.name): s for kind, shards in {"weights": other.shards(), **other.moments()}.items() for s in shards
+        }
+        for kind, shards in {"weights": first.shards(), **first.moments()}.items():
+            for s in shards:
+                part = found[kind, s.name]
+                assert part.tensor.dtype == s.tensor.dtype and torch.equal(part.tensor, s.tensor[slices(part.box)])
+        assert torch.isfinite(torch.tensor(offloaded.stepped(other, offloaded.batches(layout, rank), 1))).all()
+        dist.barrier()
+
+
+def _write(kinds, target):
+    target.mkdir(exist_ok=True)
+    pieces = [(f"actor/{kind}", s) for kind, shards in kinds.items() for s in shards]
+    file = checkpoint.write_tensors(target, "states.safetensors", pieces, {})
+    manifest = checkpoint.Manifest(checkpoint.FORMAT, 1, 0, {}, {}, (file,))
+    (target / "manifest").write_bytes(msgspec.json.encode(manifest))
+
+
+def _resume(engine, target):
+    manifest = msgspec.json.decode((target / "manifest").read_bytes(), type=checkpoint.Manifest)
+    source = checkpoint.CheckpointSource(target, manifest)
+    with torch.no_grad():
+        for s in engine.shards():
+            s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
+    kinds = source.kinds("actor").keys() - {"weights"}
+    assert kinds == {"exp_avg", "exp_avg_sq", "master"}
+    engine.restore(
+        {
+            kind: {s.name: source.read(f"actor/{kind}/{s.name}", s.box, torch.float32) for s in engine.shards()}
+            for kind in kinds
+        },
+        2,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
