@@ -34,7 +34,7 @@ from .optimizer.steps import Steps
 from .policy_head import HeadPart
 from .recurrent import parameters, row_layout
 from .routes import Routers
-from .spec import gradient_type, is_compiled, offloads
+from .spec import gradient_type, is_compiled, optimizer_residency
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +129,8 @@ class FsdpEngine:
         if optimizer is not None:
             self._gradient_dtype = getattr(torch, hf_modules.DTYPES[gradient_type(placement)])
             self._gradients = Gradients(self._parameters, self._gradient_dtype)
-            offloads_optimizer = offloads(placement, "optimizer")
-            self._optimizer = Steps(
-                optimizer, model.weights, self._shards, layout, devices, self.divided, offloads_optimizer
-            )
+            residency = optimizer_residency(placement)
+            self._optimizer = Steps(optimizer, model.weights, self._shards, layout, devices, self.divided, residency)
 
     def _tie(self, module: Any) -> None:
         """Tie the head to the embedding, if the model has tied weights.
@@ -200,6 +198,14 @@ class FsdpEngine:
             if self.layout.tp > 1 and tensor.tp_dim < 0 and tensor.name.endswith(PARTLY_APPLIED):
                 torch.distributed.all_reduce(gradients[-1], group=self._tp)
         return self._optimizer.step(gradients, request)
+
+    def fetch_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.fetch_states()
+
+    def release_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.release_states()
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()

@@ -83,6 +83,8 @@ class Lint:
     help: str
 
 
+# When optimizer states are on the device: always; while their update computes; or one part after another during a step.
+Residency = Literal["always", "phase", "parts"]
 EVERY = ("python",)  # options of all engines: they configure the engine's processes
 # Memory at each moment (instant) of a verb, by the moment's name: the bytes of each item.
 Moments = dict[str, dict[str, int]]
@@ -285,7 +287,14 @@ def offloads(placement: Placement, item: str) -> bool:
     """Return whether `item` is in host memory while other nodes compute.
 
     `item` is "optimizer" or "weights": the optimizer states or the weights of the placed node."""
-    return placement.engine.options.get("offload") in (item, "all")
+    return placement.engine.options.get("offload") in (item, "all", "phase")
+
+
+def optimizer_residency(placement: Placement) -> Residency:
+    """Return when the optimizer states of a placed update are on the device."""
+    if not offloads(placement, "optimizer"):
+        return "always"
+    return "phase" if placement.engine.options["offload"] == "phase" else "parts"
 
 
 def gradient_type(placement: Placement) -> str:

@@ -146,10 +146,11 @@ class EngineOptions(DeclaredAttributes):
         "limited by memory",
     )
     offload: str = attr(
-        WordsKind(("none", "optimizer", "weights", "all")),
+        WordsKind(("none", "optimizer", "weights", "all", "phase")),
         "none",
-        "What is in host memory when it is not in use. `optimizer`: the optimizer states of an update. `weights`: the "
-        "weights of a node that are never updated. `all`: both.",
+        "What is in host memory when it is not in use. `optimizer`: the optimizer states of an update, which a step "
+        "copies in and out part by part. `weights`: the weights of a node that are never updated. `all`: both. "
+        "`phase`: both, but optimizer states are copied in as a whole when the update begins, and out when it ends.",
     )
     recompute: str = attr(
         WordsKind(("none", "full")),

@@ -26,7 +26,7 @@ from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard,
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..policy_head import HeadPart
-from ..spec import gradient_type, offloads
+from ..spec import gradient_type, optimizer_residency
 from . import chunk, cpu, stage_adapters, stage_routers
 from .chunk_spec import ChunkSpec
 from .layer_config import make_config
@@ -123,10 +123,8 @@ class MegatronEngine:
             self._gradient_dtype = getattr(torch, hf_modules.DTYPES[gradient_type(placement)])
             trained_parameters = (parameter for parameter in every_parameter if parameter.requires_grad)
             self._gradients = Gradients(trained_parameters, self._gradient_dtype)
-            offloads_optimizer = offloads(placement, "optimizer")
-            self._optimizer = Steps(
-                weights.optimizer, model.weights, self._shards, layout, devices, False, offloads_optimizer
-            )
+            residency = optimizer_residency(placement)
+            self._optimizer = Steps(weights.optimizer, model.weights, self._shards, layout, devices, False, residency)
 
     @contextmanager
     def _megatron_context(self) -> Iterator[None]:
@@ -269,6 +267,14 @@ class MegatronEngine:
         if tensor.tied and self.layout.pp > 1 and (self.first or self.last):
             dist.all_reduce(gradient, group=self.groups.embd)
         return gradient
+
+    def fetch_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.fetch_states()
+
+    def release_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.release_states()
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()

@@ -109,6 +109,7 @@ class OptimizerSlice:
         self.state: defaultdict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
         self.count = 0  # steps that the states have taken
         self.host_offload: HostOffload | None = None
+        self.away = False  # whether the optimizer states are in host memory
         if self.copied:
             release(self.masters[0])
 
@@ -177,11 +178,13 @@ class OptimizerSlice:
             self.host_offload = HostOffload(self.devices.device, states)
         self.host_offload.store()
         self.host_offload.leave()
+        self.away = True
 
     def come(self) -> None:
-        """Start the copy of the optimizer states from host memory to the device."""
-        if self.host_offload is not None:
+        """Start the copy of the optimizer states from host memory to the device, unless they are there."""
+        if self.away and self.host_offload is not None:
             self.host_offload.come()
+        self.away = False
 
     def arrive(self) -> None:
         if self.host_offload is not None:
@@ -202,9 +205,9 @@ class OptimizerSlice:
     def _read_stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the contents of an optimizer state.
 
-        With offload, the result is the state's host buffer.
+        If the optimizer states are in host memory, the result is the state's host buffer.
         """
-        return tensor if self.host_offload is None else self.host_offload.stored(tensor)
+        return self.host_offload.stored(tensor) if self.away and self.host_offload is not None else tensor
 
     def step(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
         """Update all elements of the slice's tensors; empty the list `gradients`.

@@ -55,10 +55,10 @@ def gradients(number, dtype=torch.float32):
     return [[torch.randn(t.shape, generator=draw).to(dtype) for t in TENSORS] for _ in range(number)]
 
 
-def make(optimizer, tensors, offload=False, item=2, layout=ALONE, devices=None):
+def make(optimizer, tensors, residency="always", item=2, layout=ALONE, devices=None):
     shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(TENSORS, tensors, strict=True)]
     devices = devices or Devices(TorchDevice(), 0, None)
-    return Steps(with_moments(optimizer, item), TENSORS, shards, layout, devices, False, offload)
+    return Steps(with_moments(optimizer, item), TENSORS, shards, layout, devices, False, residency)
 
 
 def step(steps, given, clip=0.0):
@@ -122,13 +122,13 @@ def test_pieces_offload_and_a_checkpoint_change_no_bit(name, of, dtype, monkeypa
     whole = weights(dtype)
     steps = make(OPTIMIZERS[name], whole, **kept)
     norms = [step(steps, each, 1.0) for each in given]
-    for size, offload in ((48, False), (1 << 20, True), (16, True)):
+    for size, residency in ((48, "always"), (1 << 20, "parts"), (16, "parts"), (48, "phase")):
         monkeypatch.setattr(optimizer_shards, "CHUNK", size)
         again = weights(dtype)
-        other = make(OPTIMIZERS[name], again, offload, **kept)
+        other = make(OPTIMIZERS[name], again, residency, **kept)
         assert norms[:2] == [step(other, each, 1.0) for each in given[:2]]
         saved = {k: {s.name: s.tensor.float() for s in of} for k, of in other.moments().items()}  # as files are read
-        third = make(OPTIMIZERS[name], again, offload, **kept)
+        third = make(OPTIMIZERS[name], again, residency, **kept)
         third.restore(saved, 2)
         assert norms[2:] == [step(third, each, 1.0) for each in given[2:]]
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
@@ -162,7 +162,7 @@ LAYOUTS = (Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "phase"])
 def test_another_layout_continues_with_the_states_of_a_checkpoint(offload, tmp_path):
     of = offloaded.model(tmp_path / "model", torch.bfloat16)
     ranks.run(2, _continued, of, offload, str(tmp_path))
