@@ -22,8 +22,8 @@ from ..passes.memory import CountMemory, describe_overflow
 from ..passes.reshard import InsertResharding
 
 # What is in host memory, by the value of the option `offload`.
-HELD = {"weights": "the weights", "optimizer": "the optimizer states", "phase": "the optimizer states"}
-SPREAD = {"optimizer": ", part by part in a step", "phase": ", as a whole for its update"}
+HELD = {"weights": "the weights of {}", "optimizer": "the optimizer states of {}"}
+HELD["phase"] = f"{HELD['optimizer']} (as a whole)"
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
@@ -55,9 +55,7 @@ def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Ca
         if _worker_seconds(candidate, engines, name) <= _worker_seconds(relieved_plan, engines, name):
             chosen = by_phase
             relieved_plan = candidate
-    offloaded = [
-        f"{HELD[value]} of {plan.graph.sharing(name)[0].name}{SPREAD.get(value, '')}" for name, value in chosen.items()
-    ]
+    offloaded = [HELD[value].format(plan.graph.sharing(name)[0].name) for name, value in chosen.items()]
     note = PlanNote("offload", f"in host memory while others compute: {', '.join(offloaded)}; otherwise {why}")
     return replace(relieved_plan, notes=(*relieved_plan.notes, note))
 

@@ -80,20 +80,14 @@ def same_steps(rank, _, name, folder, cases, **options):
 
 
 def _same_steps(rank, name, of, layout, optimizer, options):
-    for offload in ("optimizer", "phase"):
-        _same_as_kept(rank, name, of, layout, optimizer, offload, options)
-
-
-def _same_as_kept(rank, name, of, layout, optimizer, away_by, options):
-    made = []
+    made = {}
     micro = batches(layout, rank)
-    told = []
     at = engines.mesh(layout)
 
     def built(offload):
         return engines.built(name, of, layout, rank, at, OPTIMIZERS[optimizer](), offload=offload, **options)
 
-    for offload in ("none", away_by):
+    for offload in ("none", "optimizer", "phase"):
         gc.collect()
         before = memory.live_bytes()
         engine = built(offload)
@@ -102,24 +96,27 @@ def _same_as_kept(rank, name, of, layout, optimizer, away_by, options):
             engine.fetch_states()
             norms += stepped(engine, micro, 1)
             engine.release_states()
-        made.append((engine, norms))
         time.sleep(0.2)  # a thread of gloo's lets go of what it summed a moment after it has told of it
         gc.collect()
-        told.append({place: size - before[place] for place, size in memory.live_bytes().items()})
-    (plain, norms), (away, theirs) = made
-    assert norms == theirs
-    assert_same(found := kept(plain), kept(away))
-    # All that was kept beside the weights has left but for counts of steps, and nothing is held twice.
-    left = told[0]["device"] - told[1]["device"]
-    assert told[0]["host"] == 0 and abs(told[1]["host"] - left) <= 0.02 * left, told
-    moments = {kind: {s.name: s.tensor.clone() for s in shards} for kind, shards in away.moments().items()}
-    again = built(away_by)
-    for s in again.shards():
-        if s.tensor.numel():
-            s.tensor.copy_(found["weights", s.name])
-    again.restore(moments, 3)
-    assert stepped(again, micro, 2) == stepped(plain, micro, 2)
-    assert_same(kept(plain), kept(again))
+        made[offload] = engine, norms, {place: size - before[place] for place, size in memory.live_bytes().items()}
+    plain, norms, beside = made.pop("none")
+    found = kept(plain)
+    more = None
+    for offload, (away, theirs, held) in made.items():
+        assert norms == theirs
+        assert_same(found, kept(away))
+        # All that was kept beside the weights has left but for counts of steps, and nothing is held twice.
+        left = beside["device"] - held["device"]
+        assert beside["host"] == 0 and abs(held["host"] - left) <= 0.02 * left, (offload, beside, held)
+        moments = {kind: {s.name: s.tensor.clone() for s in shards} for kind, shards in away.moments().items()}
+        again = built(offload)
+        for s in again.shards():
+            if s.tensor.numel():
+                s.tensor.copy_(found["weights", s.name])
+        again.restore(moments, 3)
+        more = more or (stepped(plain, micro, 2), kept(plain))
+        assert stepped(again, micro, 2) == more[0]
+        assert_same(more[1], kept(again))
 
 
 def same_gradients(rank, _, name, folder, cases, **options):
