@@ -1,4 +1,4 @@
-"""Checks of optimizers: their learning rates, their optimizer states, and the type of the states.
+"""Checks of optimizers: learning rates, optimizer states, and their type.
 
 Invariant: the checks know an optimizer only from its call in the program (ir/optimizer_spec.py). If a mistake in a call
 is already reported, the call is not checked.
@@ -75,7 +75,7 @@ def check_moments(plan: Plan, context: PlanContext) -> list[Diagnostic]:
 
 
 def check_decays(plan: Plan, context: PlanContext) -> list[Diagnostic]:
-    """Warn of bf16 optimizer states whose decay rate is so near to 1 that a decay is rounded away.
+    """Warn of bf16 optimizer states whose decay is rounded away.
 
     A step multiplies a state by its decay rate before it adds the gradient's part. If the rate is above 1 - 2**-8, half
     the distance of two neighbouring bf16 numbers may exceed the change.

@@ -1,4 +1,4 @@
-"""The optimizer states of an update: their types, their bytes, and when they are on the device.
+"""The optimizer states of an update: their types, bytes and residency.
 
 Invariant: the functions read only the placement, the optimizer and the model of the update.
 """
@@ -18,7 +18,10 @@ from ..sharding.layout import Side, stage_parts
 
 
 def optimizer_spec_of(plan: Plan, node: str) -> optimizer_spec.OptimizerSpec:
-    """Return the optimizer of an update, with its states in the type that the engine's options state."""
+    """Return the optimizer of an update.
+
+    Its states have the type that the option `moments` of the update's engine states.
+    """
     optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     stated = str(plan.placement(node).engine.options.get("moments") or EngineOptions.moments)
     return optimizer_spec.with_moments(optimizer, BYTES[stated])
@@ -38,5 +41,8 @@ def count_state_bytes(plan: Plan, spec: EngineSpec, node: str, bytes_of: Callabl
 
 
 def fetches_states(plan: Plan, node: str) -> bool:
-    """Return whether a node copies its optimizer states to the device as a whole when it begins."""
+    """Return whether a node begins with a copy of all its optimizer states.
+
+    The copy is from host memory to the device.
+    """
     return plan.graph.node(node).verb == "update" and optimizer_residency(plan.placement(node)) == "phase"

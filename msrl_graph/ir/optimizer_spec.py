@@ -111,9 +111,9 @@ def kinds_by_rule(
 
 @lru_cache(maxsize=1 << 8)
 def with_moments(optimizer: OptimizerSpec, item: int) -> OptimizerSpec:
-    """Return an optimizer whose float32 states have `item` bytes per element between steps.
+    """Return an optimizer with `item` bytes per element of its states.
 
-    The states of all rules are stored in this type, and computed in float32. The masters stay float32.
+    Only float32 states change. A step computes them in float32, and masters stay float32.
     """
     if item == FLOAT:
         return optimizer

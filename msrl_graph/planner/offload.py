@@ -87,7 +87,7 @@ def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
 
 
 def _with_offloading(plan: Plan, values: Mapping[str, str]) -> Plan:
-    """Return the plan with the option `offload` of the nodes of workers; `values` are its values by worker."""
+    """Return the plan with values of the option `offload`, which are given by worker."""
     how = {node.name: value for worker, value in values.items() for node in plan.graph.sharing(worker)}
     placements = (
         holdings.with_options(placement, {"offload": how[placement.node]}) if placement.node in how else placement

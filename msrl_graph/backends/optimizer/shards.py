@@ -181,7 +181,7 @@ class OptimizerSlice:
         self.away = True
 
     def come(self) -> None:
-        """Start the copy of the optimizer states from host memory to the device, unless they are there."""
+        """Start the copy of optimizer states that are in host memory to the device."""
         if self.away and self.host_offload is not None:
             self.host_offload.come()
         self.away = False
@@ -369,13 +369,19 @@ class OptimizerSlice:
 
 
 def scale_gradient(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a gradient times `scale` in float32; a float32 gradient is changed in place."""
+    """Return a gradient times `scale` in float32.
+
+    A float32 gradient is changed in place.
+    """
     gradient = gradient.float()
     return gradient.mul_(scale) if scale != 1.0 else gradient
 
 
 def _select(tensor: torch.Tensor, where: slice) -> torch.Tensor:
-    """Return some elements of a flattened tensor as a view, or the whole tensor in its shape."""
+    """Return some elements of a flattened tensor, or the whole tensor.
+
+    The result is a view.
+    """
     return tensor if where == slice(None) else tensor.view(-1)[where]
 
 

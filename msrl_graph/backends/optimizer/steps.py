@@ -194,7 +194,7 @@ class Steps:
                 part.leave()
 
     def fetch_states(self) -> None:
-        """Start the copies of all optimizer states to the device, if the residency is "phase"."""
+        """Start the copies of all states to the device, if the residency is "phase"."""
         if self.residency == "phase":
             for part in self.parts:
                 part.come()

@@ -133,7 +133,7 @@ class Engines:
                 offload.leave()
 
     def begin_phase(self, node: Node) -> None:
-        """Copy a node's weights or optimizer states to the device if they are in host memory."""
+        """Copy what a node needs from host memory to the device."""
         if offload := self.offloads.get(node.worker):
             offload.come()
             offload.arrive()
