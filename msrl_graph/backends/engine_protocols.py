@@ -264,6 +264,14 @@ class Trainer(Protocol):
         The norm is the same on all ranks. Gradients are released. If the norm is not finite, weights and optimizer
         states do not change."""
 
+    def fetch_states(self) -> None:
+        """Start to copy the optimizer states to the device, before an update begins.
+
+        The runtime calls this method and `release_states` only with the engine option `offload = phase`."""
+
+    def release_states(self) -> None:
+        """Copy the optimizer states to host memory until the next update begins."""
+
     def moments(self) -> dict[str, list[Shard]]:
         """Return the optimizer states by kind. A state has the same box as its weight.
 

@@ -35,7 +35,7 @@ from .optimizer.steps import Steps
 from .policy_head import HeadPart
 from .recurrent import parameters, row_layout
 from .routes import Routers
-from .spec import is_compiled, offloads
+from .spec import gradient_type, is_compiled, optimizer_residency
 
 if TYPE_CHECKING:
     import torch
@@ -122,11 +122,10 @@ class FsdpEngine:
         self._parameters = [named[tensor.name] for tensor in model.trained]
         self._optimizer = None
         if optimizer is not None:
-            self._gradients = Gradients(self._parameters)
-            offloads_optimizer = offloads(placement, "optimizer")
-            self._optimizer = Steps(
-                optimizer, model.weights, self._shards, layout, devices, self.divided, offloads_optimizer
-            )
+            self._gradient_dtype = getattr(torch, hf_modules.DTYPES[gradient_type(placement)])
+            self._gradients = Gradients(self._parameters, self._gradient_dtype)
+            residency = optimizer_residency(placement)
+            self._optimizer = Steps(optimizer, model.weights, self._shards, layout, devices, self.divided, residency)
 
     def _tie(self, module: Any) -> None:
         """Tie the head to the embedding, if the model has tied weights.
@@ -183,7 +182,7 @@ class FsdpEngine:
         for tensor, parameter in zip(self.model.trained, self._parameters, strict=True):
             gradient = self._gradients.take(parameter)
             gradients.append(
-                torch.zeros(get_local_tensor(parameter).shape, device=self.place)
+                torch.zeros(get_local_tensor(parameter).shape, dtype=self._gradient_dtype, device=self.place)
                 if gradient is None
                 else gradient.detach()
             )
@@ -193,6 +192,14 @@ class FsdpEngine:
             if self.layout.tp > 1 and tensor.tp_dim < 0 and tensor.name.endswith(PARTLY_APPLIED):
                 torch.distributed.all_reduce(gradients[-1], group=self._tp)
         return self._optimizer.step(gradients, request)
+
+    def fetch_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.fetch_states()
+
+    def release_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.release_states()
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()

@@ -16,6 +16,7 @@ from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
 from ..hardware.stacks import Release
 from ..hardware.version_pairs import VersionPair
+from ..ir.options import EngineOptions
 from ..ir.statements import STATEMENTS
 from ..model.features import PLAIN
 from ..sharding.layout import Layout, Side
@@ -82,6 +83,8 @@ class Lint:
     help: str
 
 
+# When optimizer states are on the device: always; while their update computes; or one part after another during a step.
+Residency = Literal["always", "phase", "parts"]
 EVERY = ("python",)  # options of all engines: they configure the engine's processes
 # Memory at each moment (instant) of a verb, by the moment's name: the bytes of each item.
 Moments = dict[str, dict[str, int]]
@@ -287,7 +290,19 @@ def offloads(placement: Placement, item: str) -> bool:
     """Return whether `item` is in host memory while other nodes compute.
 
     `item` is "optimizer" or "weights": the optimizer states or the weights of the placed node."""
-    return placement.engine.options.get("offload") in (item, "all")
+    return placement.engine.options.get("offload") in (item, "all", "phase")
+
+
+def optimizer_residency(placement: Placement) -> Residency:
+    """Return when the optimizer states of a placed update are on the device."""
+    if not offloads(placement, "optimizer"):
+        return "always"
+    return "phase" if placement.engine.options["offload"] == "phase" else "parts"
+
+
+def gradient_type(placement: Placement) -> str:
+    """Return the type in which an update sums gradients."""
+    return str(placement.engine.options.get("gradients") or EngineOptions.gradients)
 
 
 def is_compiled(placement: Placement) -> bool:

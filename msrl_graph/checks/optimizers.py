@@ -1,4 +1,4 @@
-"""Checks of optimizers: their learning rates, and their optimizer states.
+"""Checks of optimizers: learning rates, optimizer states, and their type.
 
 Invariant: the checks know an optimizer only from its call in the program (ir/optimizer_spec.py). If a mistake in a call
 is already reported, the call is not checked.
@@ -12,7 +12,11 @@ from .. import algorithms
 from ..diagnostics import Diagnostic
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
+from ..ir.plan import EngineChoice, Plan
 from .columns import Library
+from .stage import PlanContext
+
+ROUNDING = 2**-8  # the largest relative change that rounding to the nearest bf16 makes
 
 
 def row_learning_rates(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -57,6 +61,43 @@ def shared_optimizers(graph: Graph, library: Library) -> list[Diagnostic]:
                 help = f"write `{optimizer}(…)` in both, with momentum in both or in none; other options may differ"
                 diagnostics.append(Diagnostic("bad-value", message, node.span_of("optimizer"), help, related=note))
     return diagnostics
+
+
+def check_moments(plan: Plan, context: PlanContext) -> list[Diagnostic]:
+    """Report the option `moments` of updates whose optimizer has no float32 states."""
+    diagnostics = []
+    for node, choice in _list_rounded_updates(plan):
+        call = UpdateAttributes.of(node).optimizer
+        if not any(rule.can_round for rule in algorithms.optimizer(call).rules):
+            message = f"`moments = bf16`: `{call.value}` of `{node.name}` has no float32 optimizer states"
+            diagnostics.append(Diagnostic("bad-value", message, choice.span, "leave out `moments`"))
+    return diagnostics
+
+
+def check_decays(plan: Plan, context: PlanContext) -> list[Diagnostic]:
+    """Warn of bf16 optimizer states whose decay is rounded away.
+
+    A step multiplies a state by its decay rate before it adds the gradient's part. If the rate is above 1 - 2**-8, half
+    the distance of two neighbouring bf16 numbers may exceed the change.
+    """
+    warnings = []
+    for node, choice in _list_rounded_updates(plan):
+        rules = algorithms.optimizer(UpdateAttributes.of(node).optimizer).rules
+        rates = [rate for rule in rules for rate in (*rule.options.get("betas", ()), rule.options.get("momentum", 0.0))]
+        if (highest := max(rates)) > 1 - ROUNDING:
+            message = (
+                f"`moments = bf16`: an optimizer state of `{node.name}` decays by {1 - highest:.2g} in a step, which "
+                f"bf16 rounds away: the state rises, but hardly falls"
+            )
+            help = f"state decay rates up to {1 - ROUNDING:.3f}, such as `betas = [0.9, 0.99]`, or `moments = f32`"
+            warnings.append(Diagnostic("known-bad", message, choice.span, help, "warning"))
+    return warnings
+
+
+def _list_rounded_updates(plan: Plan) -> list[tuple[Node, EngineChoice]]:
+    """Return the updates whose engine states `moments = bf16`, with their engines."""
+    pairs = [(node, plan.placement(node.name).engine) for node in _updates(plan.graph)]
+    return [(node, choice) for node, choice in pairs if choice.options.get("moments") == "bf16"]
 
 
 def _updates(graph: Graph) -> Iterator[Node]:

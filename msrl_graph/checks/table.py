@@ -116,6 +116,8 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         Check(sharing.check, When.ELSEWHERE),
         Check(staleness.check, When.ELSEWHERE),
         Check(followers.check_follower_placement, When.ELSEWHERE),
+        Check(optimizers.check_moments),
+        Check(optimizers.check_decays, When.CLEAN),
         Check(lints.check, When.CLEAN),
     ),
     "memory": (

@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..backends.memory.layer_sizes import INTO_MLP
-from ..backends.memory.sizes import GRADIENT
-from ..backends.spec import BYTES, EngineSpec
+from ..backends.spec import BYTES, EngineSpec, gradient_type
 from ..hardware.cluster import ClusterSpec, Collective, Figure, weakest
 from ..ir.optimizer_spec import MASTER
 from ..ir.plan import Placement
@@ -143,6 +142,11 @@ class Collectives:
         return BYTES[self.dtype]
 
     @cached_property
+    def _gradient(self) -> int:
+        """Bytes of an element of the gradients' sums."""
+        return BYTES[gradient_type(self.placement)]
+
+    @cached_property
     def device_parameters(self) -> tuple[float, float]:
         """The (dense, expert) parameter counts of a device of the largest pipeline stage."""
         return _count_parameters(self.model.kinds, self.placement.layout)
@@ -233,11 +237,13 @@ class Collectives:
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
         copied = [tensor for tensor in model.trained if is_copied(tensor)]
         elements = sum(tensor.elements for tensor in copied if not tensor.experts) / layout.pp
-        dense = self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
+        dense = self.seconds("all_reduce", "tp", 2 * self._gradient * elements * (layout.tp - 1) / layout.tp)
         if layout.etp == 1 or not any(tensor.experts for tensor in copied):
             return dense
         elements = sum(tensor.elements for tensor in copied if tensor.experts) / layout.pp / layout.ep
-        return total(dense, self.seconds("all_reduce", "etp", 2 * GRADIENT * elements * (layout.etp - 1) / layout.etp))
+        return total(
+            dense, self.seconds("all_reduce", "etp", 2 * self._gradient * elements * (layout.etp - 1) / layout.etp)
+        )
 
     def stages(self, tokens: float, backward: bool) -> Figure:
         """Return the seconds of the messages between pipeline stages.
@@ -330,7 +336,7 @@ class Collectives:
         replicas = layout.dp * layout.cp
         # Received bytes per weight, from all replicas but this one: gradients twice, or gradients once and the weights,
         # which a float32 step returns in float32.
-        per_weight = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
+        per_weight = 2 * self._gradient + MASTER * both if both or not zero1 else self._gradient + self._item
         dense, experts = _count_parameters(self.model.trained_kinds, layout)
         parts = [Figure(0.0, "derived", "one data-parallel group")]
         if replicas > 1:

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from operator import mul
 
-from ..backends.memory.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..ir.workload import Workload, in_flight
 from ..model.layers import ExpertMlp, Layer
@@ -39,11 +38,11 @@ def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
 
 
 def gradients(work: Workload, spec: EngineSpec) -> int:
-    """Return the bytes of float32 gradients on the busiest rank.
+    """Return the bytes of the sums of gradients on the busiest rank.
 
     From ZeRO 2 on, gradients are sharded over dp.
     """
-    return GRADIENT * count_busiest_elements(
+    return BYTES[work.gradients] * count_busiest_elements(
         work.model.trained_kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout))
     )
 

@@ -7,14 +7,13 @@ columns allow. The constant `RESERVE` is for the memory allocator's overhead. Al
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from .. import algorithms
 from ..analysis.async_schedule import fetched_edges, skipping_edges
 from ..analysis.sequences import bound, conversations, routing_columns, scores_texts, sequences
-from ..backends.spec import BYTES, EngineSpec, Moments
+from ..backends.spec import BYTES, EngineSpec, Moments, gradient_type, optimizer_residency
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import ClusterSpec, Figure
 from ..ir import optimizer_spec
@@ -23,9 +22,10 @@ from ..ir.graph import Node, OptionValue, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
 from ..ir.workload import Recomputation, Workload, kv_bytes, micro_batches
-from ..sharding.layout import Side, count_busiest_elements, stage_parts
+from ..sharding.layout import Side, count_busiest_elements
 from . import default_activations
 from .offloading import step_moments
+from .optimizer_states import count_state_bytes, fetches_states, optimizer_spec_of
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory left free: fragments, kernel workspaces, captured graphs, collectives (groups.py).
@@ -97,20 +97,9 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     Masters are included. From ZeRO 1 on (arXiv:1910.02054), optimizer states are sharded over dp, and at ZeRO 1 also
     over cp. Optimizer states of an expert are sharded over the ranks that have a copy of the expert.
     """
-    return _state_bytes(plan, engines, node, lambda rule: rule.state_bytes(dtype(plan, node) != "f32"))
-
-
-def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Return the optimizer-state bytes of the busiest rank (`bytes_of`: per weight)."""
-    layout = plan.placement(node).layout
-    update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
-    at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
-    copies = layout.cp if layout.zero == 1 else 1  # where weights are sharded over dp, so are their states
-    by_stage = [0.0] * layout.pp
-    for rule, kinds in optimizer_spec.kinds_by_rule(update_optimizer, plan.model(node).trained_kinds):
-        for stage, (dense, experts) in enumerate(stage_parts(kinds, at_rest)):
-            by_stage[stage] += bytes_of(rule) * (-(-dense // copies) + experts)
-    return math.ceil(max(by_stage))
+    return count_state_bytes(
+        plan, spec(plan, engines, node), node, lambda rule: rule.state_bytes(dtype(plan, node) != "f32")
+    )
 
 
 def row_tokens(plan: Plan, node: str) -> int:
@@ -215,10 +204,11 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         recompute=Recomputation.of_option(placement.engine.options.get("recompute")),
         activations_away=placement.engine.options.get("activations") == "offload",
         optimizer_away=optimizer(plan, engines, node)
-        if graph_node.verb == "update" and offloads(plan, node, "optimizer")
+        if graph_node.verb == "update" and optimizer_residency(placement) == "parts"
         else 0,
         entropy=any(_differentiates_entropy(str(call.value)) for call in attributes.loss.calls()),
-        optimizer=algorithms.optimizer(attributes.optimizer) if graph_node.verb == "update" else None,
+        optimizer=optimizer_spec_of(plan, node) if graph_node.verb == "update" else None,
+        gradients=gradient_type(placement),
         on_host=plan.cluster.device.kind.is_host,
         replays_routes=bool(routing_columns(plan.graph, graph_node.reads)),
         records_routes=bool(routing_columns(plan.graph, graph_node.writes)),
@@ -306,12 +296,14 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
     """Return the bytes of a device's resident items while the node `busy` computes.
 
     The items are weights, optimizer states, and what other generations keep for the next iteration. Offloaded items are
-    not included, except the weights of `busy`. If `busy` is "", no node computes. The function `fullest` counts
-    optimizer states that are copied to the device during an optimizer step.
+    not included, except the weights of `busy`, and the optimizer states that it copies to the device as a whole. If
+    `busy` is "", no node computes. The function `fullest` counts optimizer states that are copied to the device part by
+    part during an optimizer step.
     """
     items: dict[str, int] = {}
     for item, size, node, kind in _items_at_rest(plan, engines, pool):
-        here = kind == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
+        here = busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
+        here = here and (kind == "weights" or fetches_states(plan, busy))
         if here or not offloads(plan, node, kind):
             items[item] = size
     items |= moving_averages(plan, engines, pool)
@@ -370,15 +362,22 @@ def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[st
             yield item, weights(plan, engines, node), node, "weights"
 
 
-def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """Return the bytes, by item, of float32 masters, which are optimizer states."""
+def masters(plan: Plan, engines: Engines, pool: str, loading: bool = False) -> dict[str, int]:
+    """Return the bytes, by item, of float32 masters, which are optimizer states.
+
+    Masters in host memory are not included. With `loading`, they are if they are made on the device as a whole.
+    """
     sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
-        if update is None or plan.placement(update.name).pool != pool or offloads(plan, update.name, "optimizer"):
+        if update is None or plan.placement(update.name).pool != pool:
+            continue
+        residency = optimizer_residency(plan.placement(update.name))
+        if residency == "parts" or (residency == "phase" and not loading):
             continue
         if dtype(plan, update.name) != "f32":
-            sizes[f"{worker.name} masters"] = _state_bytes(plan, engines, update.name, lambda _: optimizer_spec.MASTER)
+            own = spec(plan, engines, update.name)
+            sizes[f"{worker.name} masters"] = count_state_bytes(plan, own, update.name, lambda _: optimizer_spec.MASTER)
     return sizes
 
 

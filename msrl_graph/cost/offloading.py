@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ..backends.memory.sizes import CHUNK, count_orthogonalization_bytes
+from ..backends.memory.sizes import CHUNK, count_orthogonalization_bytes, count_piece_bytes
 from ..backends.spec import BYTES, Moments
 from ..hardware.cluster import Device, Figure
 from ..ir import optimizer_spec
@@ -28,6 +28,7 @@ def step_moments(work: Workload, gradients: int) -> Moments:
     layout = work.layout
     side = Side(work.layout, work.divided)
     mastered = work.dtype != "f32"
+    item = BYTES[work.gradients]
     copies = layout.cp * (1 if work.divided else layout.dp)
     flat = copies > 1 and layout.zero == 1
     by_rule = {}
@@ -49,9 +50,10 @@ def step_moments(work: Workload, gradients: int) -> Moments:
             # AdamW needs a root and a quotient, of a slice or piece by piece: gradients of earlier parts are freed.
             first = part if flat else min(part, elements(box_at(work.model.trained[0], side, (0, 0, 0))))
             turned = ceil(max(rule.bytes * first, rule.bytes * min(part, largest) - BYTES[work.dtype] * part))
+            turned = max(turned, count_piece_bytes(rule, item, part))
         spread = copies * min(4 * part, 4 * CHUNK) if flat else 0
         by_rule[f"a part is stepped ({rule.name})"] = {
-            "gradients": gradients + 4 * part * (flat or mastered),
+            "gradients": gradients + item * part * (flat or mastered),
             "workspace": master + max(turned, spread),
             "optimizer's parts": ceil(optimizer_spec.AT_ONCE * part * per_element),
         }

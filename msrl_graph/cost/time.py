@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..analysis.sequences import sequences
-from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, is_compiled
+from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, gradient_type, is_compiled, optimizer_residency
 from ..hardware.cluster import Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
@@ -42,6 +42,7 @@ from .operators import (
     find_slowest_stage,
     layer_calls,
 )
+from .optimizer_states import fetches_states
 
 
 @dataclass(frozen=True)
@@ -271,15 +272,16 @@ class Costs:
 
     def optimizer_step(self) -> Figure:
         """Return the seconds to compute the gradient norm and to do an optimizer step."""
-        moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
+        gradients = holdings.gradients(self.plan, self.engines, self.node)
+        moved: float = self._weights + gradients + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self._eager is not None:
-            # An eager norm makes float64 squares of the gradients: a float32 read, four float64 written or read.
-            moved += 9 * holdings.gradients(self.plan, self.engines, self.node)
+            # An eager norm makes float64 squares of the gradients: the gradients read, four float64 written or read.
+            moved += (1 + 4 * 8 / BYTES[gradient_type(self.plan.placement(self.node))]) * gradients
         size = moved / max(len(self.model.weights), 1)
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
-        if holdings.offloads(self.plan, self.node, "optimizer"):
+        if optimizer_residency(self.plan.placement(self.node)) == "parts":
             parts.append(self._host_copy(2 * self._optimizer, "optimizer state in from host memory and back"))
         agree = self.device.collective("all_reduce").least
         axes = sum(ranks > 1 for ranks in (self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp))
@@ -287,7 +289,12 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the seconds to copy offloaded weights in (of followers: in and back)."""
+        """Return the seconds to copy what is offloaded in when the node begins.
+
+        The seconds to copy it back at its end are included: of the weights of followers, and of optimizer states.
+        """
+        if fetches_states(self.plan, self.node):
+            return self._host_copy(2 * self._optimizer, "optimizer states in from host memory, and back at the end")
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)

@@ -7,7 +7,7 @@ counts memory with this spec, and engines take optimizer steps with this spec.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..sharding.layout import TensorKind, TensorKinds
 from ..sharding.tensors import Tensor
 
 MASTER = 4  # bytes of the float32 copy of a weight of another type, which any optimizer updates
+FLOAT = 4  # bytes of an element of an optimizer state in float32
 # An optimizer with states in host memory divides a step into this number of parts (MindSpeed's --swap-optimizer-times).
 # The states of AT_ONCE parts are on the device: of the current part, and of the next part, which is being copied.
 PARTS = 16
@@ -40,6 +41,20 @@ class Rule:
     def bytes(self) -> float:
         """The bytes of all optimizer states of this rule, per element of the tensor."""
         return sum(self.keeps.values())
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether optimizer states are bf16 between steps; a step computes in float32."""
+        return any(size < FLOAT for size in self.keeps.values())
+
+    @property
+    def can_round(self) -> bool:
+        """Whether the rule has optimizer states, and all of them are float32."""
+        return bool(self.keeps) and all(size == FLOAT for size in self.keeps.values())
+
+    def with_moments(self, item: int) -> Rule:
+        """Return the rule with `item` bytes per element of each float32 optimizer state."""
+        return replace(self, keeps=dict.fromkeys(self.keeps, item)) if self.can_round else self
 
     def state_bytes(self, master: bool) -> float:
         """Return the bytes per element of the optimizer states and the float32 copy.
@@ -92,3 +107,15 @@ def kinds_by_rule(
         (rule, TensorKinds(kind for kind in kinds if optimizer.rule_of(kind.tensor) is rule))
         for rule in optimizer.rules
     )
+
+
+@lru_cache(maxsize=1 << 8)
+def with_moments(optimizer: OptimizerSpec, item: int) -> OptimizerSpec:
+    """Return an optimizer with `item` bytes per element of its states.
+
+    Only float32 states change. A step computes them in float32, and masters stay float32.
+    """
+    if item == FLOAT:
+        return optimizer
+    matrices = None if optimizer.matrices is None else optimizer.matrices.with_moments(item)
+    return replace(optimizer, rule=optimizer.rule.with_moments(item), matrices=matrices)

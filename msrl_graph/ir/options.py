@@ -148,10 +148,11 @@ class EngineOptions(DeclaredAttributes):
         "limited by memory",
     )
     offload: str = attr(
-        WordsKind(("none", "optimizer", "weights", "all")),
+        WordsKind(("none", "optimizer", "weights", "all", "phase")),
         "none",
-        "What is in host memory when it is not in use. `optimizer`: the optimizer states of an update. `weights`: the "
-        "weights of a node that are never updated. `all`: both.",
+        "What is in host memory when it is not in use. `optimizer`: the optimizer states of an update, which a step "
+        "copies in and out part by part. `weights`: the weights of a node that are never updated. `all`: both. "
+        "`phase`: both, but optimizer states are copied in as a whole when the update begins, and out when it ends.",
     )
     recompute: str | int | tuple[str, ...] = attr(
         ExtentKind(("none", "full"), "layers", RECOMPUTED),
@@ -168,6 +169,20 @@ class EngineOptions(DeclaredAttributes):
         "keep",
         "`offload`: the activations that an update stores for the backward pass are in host memory between the two "
         "passes. With `recompute = full`, these activations are the inputs of layers.",
+    )
+    gradients: str = attr(
+        DTYPE,
+        "f32",
+        "The type in which an update sums the gradients of its micro-batches and of its data-parallel ranks. With "
+        "`bf16` each sum is rounded to bfloat16: once per micro-batch, and once more where ranks are summed. Results "
+        "then depend on the layout and on `micro_batch`, within these roundings.",
+    )
+    moments: str = attr(
+        DTYPE,
+        "f32",
+        "The type in which the optimizer states of an update are stored between steps, such as the two moments of "
+        "AdamW. With `bf16`, a step computes them in float32 and rounds them to the nearest bfloat16. Masters stay "
+        "float32.",
     )
     compile: str = attr(
         WordsKind(("none", "layers")),

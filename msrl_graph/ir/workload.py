@@ -74,7 +74,7 @@ class Workload:
     - `on_host`: whether the devices are cores of a host.
     - `entropy` (of an update): whether the loss uses the entropy.
     - `replays_routes`: whether routes are given to the model's routers. `records_routes`: whether they are returned.
-    - `optimizer` (of an update): the optimizer.
+    - `optimizer` (of an update): the optimizer. `gradients`: the type in which gradients are summed.
     """
 
     model: Model
@@ -96,6 +96,7 @@ class Workload:
     replays_routes: bool = False
     records_routes: bool = False
     optimizer: OptimizerSpec | None = None
+    gradients: str = "f32"
     on_host: bool = False
 
     @property

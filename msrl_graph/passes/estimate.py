@@ -163,10 +163,10 @@ class EstimateTime(Pass):
                 seconds += follow.value
                 basis = f"{basis}; {follow.basis}"
                 source = weakest(batch, step, follow)
-        elif (fetch := node.fetch()).value:
+        if (fetch := node.fetch()).value:
             seconds = seconds + fetch.value
             basis = f"{basis}; {fetch.basis}"
-            source = weakest(batch, fetch)
+            source = weakest(Figure(seconds, source, basis), fetch)
         return Figure(seconds, source, basis)
 
     def _sample_rows(self, node: Costs, rows: Rows, count: float) -> Rows:

@@ -86,7 +86,7 @@ class CountMemory(Pass):
         items = {
             name: size for name, size in holdings.resident(plan, self.engines, pool).items() if not name.endswith(LATER)
         }
-        masters = holdings.masters(plan, self.engines, pool)
+        masters = holdings.masters(plan, self.engines, pool, loading=True)
         nodes = [placement.node for placement in plan.placements if placement.pool == pool]
         largest = max((plan.model(node).largest_read * BYTES[holdings.dtype(plan, node)] for node in nodes), default=0)
         # Weights that will be offloaded are read first, one state after the other.

@@ -2,12 +2,14 @@
 
 Invariant: a plan that fits without offloading is unchanged. A plan that does not fit even with offloading is unchanged.
 Weights of frozen workers are offloaded before optimizer states. Only as much is offloaded as is necessary for the plan
-to fit. Options that the file states are not changed.
+to fit. Optimizer states are copied to the device as a whole for their update if that fits and is not slower than part
+by part. Options that the file states are not changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..backends.spec import BYTES
@@ -15,8 +17,13 @@ from ..cost import holdings
 from ..ir.graph import Node, Worker
 from ..ir.plan import Plan, PlanNote
 from ..passes.buckets import GIB
+from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, describe_overflow
 from ..passes.reshard import InsertResharding
+
+# What is in host memory, by the value of the option `offload`.
+HELD = {"weights": "the weights of {}", "optimizer": "the optimizer states of {}"}
+HELD["phase"] = f"{HELD['optimizer']} (as a whole)"
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
@@ -28,24 +35,36 @@ def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Ca
     workers = [candidate for candidate in plan.graph.workers if can_offload(plan, engines, candidate)]
     if not workers or not (why := _describe_overflow(placed, engines)):
         return placed
-    chosen: list[Worker] = []
+    chosen: dict[str, str] = {}  # values of `offload` by worker
     for worker in sorted(workers, key=lambda candidate: holdings.update_of(plan, candidate.name) is not None):
-        chosen.append(worker)
+        chosen[worker.name] = "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
         if not _describe_overflow(complete(_with_offloading(plan, chosen)), engines):
             break
     else:
         return placed
-    for worker in chosen[:-1]:
-        fewer = [other for other in chosen if other != worker]
+    for name in list(chosen)[:-1]:
+        fewer = {other: value for other, value in chosen.items() if other != name}
         if not _describe_overflow(complete(_with_offloading(plan, fewer)), engines):
             chosen = fewer
     relieved_plan = complete(_with_offloading(plan, chosen))
-    offloaded = [
-        f"{'the weights' if node.verb == 'infer' else 'the optimizer states'} of {node.name}"
-        for node in (offloading_nodes(plan, chosen_worker)[0] for chosen_worker in chosen)
-    ]
+    for name in [name for name, value in chosen.items() if value == "optimizer"]:
+        by_phase = {**chosen, name: "phase"}
+        candidate = complete(_with_offloading(plan, by_phase))
+        if _describe_overflow(candidate, engines):
+            continue
+        if _worker_seconds(candidate, engines, name) <= _worker_seconds(relieved_plan, engines, name):
+            chosen = by_phase
+            relieved_plan = candidate
+    offloaded = [HELD[value].format(plan.graph.sharing(name)[0].name) for name, value in chosen.items()]
     note = PlanNote("offload", f"in host memory while others compute: {', '.join(offloaded)}; otherwise {why}")
     return replace(relieved_plan, notes=(*relieved_plan.notes, note))
+
+
+def _worker_seconds(plan: Plan, engines: holdings.Engines, worker: str) -> float:
+    """Return the seconds of an iteration in the nodes that share a worker's weights."""
+    estimate = EstimateTime(engines)
+    names = [node.name for node in plan.graph.sharing(worker)]
+    return math.fsum(figure.value for name in names for figure in estimate.of_node(plan, name))
 
 
 def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
@@ -67,17 +86,9 @@ def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
 
 
-def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
-    """Return the plan after the weights or optimizer states of workers are offloaded.
-
-    If a worker has an update, its optimizer states are offloaded. Otherwise, its weights are offloaded.
-    """
-    how = {
-        node.name: "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
-        for worker in workers
-        for node in offloading_nodes(plan, worker)
-    }
-
+def _with_offloading(plan: Plan, values: Mapping[str, str]) -> Plan:
+    """Return the plan with values of the option `offload`, which are given by worker."""
+    how = {node.name: value for worker, value in values.items() for node in plan.graph.sharing(worker)}
     placements = (
         holdings.with_options(placement, {"offload": how[placement.node]}) if placement.node in how else placement
         for placement in plan.placements

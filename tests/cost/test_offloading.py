@@ -78,6 +78,20 @@ def test_each_phase_holds_what_it_computes_with() -> None:
     assert not any("offloaded" in k for held in items(none, "host").values() for k in held)
 
 
+def test_states_by_phase_are_there_for_their_update_alone() -> None:
+    none, phase = (planned(how, how) for how in ("none", "phase"))
+    whole = items(none, "device")
+    for name, held in items(phase, "device").items():
+        assert held.get("actor optimizer") == (OPTIMIZER if name == "update" else None)
+        assert held.get("reference.infer weights") == (WEIGHTS if name == "infer" else None)
+        if name == "update":
+            assert held == {k: v for k, v in whole[name].items() if k != "reference.infer weights"}
+    for held in items(phase, "host").values():
+        assert held["offloaded actor optimizer"] == 2 * OPTIMIZER
+    copied = {"reference.infer": WEIGHTS / 50e9, "actor.update": 2 * OPTIMIZER / 50e9}
+    assert more_seconds(none, phase) == pytest.approx(copied)
+
+
 def more_seconds(none: Plan, away: Plan) -> dict[str, float]:
     """By phase, what one plan takes longer than another."""
     assert none.estimate is not None and away.estimate is not None
@@ -125,11 +139,12 @@ def test_each_optimizer_step_copies() -> None:
     engine += "  engine actor.update = megatron {{ micro_batch = 1, recompute = full, offload = {} }}\n  run {{"
     plans = [
         compile(PAGE, text=text.replace("  run {", engine.format(how)), sets={"prompts": "32"})
-        for how in ("none", "optimizer")
+        for how in ("none", "optimizer", "phase")
     ]
-    # 512 rows are four mini-batches, twice.
-    copied = 8 * 2 * items(plans[0], "device")["update"]["actor optimizer"] / plans[0].cluster.device.host_link.value
-    assert more_seconds(*plans) == pytest.approx({"actor.update": copied})
+    # 512 rows are four mini-batches, twice; by phase the states are copied once.
+    once = 2 * items(plans[0], "device")["update"]["actor optimizer"] / plans[0].cluster.device.host_link.value
+    assert more_seconds(*plans[:2]) == pytest.approx({"actor.update": 8 * once})
+    assert more_seconds(plans[0], plans[2]) == pytest.approx({"actor.update": once})
 
 
 def test_only_what_must_leave_does() -> None:

@@ -5,6 +5,7 @@ import gc
 import json
 import tempfile
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import engines
@@ -17,7 +18,13 @@ from torch import distributed as dist
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
+from msrl_graph.backends.megatron import peaks as megatron_peaks
+from msrl_graph.backends.memory import sizes
+from msrl_graph.backends.optimizer import gradients as gradients_module
+from msrl_graph.backends.optimizer import shards, steps
+from msrl_graph.backends.spec import BYTES
 from msrl_graph.cost.holdings import largest_moment
+from msrl_graph.ir.optimizer_spec import with_moments
 from msrl_graph.ir.workload import Recomputation, Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -61,8 +68,9 @@ def small(folder, family="llama", experts=(), **changes):
     return found
 
 
-def peaks(name, model, layout, entropy=False, recompute="none"):
-    """By verb, the bytes that an engine holds at most, of the busiest rank, what that was, and what its spec says."""
+def peaks(name, model, layout, entropy=False, recompute="none", gradients="f32", moments="f32", chunk=sizes.CHUNK):
+    """By verb, the bytes that an engine holds at most, of the busiest rank, what that was, and what its spec says.
+    `chunk`: the elements of an optimizer's buffer."""
     spec = ENGINES[name]
     work = Workload(
         model,
@@ -77,17 +85,27 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         trained=True,
         recompute=Recomputation.of_option(recompute),
         entropy=entropy,
-        optimizer=adamw(lr=1e-4),
+        optimizer=with_moments(adamw(lr=1e-4), BYTES[moments]),
+        gradients=gradients,
         on_host=True,
         replays_routes=bool(model.experts),
     )
     found = {}
     with tempfile.TemporaryDirectory() as out:
-        ranks.run(layout.devices, _peaks, name, work, recompute, out)
+        ranks.run(layout.devices, _peaks, name, work, recompute, out, chunk)
         for file in sorted(Path(out).iterdir()):
             for verb, (size, moment) in json.loads(file.read_text()).items():
                 found[verb] = max(found.get(verb, (0, "")), (size, moment))
-    return {verb: (*found[verb], largest_moment(spec.memory.peaks(verb, work))) for verb in found}
+    with chunks_of(chunk):
+        return {verb: (*found[verb], largest_moment(spec.memory.peaks(verb, work))) for verb in found}
+
+
+@contextmanager
+def chunks_of(size):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gradients_module, megatron_peaks, shards, sizes, steps):
+            patch.setattr(module, "CHUNK", size)
+        yield
 
 
 def assert_close(found):
@@ -96,11 +114,17 @@ def assert_close(found):
         assert sum(items.values()) == pytest.approx(held, rel=0.05), told
 
 
-def _peaks(rank, _, name, work, recompute, out):
+def _peaks(rank, _, name, work, recompute, out, chunk):
+    with chunks_of(chunk):
+        _measure(rank, name, work, recompute, out)
+
+
+def _measure(rank, name, work, recompute, out):
     gc.collect()
     layout = work.layout
     mesh = engines.mesh(layout) if layout.devices > 1 else None
-    engine = engines.built(name, work.model, layout, rank, mesh, work.optimizer, recompute=recompute)
+    options = {"recompute": recompute, "gradients": work.gradients}
+    engine = engines.built(name, work.model, layout, rank, mesh, work.optimizer, **options)
     draw = np.random.default_rng(rank if mesh is None else layout.coordinates(rank).dp)
     batches = [_batch(draw, work) for _ in range(work.batches)]
     drops = work.model.lora is not None and work.model.lora.dropout > 0

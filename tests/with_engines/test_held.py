@@ -9,6 +9,7 @@ from walk import measured, predicted
 from walk_adapters import HEAVY as ADAPTED
 from walk_frozen import HEAVY
 
+from msrl_graph.backends.memory.sizes import CHUNK
 from msrl_graph.model.lora import ALL_LINEAR, adapt
 from msrl_graph.model.lora_settings import Lora
 from msrl_graph.sharding.layout import Layout
@@ -42,6 +43,15 @@ def test_it_holds_what_is_said(layout, changes, tmp_path):
 def test_so_it_does_of_an_adapter(layout, changes, targets, tmp_path):
     adapted = adapt(small(tmp_path, **changes), Lora(8, 16.0, targets))
     assert_close(peaks("megatron", adapted, layout))
+
+
+@pytest.mark.parametrize("name", ["experts", "tp 2", "pp 2", "dp 2, zero 1", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_so_it_does_of_gradients_and_moments_in_bf16(name, dtype, tmp_path):
+    layout, changes = CASES[name]
+    model = small(tmp_path, **changes, dtype=dtype)
+    for chunk in (1 << 10, CHUNK):  # the smaller one shows the moments besides the optimizer's step
+        assert_close(peaks("megatron", model, layout, gradients="bf16", moments="bf16", chunk=chunk))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)

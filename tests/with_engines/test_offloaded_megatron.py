@@ -1,5 +1,7 @@
 """What Megatron offloads changes no bit of what it computes."""
 
+from functools import partial
+
 import pytest
 import ranks
 import torch
@@ -22,6 +24,11 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("world", OPTIMIZERS)
 def test_offloaded_optimizers_take_the_same_steps(world, tmp_path):
     ranks.run(world, same_steps, "megatron", str(tmp_path), OPTIMIZERS[world])
+
+
+def test_so_they_do_in_bf16(tmp_path):
+    cases = [(Layout(dp=2, zero=1), "rounded", BF16), (Layout(tp=2), "rounded", F32), (Layout(pp=2), "rounded", BF16)]
+    ranks.run(2, partial(same_steps, gradients="bf16"), "megatron", str(tmp_path), cases)
 
 
 @pytest.mark.parametrize("world", ACTIVATIONS)

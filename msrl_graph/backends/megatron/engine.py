@@ -27,7 +27,7 @@ from ..engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard,
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps
 from ..policy_head import HeadPart
-from ..spec import offloads
+from ..spec import gradient_type, optimizer_residency
 from . import chunk, cpu, stage_adapters, stage_recompute, stage_routers
 from .chunk_spec import ChunkSpec
 from .layer_config import make_config
@@ -123,11 +123,11 @@ class MegatronEngine:
                 parameter.requires_grad_(parameter.requires_grad or is_trained[piece.name])
         if weights.optimizer is not None:
             every_parameter = (parameter for module in self.chunks for parameter in module.parameters())
-            self._gradients = Gradients(parameter for parameter in every_parameter if parameter.requires_grad)
-            offloads_optimizer = offloads(placement, "optimizer")
-            self._optimizer = Steps(
-                weights.optimizer, model.weights, self._shards, layout, devices, False, offloads_optimizer
-            )
+            self._gradient_dtype = getattr(torch, hf_modules.DTYPES[gradient_type(placement)])
+            trained_parameters = (parameter for parameter in every_parameter if parameter.requires_grad)
+            self._gradients = Gradients(trained_parameters, self._gradient_dtype)
+            residency = optimizer_residency(placement)
+            self._optimizer = Steps(weights.optimizer, model.weights, self._shards, layout, devices, False, residency)
 
     @contextmanager
     def _megatron_context(self) -> Iterator[None]:
@@ -263,13 +263,21 @@ class MegatronEngine:
         if not tensor.experts and gradients and gradients[0] is not None:
             gradient: torch.Tensor = gradients[0][where]  # a view
         else:
-            gradient = torch.zeros(piece.tensor.shape, device=self.place)
+            gradient = torch.zeros(piece.tensor.shape, dtype=self._gradient_dtype, device=self.place)
             for expert, expert_gradient in enumerate(gradients):
                 if expert_gradient is not None:
                     gradient[expert].copy_(expert_gradient[where])
         if tensor.tied and self.layout.pp > 1 and (self.first or self.last):
             dist.all_reduce(gradient, group=self.groups.embd)
         return gradient
+
+    def fetch_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.fetch_states()
+
+    def release_states(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.release_states()
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()

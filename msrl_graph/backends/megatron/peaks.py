@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ...ir.workload import Workload
 from ...model.architecture import is_copied
 from ...sharding.layout import box_at, elements
-from ..memory.sizes import CHUNK, GRADIENT, optimizer_step
+from ..memory.sizes import CHUNK, optimizer_step
 from ..spec import Moments
 from .stage_sizes import StageLayer, StageSizes
 
@@ -57,7 +57,7 @@ def _sum(s: StageSizes) -> Moments:
             largest = max(elements(box_at(kind.tensor, s.side, (0, 0, 0))) for kind in own)
             bucket = min(sum(s.parts(own)), max(CHUNK, largest))
             name = "the sum of copies' gradients" + " of experts" * experts
-            moments[name] = {"gradients": s.gradients, "workspace": GRADIENT * bucket}
+            moments[name] = {"gradients": s.gradients, "workspace": s.gradient * bucket}
     return moments
 
 
@@ -136,9 +136,9 @@ def _update(s: StageSizes) -> Named:
     rest = s.gradients if summed else 0
     others = round((s.in_flight_batches - 1) * s.kept)  # micro-batches whose turn comes later
     base = s.schedule_state + others
-    # Whether a parameter's gradient exists next to its float32 sum: always with bf16 weights, with float32 weights only
-    # if the sum exists already.
-    separate = summed or s.item == 2
+    # Whether a parameter's gradient exists next to its sum: always if they differ in type, else only if the sum exists
+    # already.
+    separate = summed or s.item != s.gradient
     head = s.head * bool(s.head_gradient)
     embedding = s.head * bool(s.embedding_gradient)
     if s.last_stage:
@@ -156,11 +156,11 @@ def _update(s: StageSizes) -> Named:
         yield (
             "the head's gradient",
             {
-                "gradients": rest + head * (s.item * separate + 4 * (not summed)),
+                "gradients": rest + head * (s.item * separate + s.gradient * (not summed)),
                 "activations": base + s.kept + states + s.requested_states,
             },
         )
-    of_layers = s.gradients - 4 * (
+    of_layers = s.gradients - s.gradient * (
         head * s.last_stage + embedding * s.first * (not work.model.tied or work.layout.pp > 1)
     )
     named = {0: "the first", len(layers) - 1: "the last"} if layers else {}
@@ -171,7 +171,7 @@ def _update(s: StageSizes) -> Named:
     for index, name in named.items():
         layer = s.kinds[work.model.kind_of_layer[layers[index]]]
         above = len(layers) - 1 - index
-        done = rest if summed else of_layers * above // len(layers) + 4 * head * s.last_stage
+        done = rest if summed else of_layers * above // len(layers) + s.gradient * head * s.last_stage
         # The layers whose activations are on the device.
         layer_activations = s.sum_kept(layers[max(0, index - 1) if work.activations_away else 0 : index + 1])
         if is_whole := layers[index] in s.whole_layers:  # it has its input already, and its output twice
@@ -196,7 +196,7 @@ def _update(s: StageSizes) -> Named:
     if matrices := [kind.matrix for kind, count in zip(s.kinds, s.layers, strict=True) if kind.experts and count]:
         # Gradients of experts' parameters are copied together, matrix by matrix; gate and up are one parameter.
         joined = s.largest if s.is_adapted else 2 * max(matrices) // s.item
-        yield "experts' gradients are joined", {"gradients": s.gradients + 4 * joined}
+        yield "experts' gradients are joined", {"gradients": s.gradients + s.gradient * joined}
 
 
 def _backward(layer: StageLayer, separate: bool, summed: bool, is_whole: bool) -> Named:
@@ -213,13 +213,13 @@ def _backward(layer: StageLayer, separate: bool, summed: bool, is_whole: bool) -
         """Return the bytes of the gradients of some of a layer's weight matrices.
 
         `before` is the number of matrices whose gradients are complete. `now` is the number of matrices whose gradients
-        are being computed. If the weights are not float32, the gradients that are being computed also
-        exist in the weights' dtype, before they are added to their float32 sums. Gradients of an adapter's matrices are
-        so small that they are left out.
+        are being computed. If the weights have another type than the sums of gradients, the gradients that are being
+        computed also exist in the weights' type, before they are added to their sums. Gradients of an adapter's
+        matrices are so small that they are left out.
         """
         if s.is_adapted:
             return 0
-        return layer.matrix // s.item * (4 * (0 if summed else before + now) + s.item * now * separate)
+        return layer.matrix // s.item * (s.gradient * (0 if summed else before + now) + s.item * now * separate)
 
     again = 0 if is_whole else layer.recomputed_feed
     if layer.experts:

@@ -15,7 +15,7 @@ from ...model.layers import MultiHeadLatentAttention
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..memory.head_sizes import HeadSizes
 from ..memory.layer_sizes import INTO_ATTENTION, INTO_MLP, MLP_PROJECTIONS, LayerSizes
-from ..memory.sizes import GRADIENT, Sizes
+from ..memory.sizes import Sizes
 
 # Projections of attention that tensor parallelism shards by columns.
 BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
@@ -93,7 +93,7 @@ class StageSizes(Sizes):
 
     @cached_property
     def gradients(self) -> int:
-        return GRADIENT * self.elements
+        return self.gradient * self.elements
 
     @cached_property
     def part(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ...ir import optimizer_spec
+from ...ir.optimizer_spec import FLOAT, Rule
 from ...ir.workload import Workload
 from ...model.architecture import HEAD
 from ...sharding.layout import (
@@ -33,7 +34,6 @@ CHUNK = 1 << 22
 SCORES = 1 << 24
 # Bytes of the logits that a policy's head makes at once (policy_head.py), with their products in the weights' type.
 LOGITS = 256_000_000
-GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the weights' type
 
 
 def count_logit_bytes(item: int) -> int:
@@ -113,6 +113,11 @@ class Sizes:
             sum(tokens * len(range(first + (rank - first) % cp, last, cp)) for tokens, first, last in stretches)
             for rank in range(cp)
         )
+
+    @cached_property
+    def gradient(self) -> int:
+        """Bytes of an element of the gradients' sums."""
+        return BYTES[self.work.gradients]
 
     def split(self, size: int) -> int:
         return -(-size // self.work.layout.tp)
@@ -267,11 +272,12 @@ def optimizer_step(s: Sizes) -> Moments:
 
     - Gradients are summed over the copies of a weight, bucket by bucket.
     - The gradient's norm is computed in float64, chunk by chunk.
-    - Each optimizer slice (some tensors with one update rule) is updated from float32 gradients.
+    - Each optimizer slice (some tensors with one update rule) is updated. Gradients and states that are not float32 are
+      converted piece by piece.
     """
     work = s.work
     layout = s.work.layout
-    gradients = GRADIENT * s.elements
+    gradients = s.gradient * s.elements
     # Dense tensors, and experts.
     copies = (layout.cp, 1) if work.divided else (layout.cp * layout.dp, layout.edp)
     moments: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
@@ -281,7 +287,7 @@ def optimizer_step(s: Sizes) -> Moments:
             size = min(s.parts(summed)[experts], max(_largest(summed, s.side), CHUNK))
             moments["the gradients' sum" + " of experts" * experts] = {
                 "gradients": gradients,
-                "workspace": GRADIENT * size,
+                "workspace": s.gradient * size,
             }
     if work.optimizer is None:
         return moments
@@ -292,16 +298,19 @@ def optimizer_step(s: Sizes) -> Moments:
                 continue
             flat = number > 1 and layout.zero == 1
             own = -(-count // number) if flat else count
-            remaining -= count * GRADIENT  # gradients whose tensors step later
+            remaining -= count * s.gradient  # gradients whose tensors step later
             # A rank's float32 stretch of all weights, which exists only during a step.
             master = 4 * own if flat and s.item == 4 else 0
-            stepping_by = {"gradients": GRADIENT * own + remaining, "workspace": master}
+            piece = count_piece_bytes(rule, s.gradient, own)
+            stepping_by = {"gradients": s.gradient * own + remaining, "workspace": master + piece}
             suffix = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
             suffix += " of experts" * experts
+            if piece and not flat:
+                moments[f"pieces are stepped{suffix}"] = stepping_by
             if flat:
                 # The tensors that overlap the stretch; the gradients of other tensors are already freed.
                 covered = min(count, own + s.largest)
-                moments[f"the stretch of gradients{suffix}"] = {"gradients": remaining + GRADIENT * (covered + own)}
+                moments[f"the stretch of gradients{suffix}"] = {"gradients": remaining + s.gradient * (covered + own)}
                 moments[f"the stretch is stepped{suffix}"] = stepping_by
                 moments[f"weights are spread{suffix}"] = {
                     "gradients": remaining,
@@ -318,6 +327,16 @@ def optimizer_step(s: Sizes) -> Moments:
                     ),
                 }
     return moments
+
+
+def count_piece_bytes(rule: Rule, gradient: int, count: int) -> int:
+    """Return the bytes of the float32 copies of a piece's gradients and states.
+
+    An optimizer slice of `count` elements, whose gradients have `gradient` bytes per element, is updated piece by piece
+    if its gradients or states are not float32. A rule of whole matrices converts states within its own workspace.
+    """
+    copies = (gradient < FLOAT) + len(rule.keeps) * rule.is_rounded
+    return 0 if rule.whole else FLOAT * copies * min(count, CHUNK)
 
 
 def count_orthogonalization_bytes(kind: TensorKind, side: Side) -> int:

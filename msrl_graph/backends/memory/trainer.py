@@ -17,7 +17,7 @@ from ...model.architecture import Model
 from ...model.layers import MultiHeadLatentAttention
 from ..spec import Moments
 from .pass_sizes import PassLayer, PassSizes
-from .sizes import GRADIENT, optimizer_step
+from .sizes import optimizer_step
 
 
 def peaks(verb: str, work: Workload) -> Moments:
@@ -90,13 +90,14 @@ def _update(s: PassSizes) -> Moments:
     kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
     base = s.common + kept_activations
     states = s.last - s.hidden * (layers - 1 in s.whole_layers and s.item == 4)
-    # Gradients at rest, from the first micro-batch on. With bf16 weights each gradient is computed in bf16 before it is
-    # added.
-    joins = s.item < GRADIENT and not work.divided
+    # Gradients at rest, from the first micro-batch on. If their sums have another type than the weights, each gradient
+    # is computed in the weights' type before it is added.
+    joins = s.item != s.gradient and not work.divided
     # The gradient of a sharded embedding is whole, unless it is added to the head's gradient or to a sum.
     spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.embedding_gradient
-    gradients = s.elements * GRADIENT + spread
+    gradients = s.elements * s.gradient + spread
     rest = gradients if summed else 0
+    of_layers = gradients - spread - (0 if work.divided else s.end_gradients // s.item * s.gradient)
     # Gathered weights. ZeRO 3: the ends, a layer, and the next layer in a flat buffer. ZeRO 2: all weights, and in
     # forward the last layer's buffer.
     zero3 = work.divided and work.layout.zero >= 3
@@ -107,7 +108,7 @@ def _update(s: PassSizes) -> Moments:
     # after the layer.
     # The head's gradient waits for the embedding's part (tied), or for the other gradients (sharded).
     pending = work.divided or work.model.tied
-    table = s.head_gradient * (1 if pending else GRADIENT // s.item * (not summed))
+    table = s.head_gradient if pending else s.head_gradient // s.item * s.gradient * (not summed)
     moments = {
         "the end of forward": {
             "gathered weights": forward,
@@ -140,7 +141,7 @@ def _update(s: PassSizes) -> Moments:
         # The gradients of the layer before this one are still in their flat buffer.
         flat_buffer = flat_layer if index + 1 < layers else 0
         complete = s.sum_gradients(index + (2 if flat_buffer else 1))
-        gradient_bytes = rest if summed else (gradients - spread) * complete // max(1, s.sum_gradients(first))
+        gradient_bytes = rest if summed else of_layers * complete // max(1, s.sum_gradients(first))
         # The lowest layer whose activations are on the device.
         held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
         is_whole = index in s.whole_layers
@@ -160,7 +161,7 @@ def _update(s: PassSizes) -> Moments:
     if work.divided:
         # The ends have gradients, then a flat buffer (twice, because gloo sums a copy of it), and a rank's result
         # from it. The head's gradient is freed last.
-        before = gradients if summed else gradients - s.end_gradients // s.item * GRADIENT // work.layout.dp
+        before = gradients if summed else gradients - s.end_gradients // s.item * s.gradient // work.layout.dp
         scattered = s.head_gradient + s.end_gradients // work.layout.dp if work.on_host else 0
         moments["the gradients of the ends are scattered"] = {
             "gradients": before + 2 * s.end_gradients + scattered,
@@ -168,11 +169,15 @@ def _update(s: PassSizes) -> Moments:
         }
     else:
         before = gradients
-    # The gradient of a tied embedding is added to the head's.
-    ends = s.head_gradient * (1 + work.model.tied) if work.divided else s.head_gradient * work.model.tied
+    # The gradient of an embedding is its sum, unless it is added to one. From a sharded embedding's, a rank's part is
+    # copied.
+    alone = not (summed or joins or work.divided or work.model.tied)
+    embedding = s.embedding_gradient * (work.layout.tp > 1 if alone else work.layout.tp)
+    # The gradient of a tied embedding is added to the head's, and their sum to that of earlier micro-batches.
+    ends = s.head_gradient * (1 + work.model.tied if work.divided else work.model.tied * (1 + summed))
     moments["the embedding's gradient"] = {
         "gathered weights": s.ends if work.divided else 0,
-        "gradients": before + flat_layer + ends + s.embedding_gradient * work.layout.tp,
+        "gradients": before + flat_layer + ends + embedding,
         "activations": s.hidden,
     }
     return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)
@@ -218,7 +223,7 @@ def _backward(layer: PassLayer, is_whole: bool) -> dict[str, dict[str, int]]:
     if not is_whole:
         feed += layer.recomputed_feed
         attention += layer.recomputed_feed + layer.recomputed_norms + layer.recomputed_attention
-    matrix = layer.matrix if s.work.divided else layer.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
+    matrix = layer.matrix if s.work.divided else layer.matrix // s.item * s.gradient * (s.work.batches == 1)
     halves = {"the feed-forward half": {"activations": feed, "gradients": matrix}} if layer.kind.has_mlp else {}
     if layer.kind.has_mixer:
         halves["the attention half"] = {"activations": attention, "gradients": layer.kind.mlp.projections * matrix}

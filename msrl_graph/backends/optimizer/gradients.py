@@ -1,9 +1,10 @@
 """Gradients of an optimizer step, summed over micro-batches and over ranks.
 
-Sums over micro-batches are in float32.
+Sums are in float32 or in bf16 (the engine option `gradients`). In bf16, a sum is rounded to the nearest bf16 after each
+micro-batch, and where ranks are summed.
 
-Invariant: a bf16 gradient is freed as soon as it is added to its float32 sum, so that the full set of gradients never
-exists in both dtypes at once.
+Invariant: a gradient whose dtype differs from the dtype of its sum is freed as soon as it is added, so that the full
+set of gradients never exists in both dtypes at once.
 """
 
 from __future__ import annotations
@@ -22,18 +23,16 @@ if TYPE_CHECKING:
 class Gradients:
     """The gradients of some parameters, summed over micro-batches.
 
-    The parameters may be DTensors. This class sums the gradients of parameters that are not float32. Autograd itself
-    sums the gradients of float32 parameters.
+    The parameters may be DTensors. `dtype` is the dtype of the sums. This class sums the gradients of parameters of
+    other dtypes. Autograd itself sums the gradients of parameters of this dtype.
     """
 
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        import torch
-
+    def __init__(self, parameters: Iterable[Any], dtype: torch.dtype) -> None:
         # By id, without a reference to the parameters: parameters hold their hooks, so a reference would be a cycle.
         # An engine would then be freed only by a garbage collection.
         self._sums: dict[int, torch.Tensor] = {}
-        for parameter in {id(weight): weight for weight in parameters if weight.dtype != torch.float32}.values():
-            parameter.register_post_accumulate_grad_hook(partial(_add, self._sums))
+        for parameter in {id(weight): weight for weight in parameters if weight.dtype != dtype}.values():
+            parameter.register_post_accumulate_grad_hook(partial(_add, self._sums, dtype))
 
     def read(self, parameter: Any) -> torch.Tensor | None:
         """Return this rank's shard of a parameter's gradient sum.
@@ -54,15 +53,18 @@ class Gradients:
         return total
 
 
-def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
-    """Add a parameter's gradient for one micro-batch to the parameter's sum in `sums`."""
+def _add(sums: dict[int, torch.Tensor], dtype: torch.dtype, parameter: Any) -> None:
+    """Add a parameter's gradient for one micro-batch to the parameter's sum in `sums`.
+
+    An addition to a bf16 sum is computed in float32 and rounded once.
+    """
     gradient = _read_gradient(parameter)
     parameter.grad = None
     assert gradient is not None  # the hook runs only when there is a gradient
     if (total := sums.get(id(parameter))) is not None:
         total.add_(gradient)
     else:
-        sums[id(parameter)] = gradient.float()
+        sums[id(parameter)] = gradient.to(dtype)
 
 
 def add_up(gradients: Sequence[torch.Tensor], group: Any) -> None:

@@ -9,14 +9,12 @@ orthogonalize the momentum of the whole matrix, with the same result. Each rank 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from ...ir.optimizer_spec import Rule
 from ...sharding.layout import slices
 from ...sharding.tensors import Box
 from ..engine_protocols import Shard
-from .shards import OptimizerSlice
+from .shards import OptimizerSlice, scale_gradient
 
 if TYPE_CHECKING:
     import torch
@@ -34,29 +32,43 @@ class Matrices(OptimizerSlice):
     ranks that hold the expert.
     """
 
-    def _create_states(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        return defaultdict(dict)
-
-    def _update_masters(self, options: dict[str, Any]) -> None:
+    def _update_masters(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
         own = (
             list(self._iterate_own_slices())
             if self.flat
             else [(i, slice(None), slice(None)) for i in range(len(self.shards))]
         )
         for i in range(len(self.shards)):
-            self._step_matrix(i, [(where, piece) for index, where, piece in own if index == i], options)
+            gradient = gradients[0 if self.flat else i]
+            pieces = [(where, piece) for index, where, piece in own if index == i]
+            self._step_matrix(i, gradient, scale, pieces, options)
 
-    def _step_matrix(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
+    def _step_matrix(
+        self,
+        i: int,
+        gradient: torch.Tensor,
+        scale: float,
+        pieces: list[tuple[slice, slice]],
+        options: dict[str, Any],
+    ) -> None:
         """Update the weights of the i-th shard.
 
         `pieces` are the parts of the shard that this rank updates. Each part is a pair of slices: the part's elements
         in the master (the float32 weight), and the part's elements in the shard. Temporary tensors are freed on return,
         so that the temporary tensors of two matrices never exist at once.
         """
+        import torch
+
         tensor = self.tensors[i]
         shard = self.shards[i]
         master = self.masters[0 if self.flat else i]
-        direction = self._assemble_matrix(self._collect_momentum(master, pieces, shard, options), tensor, shard)
+        momentum = torch.zeros(shard.tensor.shape, device=self.place)  # 0 at the elements that another rank updates
+        for where, piece in pieces:
+            part = scale_gradient(gradient.reshape(-1)[where], scale)
+            momentum.view(-1)[piece] = self._update_momentum(master, part, where, options)
+            del part  # or it would exist next to the matrix
+        direction = self._assemble_matrix(momentum, tensor, shard)
+        del momentum
         for matrix in direction.view(-1, *direction.shape[-2:]):  # each expert is a matrix
             orthogonalize(matrix)
         own_part = direction[slices(_locate_shard(tensor, shard))]
@@ -67,34 +79,18 @@ class Matrices(OptimizerSlice):
                 change, alpha=-options["lr"] * _scale(tensor, options)
             )
 
-    def _collect_momentum(
-        self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
+    def _update_momentum(
+        self, master: torch.Tensor, gradient: torch.Tensor, where: slice, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Update the momentum of a shard; return the momentum in the shard's shape.
+        """Update and return the momentum of some elements of a master, in float32.
 
-        The returned tensor is zero at the elements that another rank updates.
+        A master is the float32 weight. `where` is the slice of the elements in the flattened master, and `gradient` is
+        their gradient. With the option `nesterov`, the returned value is Nesterov's: the updated momentum, combined
+        with the gradient once more.
         """
-        import torch
-
-        momentum = torch.zeros(shard.tensor.shape, device=self.place)
-        for where, piece in pieces:
-            momentum.view(-1)[piece] = self._update_momentum(master, where, options)
-        return momentum
-
-    def _update_momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
-        """Update and return the momentum of some elements of a master.
-
-        A master is the float32 weight. `where` is the slice of the elements in the flattened master. With the option
-        `nesterov`, the returned value is Nesterov's: the updated momentum, combined with the gradient once more.
-        """
-        import torch
-
-        if "momentum_buffer" not in self.state[master]:
-            self.state[master]["momentum_buffer"] = torch.zeros(master.shape, device=self.place)
-        assert master.grad is not None
-        buffer = self.state[master]["momentum_buffer"].view(-1)[where]
-        gradient = master.grad.reshape(-1)[where]
-        buffer.lerp_(gradient, 1 - options["momentum"])
+        stored = self._get_states(master)["momentum_buffer"].view(-1)[where]
+        buffer = stored.float().lerp_(gradient, 1 - options["momentum"])
+        stored.copy_(buffer)
         return gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
     def _assemble_matrix(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:

@@ -2,18 +2,20 @@
 
 A rule is an update rule of the optimizer, such as AdamW.
 
-Invariant: elements are updated in float32 and independently of each other, so that no layout changes the result. With
-ZeRO 1 all tensors of a slice are concatenated. The replica group is the ranks that hold copies of these tensors. Each
+Invariant: elements are updated in float32 and independently of each other, so that no layout changes the result. States
+and gradients that are bf16 are converted piece by piece, and states are rounded back to the nearest bf16. With ZeRO 1
+all tensors of a slice are concatenated. The replica group is the ranks that hold copies of these tensors. Each
 rank of the replica group updates one stretch: a range of elements of the concatenation.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...ir.optimizer_spec import Rule
+from ...ir.optimizer_spec import FLOAT, Rule
 from ...sharding.layout import Layout
 from ..devices import allocate, release
 from ..engine_protocols import Shard
@@ -103,21 +105,31 @@ class OptimizerSlice:
             ]
         # With float32 weights the stretch is a copy of the weights, which exists only during a step.
         self.copied = self.flat and all(shard.tensor.dtype == torch.float32 for shard in shards)
-        self.state = self._create_states(rule)
+        # The optimizer states of each master; a state is made by the first step.
+        self.state: defaultdict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
+        self.count = 0  # steps that the states have taken
         self.host_offload: HostOffload | None = None
+        self.away = False  # whether the optimizer states are in host memory
         if self.copied:
             release(self.masters[0])
 
-    def _create_states(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Create the optimizer; return the optimizer state of each master.
+    def _get_states(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the optimizer states of a master; make them if they do not exist.
 
         A master is a tensor that the optimizer updates in float32: a float32 copy of a weight, or the weight itself.
         """
         import torch
 
-        self.optimizer = getattr(torch.optim, rule.name)(self.masters, lr=0.0, **rule.options)
-        state: dict[torch.Tensor, dict[str, torch.Tensor]] = self.optimizer.state
-        return state
+        if not (states := self.state[master]):
+            for kind in self.keeps:
+                states[kind] = torch.zeros(master.shape, dtype=self._get_dtype(kind), device=self.place)
+        return states
+
+    def _get_dtype(self, kind: str) -> torch.dtype:
+        """Return the dtype in which optimizer states of a kind are stored."""
+        import torch
+
+        return torch.float32 if self.keeps[kind] == FLOAT else torch.bfloat16
 
     def _iterate_overlaps(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """Yield the tensors that overlap with a range of elements, and the overlaps.
@@ -143,11 +155,11 @@ class OptimizerSlice:
         return self._iterate_overlaps(self.stretch * self.copies.index, self.stretch * (self.copies.index + 1))
 
     def _copy_stretch(self, tensors: list[torch.Tensor], own: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a float32 copy of this rank's stretch of some tensors.
+        """Return a copy of this rank's stretch of some tensors.
 
         The stretch is a range of elements of the concatenated `tensors`. All ranks have stretches of the same size;
-        where a stretch extends beyond the tensors' last element, the copy has zeros. If `own` is given, the copy is
-        written to `own`.
+        where a stretch extends beyond the tensors' last element, the copy has zeros. The copy is written to `own`; it
+        is float32 if `own` is not given.
         """
         import torch
 
@@ -166,11 +178,13 @@ class OptimizerSlice:
             self.host_offload = HostOffload(self.devices.device, states)
         self.host_offload.store()
         self.host_offload.leave()
+        self.away = True
 
     def come(self) -> None:
-        """Start the copy of the optimizer states from host memory to the device."""
-        if self.host_offload is not None:
+        """Start the copy of optimizer states that are in host memory to the device."""
+        if self.away and self.host_offload is not None:
             self.host_offload.come()
+        self.away = False
 
     def arrive(self) -> None:
         if self.host_offload is not None:
@@ -191,9 +205,9 @@ class OptimizerSlice:
     def _read_stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the contents of an optimizer state.
 
-        With offload, the result is the state's host buffer.
+        If the optimizer states are in host memory, the result is the state's host buffer.
         """
-        return tensor if self.host_offload is None else self.host_offload.stored(tensor)
+        return self.host_offload.stored(tensor) if self.away and self.host_offload is not None else tensor
 
     def step(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
         """Update all elements of the slice's tensors; empty the list `gradients`.
@@ -206,26 +220,72 @@ class OptimizerSlice:
                 i for i, _, _ in self._iterate_own_slices()
             }  # other ranks' gradients are freed first, so that the peak does not grow
             gradients[:] = [candidate if i in own else candidate.new_empty(0) for i, candidate in enumerate(gradients)]
-            gradients[:] = [self._copy_stretch(gradients)]
+            gradients[:] = [self._copy_stretch(gradients, gradients[0].new_empty(self.stretch))]
         if self.copied:
             allocate(self.masters[0])
             self._copy_stretch([shard.tensor for shard in self.shards], self.masters[0])
-        for master in self.masters:
-            gradient = gradients.pop(0)
-            master.grad = (gradient.mul_(scale) if scale != 1.0 else gradient).to(master.dtype)
-            del gradient
-        self._update_masters(options)
-        for master in self.masters:
-            master.grad = None
+        self._update_masters(gradients, scale, options)
+        gradients.clear()
         self._write_back()
         if self.copied:
             release(self.masters[0])
 
-    def _update_masters(self, options: dict[str, Any]) -> None:
-        """Update the masters (the float32 weights) from their gradients."""
-        for group in self.optimizer.param_groups:
-            group.update(options)
-        self.optimizer.step()
+    def _update_masters(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
+        """Update the masters (the float32 weights) from their gradients, times `scale`."""
+        import torch
+
+        for master in self.masters:
+            self._get_states(master)
+        placeholder = torch.zeros(0, device=self.place)
+        optimizer = getattr(torch.optim, self.rule.name)([placeholder], lr=0.0, **self.rule.options)
+        (group,) = optimizer.param_groups
+        group.update(options)
+        converts = self.rule.is_rounded or any(gradient.dtype != torch.float32 for gradient in gradients)
+        for pieces in self._iterate_pieces(CHUNK if converts else 0):
+            # Where torch keeps the number of steps: fused kernels keep it on the device.
+            place = self.place if group.get("fused") else torch.device("cpu")
+            counts = torch.full((len(pieces),), float(self.count), device=place).unbind()
+            stored = [
+                {kind: _select(state, where) for kind, state in self._get_states(self.masters[i]).items()}
+                for i, where in pieces
+            ]
+            group["params"] = [_select(self.masters[i], where) for i, where in pieces]
+            for weights, (i, where), states, count in zip(group["params"], pieces, stored, counts, strict=True):
+                weights.grad = scale_gradient(_select(gradients[i].contiguous(), where), scale)
+                optimizer.state[weights] = {"step": count} | {kind: state.float() for kind, state in states.items()}
+            optimizer.step()
+            for weights, states in zip(group["params"], stored, strict=True):
+                weights.grad = None
+                for kind, state in states.items():
+                    state.copy_(optimizer.state[weights][kind])
+            optimizer.state.clear()
+            del weights, states, stored  # or these would exist next to the next pieces'
+        self.count += 1
+
+    def _iterate_pieces(self, size: int) -> Iterator[list[tuple[int, slice]]]:
+        """Yield lists of pieces of masters that are updated at once.
+
+        A piece is the index of a master, and a slice of its flattened elements. The pieces of a list have at most
+        `size` elements together. If `size` is 0, there is one list, of whole masters.
+        """
+        if not size:
+            yield [(i, slice(None)) for i in range(len(self.masters))]
+            return
+        pieces: list[tuple[int, slice]] = []
+        room = size
+        for i, master in enumerate(self.masters):
+            start = 0
+            while start < master.numel():
+                stop = min(master.numel(), start + room)
+                pieces.append((i, slice(start, stop)))
+                room -= stop - start
+                start = stop
+                if not room:
+                    yield pieces
+                    pieces = []
+                    room = size
+        if pieces:
+            yield pieces
 
     def moments(self) -> dict[str, list[Shard]]:
         """Return the optimizer states of the slice's tensors.
@@ -236,15 +296,15 @@ class OptimizerSlice:
         import torch
         from torch import distributed as dist
 
-        states = [self.state[master] for master in self.masters if master in self.state]
-        if len(states) < len(self.masters):
+        states = [self.state[master] for master in self.masters]
+        if self.keeps and not all(states):
             return {}
         kinds = {name: [self._read_stored(state[name]) for state in states] for name in self.keeps}
         if any(shard.tensor.dtype != torch.float32 for shard in self.shards):
             kinds["master"] = [*map(self._read_stored, self.masters)]
         if self.flat:
             for kind, (own,) in kinds.items():
-                flat = torch.empty(self.stretch * self.copies.number, device=self.place)
+                flat = own.new_empty(self.stretch * self.copies.number, device=self.place)
                 dist.all_gather_into_tensor(flat, own.to(self.place), group=self.copies.group)
                 flat = flat.to(own.device)
                 kinds[kind] = list(torch.split(flat[: sum(self.sizes)], self.sizes))
@@ -257,9 +317,9 @@ class OptimizerSlice:
         }
 
     def restore(self, moments: MomentTensors, steps: int) -> None:
-        import torch
 
         self.state.clear()
+        self.count = 0
         # A weight that was frozen until now has no states yet: its master is the weight, and its moments are 0.
         kinds = {
             kind: [
@@ -280,13 +340,11 @@ class OptimizerSlice:
                 master.copy_(masters[i])
             if steps and len(kinds) == len(self.keeps):  # an optimizer of another kind starts with empty states
                 # Offloading releases a tensor's storage, so each state must own its storage.
-                master_state = {
-                    kind: per_master[i].to(self.place, copy=self.host_offload is not None)
+                self.state[master] = {
+                    kind: per_master[i].to(self.place, self._get_dtype(kind), copy=self.host_offload is not None)
                     for kind, per_master in kinds.items()
                 }
-                # The device where torch keeps the step count: fused kernels keep it on the device.
-                counts = self.place if self.rule.options.get("fused") else None
-                self.state[master] = {"step": torch.tensor(float(steps), device=counts), **master_state}
+                self.count = steps
 
     def _write_back(self) -> None:
         """Copy the masters (float32 copies of the weights) to the weights."""
@@ -308,6 +366,23 @@ class OptimizerSlice:
             for master, shard in zip(self.masters, self.shards, strict=True):
                 if master is not shard.tensor:
                     shard.tensor.copy_(master)
+
+
+def scale_gradient(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a gradient times `scale` in float32.
+
+    A float32 gradient is changed in place.
+    """
+    gradient = gradient.float()
+    return gradient.mul_(scale) if scale != 1.0 else gradient
+
+
+def _select(tensor: torch.Tensor, where: slice) -> torch.Tensor:
+    """Return some elements of a flattened tensor, or the whole tensor.
+
+    The result is a view.
+    """
+    return tensor if where == slice(None) else tensor.view(-1)[where]
 
 
 def _put(tensor: torch.Tensor, piece: slice, values: torch.Tensor) -> None:

@@ -2,8 +2,9 @@
 
 The update rules are torch.optim's rules (shards.py) and Muon (muon.py).
 
-Invariant: offloading optimizer states does not change the result of a step. With offload, the device holds the
-optimizer states of at most two optimizer slices at a time: the slice that is updated, and the next slice. Gradients are
+Invariant: offloading optimizer states does not change the result of a step. With the residency "parts", the device
+holds the optimizer states of at most two optimizer slices at a time: the slice that is updated, and the next slice.
+Gradients are
 summed over all ranks that hold copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp.
 Copies of an expert are on ranks that differ only in edp (the data parallelism of experts), the last axis of the
 experts' mesh. The gradient's norm counts each element once, and is the same on all ranks.
@@ -20,6 +21,7 @@ from ...ir.optimizer_spec import PARTS, OptimizerSpec, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
 from ..engine_protocols import Shard, StepRequest
 from ..memory.sizes import CHUNK
+from ..spec import Residency
 from .gradients import add_up
 from .muon import Matrices
 from .shards import MomentTensors, OptimizerSlice, make_replica_group
@@ -55,7 +57,8 @@ class Steps:
 
     - `tensors`: the model's weights. `shards`: this rank's shard of each weight. Frozen weights are left out.
     - `divided`: whether the weights are sharded over dp.
-    - `offload`: whether the optimizer states are in host memory between steps.
+    - `residency`: when the optimizer states are on the device (spec.py). With "phase", they are there from
+      `fetch_states` or the first step to `release_states`.
 
     If a weight is on another pipeline stage, this rank's shard of the weight is empty.
     """
@@ -68,7 +71,7 @@ class Steps:
         layout: Layout,
         devices: Devices,
         divided: bool,
-        offload: bool = False,
+        residency: Residency = "always",
     ) -> None:
         import torch
 
@@ -85,7 +88,8 @@ class Steps:
         }
         self.parts: list[OptimizerSlice] = []
         self.pieces: list[list[ShardRows]] = []  # the rows of each optimizer slice in `parts`
-        self.offload = offload
+        self.residency = residency
+        by_parts = residency == "parts"
         self.has_masters = any(shard.tensor.dtype != torch.float32 for shard in shards)
         kept_bytes = sum(
             self._count_elements(i) * optimizer.rule_of(tensor).state_bytes(self.has_masters)
@@ -98,7 +102,7 @@ class Steps:
                     for i, tensor in enumerate(tensors)
                     if optimizer.rule_of(tensor) is rule and tensor.experts is experts
                 ]
-                for pieces in self._partition_tensors(rule, indices, kept_bytes / PARTS if offload else 0):
+                for pieces in self._partition_tensors(rule, indices, kept_bytes / PARTS if by_parts else 0):
                     slice_class = Matrices if rule.whole else OptimizerSlice
                     piece_shards = [piece.cut(shards) for piece in pieces]
                     part = slice_class(
@@ -110,7 +114,7 @@ class Steps:
                         divided,
                         replicas,
                     )
-                    if offload:
+                    if residency != "always":
                         part.leave()
                     self.parts.append(part)
                     self.pieces.append(pieces)
@@ -179,15 +183,29 @@ class Steps:
 
     def _iterate_on_device(self) -> Iterator[OptimizerSlice]:
         """Yield each optimizer slice in turn, with its optimizer states on the device."""
+        by_parts = self.residency == "parts"
         for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
-            if self.offload and part is self.parts[0]:
-                part.come()
-            if self.offload and following is not None:
+            part.come()
+            if by_parts and following is not None:
                 following.come()
             part.arrive()
             yield part
-            if self.offload:
+            if by_parts:
                 part.leave()
+
+    def fetch_states(self) -> None:
+        """Start the copies of all states to the device, if the residency is "phase"."""
+        if self.residency == "phase":
+            for part in self.parts:
+                part.come()
+
+    def release_states(self) -> None:
+        """Move all optimizer states to host memory, if the residency is "phase"."""
+        if self.residency == "phase":
+            for part in self.parts:
+                part.arrive()
+                if not part.away:
+                    part.leave()
 
     def step(self, gradients: list[torch.Tensor], request: StepRequest) -> float:
         """Make an optimizer step; return the gradient's norm before clipping.
@@ -254,6 +272,7 @@ class Steps:
                 },
                 steps,
             )
+        self.release_states()
 
     def _count_holders(self, tensor: Tensor) -> int:
         """Return how many ranks of a pipeline stage hold the same part of a gradient.

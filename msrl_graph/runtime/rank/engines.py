@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from ... import algorithms
 from ...analysis.async_schedule import fetched_edges, skipping_edges
 from ...backends import ENGINES, hf_modules
 from ...backends.devices import Devices
 from ...backends.engine_protocols import Generator, Shard, Trainer, Weights
 from ...backends.host_offload import HostOffload
 from ...cost import holdings
-from ...ir.attributes import UpdateAttributes
+from ...cost.optimizer_states import fetches_states, optimizer_spec_of
 from ...ir.graph import Node
 from ...ir.resharding_plan import Reshard
 from ...sharding.layout import Side
@@ -123,7 +122,7 @@ class Engines:
                     merge.merge(shards)
                 generator.filled()
         elif node.worker not in self.trainers:
-            optimizer = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None
+            optimizer = optimizer_spec_of(plan, node.name) if node.verb == "update" else None
             trainer = spec.build_engine(replace(weights, optimizer=optimizer), placement, devices)
             self.trainers[node.worker] = trainer
             check_complete(context, node, trainer.shards())
@@ -133,19 +132,23 @@ class Engines:
                 offload.store()
                 offload.leave()
 
-    def fetch_weights(self, node: Node) -> None:
-        """Copy a node's weights to the device if they are in host memory."""
+    def begin_phase(self, node: Node) -> None:
+        """Copy what a node needs from host memory to the device."""
         if offload := self.offloads.get(node.worker):
             offload.come()
             offload.arrive()
+        if fetches_states(self.context.plan, node.name):
+            self.trainers[node.worker].fetch_states()
 
-    def release_weights(self, node: Node) -> None:
-        """Free the device copy of a node's weights, if host memory also has the weights.
+    def end_phase(self, node: Node) -> None:
+        """Free the device memory of what is in host memory while other nodes compute.
 
-        The weights are not copied back to host memory, because the node has not changed the weights.
+        Frozen weights are not copied back to host memory, because the node has not changed them.
         """
         if offload := self.offloads.get(node.worker):
             offload.leave()
+        if fetches_states(self.context.plan, node.name):
+            self.trainers[node.worker].release_states()
 
     def release_generation(self, node: str) -> None:
         """Release the memory of the weights that a node generates with."""

@@ -68,7 +68,7 @@ class InstructionRunner(Walker):
         # The other ranks of a group would only repeat the report of the first one.
         group_report = self.report if leads else Report(self.report.process)
         with self.report.phase(node):
-            engines.fetch_weights(target)
+            engines.begin_phase(target)
         for proof in [waiting for (_, dst), waiting in engines.proofs.items() if dst == node and waiting.unprobed]:
             with self.report.phase("proof"), report_engine_errors(rank.context, target, f"in {task.key}"):
                 proof.probe()
@@ -90,7 +90,8 @@ class InstructionRunner(Walker):
                     rank.client.put_rows(node, task, columns)
             if leads and not target.writes and len(batch.rows):
                 rank.client.report_rows_done(node, task, len(batch.rows))
-        engines.release_weights(target)
+        with self.report.phase(node):
+            engines.end_phase(target)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         engines = self.rank.engines

@@ -193,9 +193,9 @@ OPTIMIZERS = {"adamw": adamw(lr=0.1), "sgd": sgd(lr=0.1, momentum=0.9), "muon": 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("residency", ["always", "parts", "phase"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optimizer, offload, dtype):
+def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optimizer, residency, dtype):
     """As gate and up of Megatron's experts are. In float32 no copy of it is kept."""
     tensors = Tensor("model.layers.0.mlp.experts.*.gate_proj.weight", (3, 6, 4), experts=True), Tensor("norm", (4,))
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
     for weight in (inside, own):
         weights = weight, torch.ones(4, dtype=dtype)
         shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
-        made.append(Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, offload))
+        made.append(Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, residency))
     for gradient in torch.randn(3, 3, 6, 4):
         request = StepRequest(0.1, 1.0, True, optimizer)
         one, other = (each.step([gradient.clone(), torch.ones(4)], request) for each in made)
@@ -223,8 +223,8 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_weight_that_was_frozen_starts_with_empty_states_and_the_others_keep_theirs(offload, dtype):
+@pytest.mark.parametrize("residency", ["always", "parts", "phase"])
+def test_a_weight_that_was_frozen_starts_with_empty_states_and_the_others_keep_theirs(residency, dtype):
     optimizer = OPTIMIZERS["adamw"]
     full = Tensor("first", (4, 3)), Tensor("second", (3,)), Tensor("third", (2, 3))
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ def test_a_weight_that_was_frozen_starts_with_empty_states_and_the_others_keep_t
 
     def make(tensors):
         shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
-        return Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, offload)
+        return Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, residency)
 
     before = make((full[0], replace(full[1], frozen=True), full[2]))
     kept = weights[1].clone()

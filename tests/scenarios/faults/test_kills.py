@@ -75,6 +75,27 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     assert code == 1 and "resume the run in it: --resume whole" in err
 
 
+@pytest.mark.slow
+def test_a_resumed_run_has_its_bf16_states_wherever_they_are_between_updates(place):
+    """The first run keeps them on the device; the one that resumes it has them there in its updates alone."""
+    engine = (
+        "layout actor.generate { tp = 2 }",
+        "layout actor.generate {{ tp = 2 }}\n  engine actor.update = fsdp {{ {} }}",
+    )
+    types = "gradients = bf16, moments = bf16"
+    program(place, (engine[0], engine[1].format(types)))
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "whole")
+    assert code == 0, err
+    copy_of_the_first_half(place.folder / "whole", place.folder / "again")
+    written = (place.folder / "p.rlg").read_text()
+    (place.folder / "p.rlg").write_text(written.replace(types, f"{types}, offload = phase"))
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "again")
+    assert code == 0 and "resumed after 2 iterations" in err, err
+    (whole, first), (again, second) = (computed(place.folder / name) for name in ("whole", "again"))
+    assert again == whole and all((first[t] == second[t]).all() for t in first)
+    place.assert_clean()
+
+
 @pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.timeout(600)

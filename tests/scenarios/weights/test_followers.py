@@ -256,9 +256,9 @@ def test_a_reset_copies_every_so_many_iterations_and_then_both_score_alike(alone
             expected = now
         stage.engines.followers["reference"].follow(number)
         assert all(torch.equal(value, expected[name]) for name, value in own(stage).items()), number
-        stage.engines.fetch_weights(stage.plan.graph.node("reference.infer"))
+        stage.engines.begin_phase(stage.plan.graph.node("reference.infer"))
         theirs = stage.act("reference.infer", columns)["ref_logp"].values
-        stage.engines.release_weights(stage.plan.graph.node("reference.infer"))
+        stage.engines.end_phase(stage.plan.graph.node("reference.infer"))
         mine = stage.act("actor.infer", columns)["old_logp"].values
         assert (np.abs(theirs - mine).max() < 1e-6) == (number in (2, 5)), number
 
