@@ -15,7 +15,7 @@ from dataclasses import replace
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..ir.graph import Node, Value
 from ..ir.options import EngineOptions
-from ..ir.plan import EngineChoice, Plan
+from ..ir.plan import MICRO_BATCH, EngineChoice, Plan
 from ..sharding.layout import Layout
 from .stage import PlanContext
 
@@ -93,7 +93,7 @@ def _compare_engines(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
             "bad-value",
             f"{prefix} `{key} = {wanted}`, not `{value}`",
             own.span,
-            f"leave `{key}` out here, or state it for `{first.name}`; only `micro_batch` may differ",
+            f"leave `{key}` out here, or state it for `{first.name}`; only `{'` and `'.join(MICRO_BATCH)}` may differ",
             related=note,
         )
         for key, (wanted, value) in list(wrong.items())[:1]

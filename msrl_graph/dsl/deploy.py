@@ -27,7 +27,7 @@ from ..ir.options import (
     ReshardOptions,
     Run,
 )
-from ..ir.plan import DataSource, Deployment, EngineChoice
+from ..ir.plan import MICRO_BATCH, DataSource, Deployment, EngineChoice
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import ast
@@ -261,6 +261,12 @@ class _Deploy:
         values = self._read_attributes(statement.attrs, f"engine … = {name}", kinds)
         if "offload" in values:
             self._check_offload(nodes, values["offload"])
+        if not {*MICRO_BATCH} - values.keys():
+            message = f"an engine has `{'` or `'.join(MICRO_BATCH)}`, not both"
+            help = (
+                "leave out `micro_batch`: with rows of different lengths, a number of tokens bounds the memory better"
+            )
+            self.problems.report("bad-value", message, values[MICRO_BATCH[-1]].span, help)
         options = {key: value.value for key, value in values.items()}
         if python := options.get("python"):
             options["python"] = str(self.folder(values["python"].span) / str(python))

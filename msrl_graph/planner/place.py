@@ -9,14 +9,15 @@ chosen after the layouts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cost import holdings
+from ..cost.batch_counts import BatchCounts
 from ..ir.graph import Node, Value
-from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
+from ..ir.plan import FUNCTIONS, MICRO_BATCH, EngineChoice, Placement, Plan, PlanNote, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
@@ -25,8 +26,10 @@ from .offload import complete_with_offloading
 from .owners import Owner, engines, explain_engine, first_stated, owners
 from .pools import Division, divide
 
-# The most tokens of a micro-batch that is not stated.
+# The most tokens of a micro-batch that is not stated, unless a row is longer.
 MICRO_BATCH_TOKENS = 16384
+# Numbers of tokens of a micro-batch that is not stated: powers of two, and multiples of this.
+TOKEN_STEP = 1024
 # Prompts generated at once where memory holds more than an iteration has: an evaluation may have more.
 PROMPTS_AT_ONCE = 1024
 PYTHON = EngineChoice("python", chosen="default")
@@ -177,7 +180,7 @@ class PlaceNodes(PlacementPass):
         theirs = placed_nodes[sharing].engine if update is not None else plan.deploy.engines[sharing]
         if stated is None:
             return replace(theirs, options=theirs.shared(), chosen=f"{sharing}, whose weights it has")
-        own = {option: value for option, value in stated.options.items() if option == "micro_batch"}
+        own = {option: value for option, value in stated.options.items() if option in MICRO_BATCH}
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
 
     def _number_ranks(
@@ -243,15 +246,16 @@ class PlaceNodes(PlacementPass):
             # an iteration.
             most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
             room = holdings.kv_room(plan, self.engines, node)
-            return _with_options(placement, micro_batch=self._largest_micro_batch(plan, placement, most, room))
+            size = self._largest_size(plan, placement, "micro_batch", range(1, most + 1), room)
+            return _with_options(placement, micro_batch=size)
         return self._choose_micro_batch(plan, placement)
 
     def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
         """Choose the micro-batch size and the recomputation of an infer or update node.
 
-        The micro-batch has enough rows to keep the device busy. It has fewer rows if memory requires it. In a pipeline,
-        or on a device with measured rates, the micro-batch also has fewer rows if the node is estimated to be faster
-        with fewer rows.
+        The size is a number of tokens, or of rows if the engine has no such option. The micro-batch has enough tokens
+        to keep the device busy. It has fewer if memory requires it. In a pipeline, or on a device with measured rates,
+        the micro-batch also has fewer tokens if the node is estimated to be faster with fewer.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
         without recomputation, or it is faster with recomputation.
@@ -259,10 +263,8 @@ class PlaceNodes(PlacementPass):
         node = placement.node
         options = placement.engine.options
         room = self._free_bytes(plan, placement)
-        most = max(
-            1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
-        )
-        stated = options.get("micro_batch")
+        stated = next((name for name in MICRO_BATCH if name in options), "")
+        name, sizes = self._list_sizes(plan, placement)
         trials = []
         asked = (
             plan.graph.node(node).verb != "update"
@@ -270,28 +272,24 @@ class PlaceNodes(PlacementPass):
             or "recompute" not in self.engines[placement.engine.name].capabilities.options
         )
         for tried in [placement] if asked else [placement, _with_options(placement, recompute="full")]:
-            if "micro_batch" in options:
-                trials.append((tried, self._working_bytes(plan, tried, stated if isinstance(stated, int) else 1)))
+            if stated:
+                trials.append((tried, self._working_bytes(plan, tried)))
                 continue
-            size = self._largest_micro_batch(plan, tried, most, room)
+            largest = self._largest_size(plan, tried, name, sizes, room)
+            best = _with_options(tried, **{name: largest})
             # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size
             # that more memory does not.
-            varies = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
-            sizes = (
-                {1 << i for i in range(size.bit_length())} | {largest for largest in [size] if largest == most}
-                if varies
-                else {size}
-            )
-            batches = [_with_options(tried, micro_batch=rows) for rows in sorted(sizes, reverse=True)]
-            best = (
-                batches[0]
-                if len(batches) == 1
-                else min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
-            )
+            if placement.layout.pp > 1 or plan.cluster.device.curves:
+                batches = [
+                    _with_options(tried, **{name: size})
+                    for size in reversed(sizes)
+                    if size <= largest and (size in (sizes[0], sizes[-1]) or size & (size - 1) == 0)
+                ]
+                best = min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
             if asked:
                 return best
-            trials.append((best, self._working_bytes(plan, tried, 1)))
-            if size == most and trials[-1][1] <= room:
+            trials.append((best, self._working_bytes(plan, _with_options(tried, **{name: sizes[0]}))))
+            if largest == sizes[-1] and trials[-1][1] <= room:
                 break  # recomputing could not make it quicker
         if len(trials) == 1:
             return trials[0][0]
@@ -301,9 +299,7 @@ class PlaceNodes(PlacementPass):
                 f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
                 f"{holdings.gigabytes(max(0, room))}"
             )
-        elif "micro_batch" not in options and self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(
-            plan, without
-        ):
+        elif not stated and self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(plan, without):
             why = "recomputes activations: that is faster, with larger micro-batches"
         else:
             return without
@@ -317,17 +313,35 @@ class PlaceNodes(PlacementPass):
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
-    def _largest_micro_batch(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
-        """Return the largest number of rows in a micro-batch that fits into `room` bytes.
+    def _list_sizes(self, plan: Plan, placement: Placement) -> tuple[str, Sequence[int]]:
+        """Return the option that limits a node's micro-batch, and the sizes to choose from, ascending.
 
-        The result is at most `most`. It is 1 if even one row does not fit.
+        The smallest number of tokens is the length of the longest row. With the largest one, all rows are in one
+        micro-batch, unless that exceeds MICRO_BATCH_TOKENS.
         """
-        return max(
-            1,
-            bisect_right(range(1, max(1, most) + 1), room, key=lambda rows: self._working_bytes(plan, placement, rows)),
-        )
+        node = placement.node
+        counts = BatchCounts(replace(plan, placements=(placement,)), node)
+        limit = counts.limit
+        if "micro_batch_tokens" not in self.engines[placement.engine.name].capabilities.options:
+            return "micro_batch", range(1, max(1, min(counts.step_rows, MICRO_BATCH_TOKENS // limit.longest)) + 1)
+        least = limit.count_tokens(limit.longest)
+        steps = [1 << power for power in range(MICRO_BATCH_TOKENS.bit_length())]
+        steps += range(TOKEN_STEP, MICRO_BATCH_TOKENS, TOKEN_STEP)
+        most = bisect_left(sorted({*steps}), counts.step_rows * least)
+        return "micro_batch_tokens", [least, *(size for size in sorted({*steps})[: most + 1] if size > least)]
 
-    def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
+    def _largest_size(self, plan: Plan, placement: Placement, option: str, sizes: Sequence[int], room: int) -> int:
+        """Return the largest value of `option` with which a micro-batch fits into `room` bytes.
+
+        The result is one of `sizes`. It is the first one even if that does not fit.
+        """
+
+        def need(size: int) -> int:
+            return self._working_bytes(plan, _with_options(placement, **{option: size}))
+
+        return sizes[max(0, bisect_right(sizes, room, key=need) - 1)]
+
+    def _working_bytes(self, plan: Plan, placement: Placement) -> int:
         """Return the bytes that a node needs at its peak to compute a micro-batch.
 
         Resident items, such as weights, are not included. The result depends neither on the placements of other nodes
@@ -339,10 +353,9 @@ class PlaceNodes(PlacementPass):
         known: tuple[Any, dict[tuple[Any, ...], int]] = (inputs, {})
         known = plan.graph.worked_out.setdefault(("working", *map(id, inputs)), known)
         sizes = known[1]
-        options = tuple((option, value) for option, value in engine.options.items() if option != "micro_batch")
-        key = (placement.node, micro_batch, engine.name, placement.layout, *options)
+        key = (placement.node, engine.name, placement.layout, *sorted(engine.options.items()))
         if key not in sizes:
-            plan = replace(plan, placements=(_with_options(placement, micro_batch=micro_batch),))
+            plan = replace(plan, placements=(placement,))
             sizes[key] = sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
         return sizes[key]
 
