@@ -104,6 +104,14 @@ class MicroBatchLimit:
 
 
 def _find_longest(graph: Graph, node: str) -> int:
+    key = ("longest row", node)
+    if key not in graph.worked_out:
+        graph.worked_out[key] = _add_bounds(graph, node)
+    longest: int = graph.worked_out[key]
+    return longest
+
+
+def _add_bounds(graph: Graph, node: str) -> int:
     row = sequences(graph, graph.node(node))
     most = max((conversations(graph, name) for name in row.scored), default=1)
     context = sum(bound(graph, name) for name in row.context)

@@ -10,7 +10,7 @@ chosen after the layouts.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,10 @@ from .pools import Division, divide
 
 # The most tokens of a micro-batch that is not stated, unless a row is longer.
 MICRO_BATCH_TOKENS = 16384
-# Numbers of tokens of a micro-batch that is not stated: powers of two, and multiples of this.
-TOKEN_STEP = 1024
+# Numbers of tokens of a micro-batch that is not stated: powers of two, and multiples of 1,024.
+TOKEN_SIZES = sorted(
+    {1 << power for power in range(MICRO_BATCH_TOKENS.bit_length())} | {*range(1024, MICRO_BATCH_TOKENS, 1024)}
+)
 # Prompts generated at once where memory holds more than an iteration has: an evaluation may have more.
 PROMPTS_AT_ONCE = 1024
 PYTHON = EngineChoice("python", chosen="default")
@@ -264,7 +266,7 @@ class PlaceNodes(PlacementPass):
         options = placement.engine.options
         room = self._free_bytes(plan, placement)
         stated = next((name for name in MICRO_BATCH if name in options), "")
-        name, sizes = self._list_sizes(plan, placement)
+        name, sizes, count_rows = self._list_sizes(plan, placement)
         trials = []
         asked = (
             plan.graph.node(node).verb != "update"
@@ -277,19 +279,20 @@ class PlaceNodes(PlacementPass):
                 continue
             largest = self._largest_size(plan, tried, name, sizes, room)
             best = _with_options(tried, **{name: largest})
-            # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size
-            # that more memory does not.
+            # Where a larger micro-batch is not always faster, try doubling numbers of full rows: then less memory never
+            # allows a number that more memory does not.
             if placement.layout.pp > 1 or plan.cluster.device.curves:
+                by_rows = {count_rows(size): size for size in sizes if size <= largest}
                 batches = [
-                    _with_options(tried, **{name: size})
-                    for size in reversed(sizes)
-                    if size <= largest and (size in (sizes[0], sizes[-1]) or size & (size - 1) == 0)
+                    _with_options(tried, **{name: by_rows[rows]})
+                    for rows in reversed(_select_doubling([*map(count_rows, sizes)]))
+                    if rows in by_rows
                 ]
                 best = min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
             if asked:
                 return best
             trials.append((best, self._working_bytes(plan, _with_options(tried, **{name: sizes[0]}))))
-            if largest == sizes[-1] and trials[-1][1] <= room:
+            if count_rows(largest) == count_rows(sizes[-1]) and trials[-1][1] <= room:
                 break  # recomputing could not make it quicker
         if len(trials) == 1:
             return trials[0][0]
@@ -313,22 +316,22 @@ class PlaceNodes(PlacementPass):
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
-    def _list_sizes(self, plan: Plan, placement: Placement) -> tuple[str, Sequence[int]]:
+    def _list_sizes(self, plan: Plan, placement: Placement) -> tuple[str, Sequence[int], Callable[[int], int]]:
         """Return the option that limits a node's micro-batch, and the sizes to choose from, ascending.
 
         The smallest number of tokens is the length of the longest row. With the largest one, all rows are in one
-        micro-batch, unless that exceeds MICRO_BATCH_TOKENS.
+        micro-batch, unless that exceeds MICRO_BATCH_TOKENS. The third result is a function that returns the number of
+        full rows in a micro-batch of a size.
         """
         node = placement.node
         counts = BatchCounts(replace(plan, placements=(placement,)), node)
         limit = counts.limit
         if "micro_batch_tokens" not in self.engines[placement.engine.name].capabilities.options:
-            return "micro_batch", range(1, max(1, min(counts.step_rows, MICRO_BATCH_TOKENS // limit.longest)) + 1)
+            return "micro_batch", range(1, max(1, min(counts.step_rows, MICRO_BATCH_TOKENS // limit.longest)) + 1), int
         least = limit.count_tokens(limit.longest)
-        steps = [1 << power for power in range(MICRO_BATCH_TOKENS.bit_length())]
-        steps += range(TOKEN_STEP, MICRO_BATCH_TOKENS, TOKEN_STEP)
-        most = bisect_left(sorted({*steps}), counts.step_rows * least)
-        return "micro_batch_tokens", [least, *(size for size in sorted({*steps})[: most + 1] if size > least)]
+        most = bisect_left(TOKEN_SIZES, counts.step_rows * least)
+        larger = TOKEN_SIZES[bisect_right(TOKEN_SIZES, least) : most + 1]
+        return "micro_batch_tokens", [least, *larger], lambda size: size // least
 
     def _largest_size(self, plan: Plan, placement: Placement, option: str, sizes: Sequence[int], room: int) -> int:
         """Return the largest value of `option` with which a micro-batch fits into `room` bytes.
@@ -339,6 +342,8 @@ class PlaceNodes(PlacementPass):
         def need(size: int) -> int:
             return self._working_bytes(plan, _with_options(placement, **{option: size}))
 
+        if need(sizes[-1]) <= room:
+            return sizes[-1]
         return sizes[max(0, bisect_right(sizes, room, key=need) - 1)]
 
     def _working_bytes(self, plan: Plan, placement: Placement) -> int:
@@ -366,3 +371,12 @@ class PlaceNodes(PlacementPass):
 
 def _with_options(placement: Placement, **options: Value) -> Placement:
     return holdings.with_options(placement, options)
+
+
+def _select_doubling(numbers: Sequence[int]) -> list[int]:
+    """Return numbers of an ascending sequence, each at least twice the one before it, and the last number."""
+    selected = [numbers[0]]
+    for number in numbers:
+        if number >= 2 * selected[-1]:
+            selected.append(number)
+    return [*dict.fromkeys([*selected, numbers[-1]])]
