@@ -90,8 +90,8 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
         device = replace(start.cluster.device, memory=Figure(memory, "stated"))
         plan = PlaceNodes(ENGINES).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
         tokens[memory] = plan.placement("actor.update").engine.options["micro_batch_tokens"]
-    assert 3072 < tokens[110e9] < tokens[160e9] == 16384
-    assert tokens[110e9] % 1024 == 0
+    assert 3072 < tokens[110e9] < tokens[160e9]
+    assert all(size % 1024 == 0 for size in tokens.values())
 
 
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
