@@ -59,7 +59,17 @@ SPEC = EngineSpec(
     build="msrl_graph.backends.fsdp:FsdpEngine",
     capabilities=Capabilities(
         axes=("tp", "cp", "dp", "ep"),
-        options=("micro_batch", "recompute", "dtype", "offload", "activations", "gradients", "moments", "compile"),
+        options=(
+            "micro_batch",
+            "micro_batch_tokens",
+            "recompute",
+            "dtype",
+            "offload",
+            "activations",
+            "gradients",
+            "moments",
+            "compile",
+        ),
         zero=(0, 1, 2, 3),
         routes=True,
         features=SUPPORTED,

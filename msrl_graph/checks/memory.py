@@ -9,6 +9,7 @@ that do not fit, with the size of each item.
 
 from __future__ import annotations
 
+from ..analysis.row_packing import MicroBatchLimit
 from ..backends import ENGINES
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..ir.plan import PhaseMemory, Plan
@@ -85,9 +86,10 @@ def _advice(plan: Plan, worst: PhaseMemory) -> str:
         recompute = f"`engine {node} = {engine} {{ recompute = full }}`"
         if "recompute" in ENGINES[engine].capabilities.options:
             return f"without another layout, {recompute} keeps only one layer's activations"
-        return "a smaller `micro_batch` needs less for activations"
+        return f"a smaller `{MicroBatchLimit.of(plan, node).option}` needs less for activations"
     if largest in ("KV cache", "rows", "ranks"):
         return "a larger tp or a shorter response needs less per sequence"
     if largest == "logits":
-        return "a smaller `micro_batch` or a larger tp needs less for logits"
+        nodes = [node.name for node in plan.graph.verb(worst.phase)] or [plan.graph.verb("update")[0].name]
+        return f"a smaller `{MicroBatchLimit.of(plan, nodes[0]).option}` or a larger tp needs less for logits"
     return "a larger tp shards the weights further, zero = 3 shards them across dp"

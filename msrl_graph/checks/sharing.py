@@ -16,7 +16,7 @@ from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..ir.expr import format_option
 from ..ir.graph import Node, OptionValue
 from ..ir.options import EngineOptions
-from ..ir.plan import EngineChoice, Plan
+from ..ir.plan import MICRO_BATCH, EngineChoice, Plan
 from ..sharding.layout import Layout
 from .stage import PlanContext
 
@@ -94,7 +94,7 @@ def _compare_engines(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
             "bad-value",
             f"{prefix} `{key} = {format_option(wanted)}`, not `{format_option(value)}`",
             own.span,
-            f"leave `{key}` out here, or state it for `{first.name}`; only `micro_batch` may differ",
+            f"leave `{key}` out here, or state it for `{first.name}`; only `{'` and `'.join(MICRO_BATCH)}` may differ",
             related=note,
         )
         for key, (wanted, value) in list(wrong.items())[:1]

@@ -61,7 +61,7 @@ def _gathered_bytes(work: Workload) -> int:
 
 def _micro_batch_tokens(work: Workload) -> int:
     """Return how many tokens of a micro-batch one context-parallel rank computes."""
-    return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
+    return -(-work.cap_tokens(work.rows * (work.prompt + work.response)) // work.layout.cp)
 
 
 def layer_elements(work: Workload, spec: EngineSpec, layer: Layer, recomputed: Collection[str] = ()) -> int:
@@ -131,5 +131,5 @@ def _logits_bytes(verb: str, work: Workload) -> int:
     The logits exist in the weights' type and in float32. In an update, their float32 gradient is added.
     """
     per_logit = BYTES[work.dtype] + (8 if verb == "update" else 4)
-    scored = -(-work.rows * work.response // work.layout.cp)
+    scored = -(-work.scored_tokens // work.layout.cp)
     return scored * -(-work.model.outputs // work.layout.tp) * per_logit

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .. import algorithms
 from ..analysis.async_schedule import fetched_edges, skipping_edges
+from ..analysis.row_packing import MicroBatchLimit
 from ..analysis.sequences import bound, conversations, routing_columns, scores_texts, sequences
 from ..backends.spec import BYTES, EngineSpec, Moments, gradient_type, optimizer_residency
 from ..backends.spec import offloads as stated_away
@@ -148,12 +149,6 @@ def fan(plan: Plan, node: str) -> int:
     return row.count * graph.fan(graph.level(graph_node), context)
 
 
-def micro_batch(plan: Plan, node: str) -> int:
-    """Return the micro-batch size; for a generation, the number of prompts in flight."""
-    stated = plan.placement(node).engine.options.get("micro_batch")
-    return stated if isinstance(stated, int) and stated > 0 else 1
-
-
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
     """Return the workload of a node's micro-batch; its rows have the greatest length.
 
@@ -168,7 +163,8 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         written_tokens(plan, node) if generates else max((bound(plan.graph, name) for name in row.scored), default=1)
     )
     prompt = sum(bound(plan.graph, name) for name in row.context) - (not row.scored)
-    size = micro_batch(plan, node)
+    limit = MicroBatchLimit.of(plan, node)
+    size = limit.full_rows
     alike = most_samples(plan, node)
     batches = 1
     prompts = size
@@ -180,7 +176,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         if graph_node.verb == "update":
             share = min(share, -(-attributes.step_rows(row_count(plan, node)) // placement.layout.dp))
         batches = micro_batches(share, size, placement.layout)
-        size = -(-share // batches)
+        size = share if limit.tokens else -(-share // batches)
         # The most sequences in attention, each as long as all of a row's conversations together.
         most = max((conversations(plan.graph, name) for name in row.scored), default=1)
         size = size * row.count * most
@@ -197,6 +193,8 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         prompt=prompt,
         response=response,
         samples=alike,
+        most_tokens=limit.most_tokens,
+        padded=limit.padded,
         after=scores_texts(plan.graph, graph_node),
         batches=batches,
         divided=is_divided(plan, engines, node),
@@ -225,8 +223,8 @@ def looks_ahead(plan: Plan, node: str) -> bool:
     """Return whether all micro-batches need a forward pass before the first gradient."""
     graph_node = plan.graph.node(node)
     step = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node))
-    layout = plan.placement(node).layout
-    return graph_node.whole and micro_batches(-(-step // layout.dp), micro_batch(plan, node), layout) > 1
+    limit = MicroBatchLimit.of(plan, node)
+    return graph_node.whole and micro_batches(-(-step // limit.layout.dp), limit.full_rows, limit.layout) > 1
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
@@ -412,5 +410,5 @@ def kv_room(plan: Plan, engines: Engines, node: str) -> int:
 def waves(plan: Plan, node: str) -> tuple[int, int]:
     """Return a dp group's wave size (prompts decoded at once) and its number of waves."""
     rows = group_rows(plan, node)
-    at_once = min(rows, micro_batch(plan, node))
+    at_once = min(rows, MicroBatchLimit.of(plan, node).full_rows)
     return at_once, -(-rows // at_once)

@@ -20,13 +20,14 @@ from ..hardware.cluster import Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
-from ..ir.workload import kv_bytes, micro_batches
+from ..ir.workload import kv_bytes
 from ..model.architecture import Model
 from ..model.layers import AttentionMixer
 from ..sharding.layout import Layout
 from . import holdings
 from .adapter_dropout import mask_seconds
 from .backward import NOTHING, WHOLE, RecomputedShares, kept_seconds, logits_seconds
+from .batch_counts import BatchCounts
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import uncovered_seconds
@@ -109,12 +110,14 @@ class Costs:
         """The FLOP of the pipeline stage that has the most, divided by the mean."""
         return find_slowest_stage(self.model, self.layout, holdings.row_tokens(self.plan, self.node))
 
+    def _bubble_factor(self, batches: int) -> float:
+        """Return the factor by which bubbles slow a pipeline (arXiv:2104.04473, section 2.2)."""
+        return 1 + (self.layout.pp - 1) / (self.layout.vpp * batches)
+
     @cached_property
-    def _bubble_factor(self) -> float:
-        """The factor by which bubbles slow a pipeline (arXiv:2104.04473, section 2.2)."""
-        layout = self.layout
-        steps = self.steps() if self.graph_node.verb == "update" else 1
-        return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._update.epochs)))
+    def batches(self) -> BatchCounts:
+        """The numbers of micro-batches of an infer or update node."""
+        return BatchCounts(self.plan, self.node)
 
     @cached_property
     def _update(self) -> UpdateAttributes:
@@ -205,8 +208,10 @@ class Costs:
             sequences * self._cache_bytes(tokens) / link.value, link.source, "cache bytes / copies into new memory"
         )
 
-    def micro_batch(self, rows: Rows) -> Figure:
+    def micro_batch(self, rows: Rows, batches: int = 0) -> Figure:
         """Return the seconds of a micro-batch: forward, and in an update also backward.
+
+        `batches` is the number of micro-batches of a step; by default, with all rows at the greatest length.
 
         Recomputation adds a forward pass of its share of the layers. A loss that needs a pass before any gradient adds
         another forward pass.
@@ -265,7 +270,7 @@ class Costs:
         cost = total(*parts, Figure(rows.count * host.value, host.source, "rows x host overhead"))
         if self.layout.pp == 1:
             return cost
-        factor = self._slowest_stage_factor * self._bubble_factor
+        factor = self._slowest_stage_factor * self._bubble_factor(batches or self.batches.count_in_step())
         return replace(
             cost, value=cost.value * factor, basis=f"{cost.basis}; x {factor:.3g}, the slowest stage and the bubbles"
         )
@@ -305,12 +310,14 @@ class Costs:
 
     def _offloaded_activations(self, tokens: float, computing: float) -> Figure:
         """Return the seconds that offloading activations adds to `computing` seconds."""
-        if not (most := holdings.activations_away(self.plan, self.engines, self.node)):
+        if not (away := holdings.activations_away(self.plan, self.engines, self.node)):
             return Figure(0.0, "derived", "activations are not offloaded")
-        bound = self.rows(holdings.micro_batch(self.plan, self.node))
+        limit = self.batches.limit
+        bound = self.rows(self.batches.step_rows if limit.tokens else limit.full_rows)
         shared = self.device.kind.where in self.spec.time.shares_beginnings
-        share = tokens / (bound.fed if shared else bound.tokens)
-        copying = self._host_copy(round(2 * most * share), "activations out and back in")
+        most = bound.fed if shared else bound.tokens
+        share = tokens / min(most, limit.most_tokens or most)
+        copying = self._host_copy(round(2 * away * share), "activations out and back in")
         return uncovered_seconds(copying, self.device, computing)
 
     def _host_copy(self, amount: int, name: str) -> Figure:
@@ -412,15 +419,6 @@ class Costs:
         """Return the bytes that `times` accesses to the float32 logits read or write."""
         copies = self.layout.tp if times == DRAWING else 1  # each tp rank samples
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
-
-    def micro_batches(self) -> int:
-        """Return how many micro-batches a dp group computes in one pass over its rows."""
-        rows = holdings.group_rows(self.plan, self.node)
-        step = holdings.row_count(self.plan, self.node)
-        if self.graph_node.verb == "update":
-            step = min(step, self._update.step_rows(step))
-        step = min(rows, -(-step // self.layout.dp))
-        return -(-rows // step) * micro_batches(step, holdings.micro_batch(self.plan, self.node), self.layout)
 
     def steps(self) -> int:
         """Return the number of optimizer steps of an update node in one iteration."""

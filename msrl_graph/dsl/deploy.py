@@ -27,7 +27,7 @@ from ..ir.options import (
     ReshardOptions,
     Run,
 )
-from ..ir.plan import DataSource, Deployment, EngineChoice
+from ..ir.plan import MICRO_BATCH, DataSource, Deployment, EngineChoice
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import ast
@@ -263,6 +263,12 @@ class _Deploy:
             self._check_recomputation(name, values["recompute"])
         if "offload" in values:
             self._check_offload(nodes, values["offload"])
+        if not {*MICRO_BATCH} - values.keys():
+            message = f"an engine has `{'` or `'.join(MICRO_BATCH)}`, not both"
+            help = (
+                "leave out `micro_batch`: with rows of different lengths, a number of tokens bounds the memory better"
+            )
+            self.problems.report("bad-value", message, values[MICRO_BATCH[-1]].span, help)
         options: dict[str, OptionValue] = {
             key: kinds[key].value(value) if value.kind == "list" else value.value for key, value in values.items()
         }

@@ -145,7 +145,15 @@ class EngineOptions(DeclaredAttributes):
         "The number of rows (for a generation: of prompts) that a rank computes at one time. It does not change "
         "results. A loss term computes the value of a row from that row alone; a run tests this before it begins. A "
         "term of the whole mini-batch needs an additional pass.",
-        "limited by memory",
+        "limited by `micro_batch_tokens` or by memory",
+    )
+    micro_batch_tokens: int | None = attr(
+        COUNT,
+        None,
+        "For an infer or an update, instead of `micro_batch`: the number of tokens that a rank computes at one time, "
+        "prompts included. As many rows as fit are computed together; a longer row is computed alone. Rows with the "
+        "same prompt stay together if they fit. It does not change results.",
+        "limited by memory, at most 16,384 or the longest row",
     )
     offload: str = attr(
         WordsKind(("none", "optimizer", "weights", "all", "phase")),

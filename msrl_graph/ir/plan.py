@@ -79,6 +79,10 @@ class DataSource:
     files: tuple[str, ...] = ()
 
 
+# The options of an engine that limit a micro-batch. Only one of them is stated.
+MICRO_BATCH = ("micro_batch", "micro_batch_tokens")
+
+
 @dataclass(frozen=True)
 class EngineChoice:
     """An engine and its options; `chosen` says where the choice comes from."""
@@ -96,9 +100,9 @@ class EngineChoice:
     def shared(self) -> dict[str, OptionValue]:
         """Return the options in which nodes that share weights must agree.
 
-        These are all options except `micro_batch`.
+        These are all options except those in MICRO_BATCH.
         """
-        return {key: value for key, value in self.options.items() if key != "micro_batch"}
+        return {key: value for key, value in self.options.items() if key not in MICRO_BATCH}
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,12 @@ class Recomputation:
 class Workload:
     """The work that a node computes at one time on one rank.
 
-    - `rows`: the rows of a micro-batch. For a generation: the prompts for which it generates at one time.
+    - `rows`: the most rows of a micro-batch. For a generation: the prompts for which it generates at one time.
     - `prompts`: the number of different prompts with which these rows begin. For example, 8 responses to 2 prompts are
       8 rows with 2 prompts.
     - `prompt`: the number of tokens of each prompt. `response`: the number of tokens of each response.
+    - `most_tokens`: the most tokens of a micro-batch, if these limit it; else 0. The tokens are those of all rows, also
+      of those that begin alike. `padded`: whether they include padding to the longest row of the micro-batch.
     - `after`: whether the last token of a row is an input of the model. The hidden state of this token is needed only
       for a score; a policy needs no prediction after the last token.
     - `batches`: the number of micro-batches per optimizer step.
@@ -85,6 +87,8 @@ class Workload:
     prompt: int
     response: int
     samples: int = 1
+    most_tokens: int = 0
+    padded: bool = False
     after: bool = False
     batches: int = 1
     divided: bool = False
@@ -104,6 +108,20 @@ class Workload:
         """The number of tokens of a row that are inputs of the model, prompt included."""
         return max(1, self.prompt + self.response - (not self.after))
 
+    @property
+    def fed_tokens(self) -> int:
+        """The most tokens of a micro-batch's rows that are inputs of the model, prompts included."""
+        return self.cap_tokens(self.rows * self.fed)
+
+    @property
+    def scored_tokens(self) -> int:
+        """The most response tokens of a micro-batch."""
+        return self.cap_tokens(self.rows * self.response)
+
+    def cap_tokens(self, tokens: int) -> int:
+        """Return a number of tokens of a micro-batch's rows, at most the limit."""
+        return min(tokens, self.most_tokens or tokens)
+
 
 def micro_batches(rows: int, size: int, layout: Layout) -> int:
     """Return the number of micro-batches into which `rows` rows are split.
@@ -112,7 +130,11 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
     (arXiv:2104.04473, section 2.2). For such stages, the number is rounded up to a multiple of pp, so some
     micro-batches are smaller or empty.
     """
-    number = max(1, -(-rows // size))
+    return round_up_batches(max(1, -(-rows // size)), layout)
+
+
+def round_up_batches(number: int, layout: Layout) -> int:
+    """Return a number of micro-batches, rounded up as interleaved pipeline stages require (`micro_batches`)."""
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 

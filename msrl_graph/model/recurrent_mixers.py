@@ -111,6 +111,7 @@ class GatedDeltaNet(RecurrentMixer, frozen=True, tag="gated_delta_net"):
     value_dim: int
     kernel: int
     split: bool = False
+    chunk: ClassVar[int] = CHUNK
     module: ClassVar[str] = "linear_attn"
     by_head: ClassVar[tuple[str, ...]] = ("dt_bias", "A_log")
     counts: ClassVar[tuple[str, ...]] = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")

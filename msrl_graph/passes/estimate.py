@@ -147,10 +147,12 @@ class EstimateTime(Pass):
         if node.graph_node.verb == "generate":
             return self._generation_seconds(node)
         plan = node.plan
-        batches = node.micro_batches()
+        in_step = node.batches.count_in_step(self.rows.tokens / self.rows.count if self.rows else 0)
+        batches = node.batches.steps * in_step
         epochs = UpdateAttributes.of(node.graph_node).epochs
         count = holdings.row_count(plan, node.node) / (node.layout.dp * batches)
-        batch = node.micro_batch(node.rows(count) if self.rows is None else self._sample_rows(node, self.rows, count))
+        rows = node.rows(count) if self.rows is None else self._sample_rows(node, self.rows, count)
+        batch = node.micro_batch(rows, in_step)
         seconds = batch.value * batches * epochs
         basis = f"micro-batches: {batch.basis}"
         source = batch.source

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..analysis.async_schedule import count_lanes
+from ..analysis.row_packing import MicroBatchLimit
 from ..backends.spec import BYTES
 from ..cost import groups, holdings
 from ..diagnostics.quantities import size as format_size
@@ -200,14 +201,18 @@ class CountMemory(Pass):
                 f"{remark}; {holdings.gigabytes(sequence_bytes)} of keys and values each{fullest}",
             )
         items = holdings.resident(plan, self.engines, pool, node) | working
-        size = holdings.micro_batch(plan, node)
+        limit = MicroBatchLimit.of(plan, node)
+        size = limit.full_rows
         tokens = holdings.row_tokens(plan, node)
+        batch = f"micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens"
+        if limit.tokens:
+            batch = f"micro-batches of up to {limit.most_tokens:,} tokens, rows of up to {tokens:,}"
         return self._make_entry(
             plan,
             pool,
             verb,
             items,
-            f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}",
+            f"{node}: {batch}{fullest}",
         )
 
     def _host_phase(

@@ -19,8 +19,8 @@ from ..backends import can_build
 from ..backends.divisibility import find_misfits, rows_in_step
 from ..backends.spec import EngineSpec, can_compile, is_compiled
 from ..cost import holdings
-from ..ir.graph import Node
-from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, Pool
+from ..ir.graph import Node, Value
+from ..ir.plan import FUNCTIONS, MICRO_BATCH, EngineChoice, Placement, Plan, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory
 from ..sharding.layout import Layout
@@ -191,8 +191,10 @@ def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, 
     """
     known = engines[placement.engine.name].capabilities.options
     options = placement.engine.options
-    least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
-    added = {option: value for option, value in least if option in known and option not in options}
+    least: dict[str, Value] = {"recompute": "full", "offload": offload}
+    if not options.keys() & {*MICRO_BATCH}:
+        least |= {"micro_batch_tokens" if "micro_batch_tokens" in known else "micro_batch": 1}
+    added = {option: value for option, value in least.items() if option in known and option not in options}
     return holdings.with_options(placement, added)
 
 

@@ -9,15 +9,16 @@ chosen after the layouts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
+from ..cost.batch_counts import BatchCounts
 from ..ir.graph import Node, OptionValue
-from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
+from ..ir.plan import FUNCTIONS, MICRO_BATCH, EngineChoice, Placement, Plan, PlanNote, Pool
 from ..model.architecture import Model
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
@@ -27,8 +28,12 @@ from .offload import complete_with_offloading
 from .owners import Owner, engines, explain_engine, first_stated, owners
 from .pools import Division, divide
 
-# The most tokens of a micro-batch that is not stated.
+# The most tokens of a micro-batch that is not stated, unless a row is longer.
 MICRO_BATCH_TOKENS = 16384
+# Numbers of tokens of a micro-batch that is not stated: powers of two, and multiples of 1,024.
+TOKEN_SIZES = sorted(
+    {1 << power for power in range(MICRO_BATCH_TOKENS.bit_length())} | {*range(1024, MICRO_BATCH_TOKENS, 1024)}
+)
 # Prompts generated at once where memory holds more than an iteration has: an evaluation may have more.
 PROMPTS_AT_ONCE = 1024
 PYTHON = EngineChoice("python", chosen="default")
@@ -179,7 +184,7 @@ class PlaceNodes(PlacementPass):
         theirs = placed_nodes[sharing].engine if update is not None else plan.deploy.engines[sharing]
         if stated is None:
             return replace(theirs, options=theirs.shared(), chosen=f"{sharing}, whose weights it has")
-        own = {option: value for option, value in stated.options.items() if option == "micro_batch"}
+        own = {option: value for option, value in stated.options.items() if option in MICRO_BATCH}
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
 
     def _number_ranks(
@@ -245,15 +250,16 @@ class PlaceNodes(PlacementPass):
             # an iteration.
             most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
             room = holdings.kv_room(plan, self.engines, node)
-            return _with_options(placement, micro_batch=self._largest_micro_batch(plan, placement, most, room))
+            size = self._largest_size(plan, placement, "micro_batch", range(1, most + 1), room)
+            return _with_options(placement, micro_batch=size)
         return self._choose_micro_batch(plan, placement)
 
     def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
         """Choose the micro-batch size and the recomputation of an infer or update node.
 
-        The micro-batch has enough rows to keep the device busy. It has fewer rows if memory requires it. In a pipeline,
-        or on a device with measured rates, the micro-batch also has fewer rows if the node is estimated to be faster
-        with fewer rows.
+        The size is a number of tokens, or of rows if the engine has no such option. The micro-batch has enough tokens
+        to keep the device busy. It has fewer if memory requires it. In a pipeline, or on a device with measured rates,
+        the micro-batch also has fewer tokens if the node is estimated to be faster with fewer.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
         without recomputation, or it is faster with recomputation. It then recomputes whole layers or some parts of all
@@ -263,21 +269,17 @@ class PlaceNodes(PlacementPass):
         options = placement.engine.options
         spec = self.engines[placement.engine.name]
         room = self._free_bytes(plan, placement)
-        most = max(
-            1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
-        )
-        without = self._choose_size(plan, placement, most, room)
+        choices = self._list_sizes(plan, placement)
+        without = self._choose_size(plan, placement, choices, room)
         if (
             plan.graph.node(node).verb != "update"
             or "recompute" in options
             or "recompute" not in spec.capabilities.options
+            or self._working_bytes(plan, choices.with_largest(placement)) <= room
         ):
-            return without
-        stated = placement.engine.read_count("micro_batch")
-        need = self._working_bytes(plan, placement, stated or 1)
-        if need <= room and (stated or without.engine.read_count("micro_batch") == most):
             return without  # recomputing could not make it quicker
-        with_recompute = self._choose_size(plan, _with_options(placement, recompute="full"), most, room)
+        need = self._working_bytes(plan, choices.with_least(placement))
+        with_recompute = self._choose_size(plan, _with_options(placement, recompute="full"), choices, room)
         if need > room:
             why = (
                 f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
@@ -290,24 +292,26 @@ class PlaceNodes(PlacementPass):
         fitting = [with_recompute]
         for parts in _list_recomputed(plan.model(node), spec):
             tried = _with_options(placement, recompute=parts)
-            if self._working_bytes(plan, tried, stated or 1) <= room:
-                fitting.append(self._choose_size(plan, tried, most, room))
+            if self._working_bytes(plan, choices.with_least(tried)) <= room:
+                fitting.append(self._choose_size(plan, tried, choices, room))
         best = (
             min(fitting, key=lambda candidate: self._estimate_seconds(plan, candidate)) if fitting[1:] else fitting[0]
         )
         return replace(best, reason=f"{placement.reason}; {why}")
 
-    def _choose_size(self, plan: Plan, tried: Placement, most: int, room: int) -> Placement:
-        """Choose the size of a micro-batch, at most `most` rows, unless it is stated."""
-        if "micro_batch" in tried.engine.options:
+    def _choose_size(self, plan: Plan, tried: Placement, choices: _SizeChoices, room: int) -> Placement:
+        """Choose the size of a micro-batch, unless it is stated."""
+        if choices.stated:
             return tried
-        size = self._largest_micro_batch(plan, tried, most, room)
-        # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size that
-        # more memory does not.
+        largest = self._largest_size(plan, tried, choices.option, choices.sizes, room)
+        best = choices.with_size(tried, largest)
+        # Where a larger micro-batch is not always faster, try doubling numbers of full rows: then less memory never
+        # allows a number that more memory does not.
         if tried.layout.pp == 1 and not plan.cluster.device.curves:
-            return _with_options(tried, micro_batch=size)
-        sizes = {1 << i for i in range(size.bit_length())} | {largest for largest in [size] if largest == most}
-        batches = [_with_options(tried, micro_batch=rows) for rows in sorted(sizes, reverse=True)]
+            return best
+        by_rows = {choices.count_rows(size): size for size in choices.sizes if size <= largest}
+        doubling = _select_doubling([*map(choices.count_rows, choices.sizes)])
+        batches = [choices.with_size(tried, by_rows[rows]) for rows in reversed(doubling) if rows in by_rows]
         if len(batches) == 1:
             return batches[0]
         return min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
@@ -320,17 +324,38 @@ class PlaceNodes(PlacementPass):
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
-    def _largest_micro_batch(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
-        """Return the largest number of rows in a micro-batch that fits into `room` bytes.
+    def _list_sizes(self, plan: Plan, placement: Placement) -> _SizeChoices:
+        """Return the option that limits a node's micro-batch, and the sizes to choose from.
 
-        The result is at most `most`. It is 1 if even one row does not fit.
+        The smallest number of tokens is the length of the longest row. With the largest one, all rows are in one
+        micro-batch, unless that exceeds MICRO_BATCH_TOKENS.
         """
-        return max(
-            1,
-            bisect_right(range(1, max(1, most) + 1), room, key=lambda rows: self._working_bytes(plan, placement, rows)),
-        )
+        node = placement.node
+        stated = not {*MICRO_BATCH}.isdisjoint(placement.engine.options)
+        counts = BatchCounts(replace(plan, placements=(placement,)), node)
+        limit = counts.limit
+        if "micro_batch_tokens" not in self.engines[placement.engine.name].capabilities.options:
+            most_rows = max(1, min(counts.step_rows, MICRO_BATCH_TOKENS // limit.longest))
+            return _SizeChoices("micro_batch", range(1, most_rows + 1), 1, stated)
+        least = limit.count_tokens(limit.longest)
+        most = bisect_left(TOKEN_SIZES, counts.step_rows * least)
+        larger = TOKEN_SIZES[bisect_right(TOKEN_SIZES, least) : most + 1]
+        return _SizeChoices("micro_batch_tokens", [least, *larger], least, stated)
 
-    def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
+    def _largest_size(self, plan: Plan, placement: Placement, option: str, sizes: Sequence[int], room: int) -> int:
+        """Return the largest value of `option` with which a micro-batch fits into `room` bytes.
+
+        The result is one of `sizes`. It is the first one even if that does not fit.
+        """
+
+        def need(size: int) -> int:
+            return self._working_bytes(plan, _with_options(placement, **{option: size}))
+
+        if need(sizes[-1]) <= room:
+            return sizes[-1]
+        return sizes[max(0, bisect_right(sizes, room, key=need) - 1)]
+
+    def _working_bytes(self, plan: Plan, placement: Placement) -> int:
         """Return the bytes that a node needs at its peak to compute a micro-batch.
 
         Resident items, such as weights, are not included. The result depends neither on the placements of other nodes
@@ -342,16 +367,44 @@ class PlaceNodes(PlacementPass):
         known: tuple[Any, dict[tuple[Any, ...], int]] = (inputs, {})
         known = plan.graph.worked_out.setdefault(("working", *map(id, inputs)), known)
         sizes = known[1]
-        options = tuple((option, value) for option, value in engine.options.items() if option != "micro_batch")
-        key = (placement.node, micro_batch, engine.name, placement.layout, *options)
+        key = (placement.node, engine.name, placement.layout, *sorted(engine.options.items()))
         if key not in sizes:
-            plan = replace(plan, placements=(_with_options(placement, micro_batch=micro_batch),))
+            plan = replace(plan, placements=(placement,))
             sizes[key] = sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
         return sizes[key]
 
     def _estimate_seconds(self, plan: Plan, placement: Placement) -> float:
         compute, exchange = EstimateTime(self.engines).of_node(replace(plan, placements=(placement,)), placement.node)
         return compute.value + exchange.value
+
+
+@dataclass(frozen=True)
+class _SizeChoices:
+    """The sizes of a node's micro-batch to choose from.
+
+    - `option`: the engine's option that limits a micro-batch.
+    - `sizes`: its values, ascending.
+    - `of_row`: the size of the longest row.
+    - `stated`: whether the file states the size.
+    """
+
+    option: str
+    sizes: Sequence[int]
+    of_row: int
+    stated: bool
+
+    def count_rows(self, size: int) -> int:
+        """Return the number of full rows in a micro-batch of a size."""
+        return size // self.of_row
+
+    def with_size(self, placement: Placement, size: int) -> Placement:
+        return placement if self.stated else _with_options(placement, **{self.option: size})
+
+    def with_least(self, placement: Placement) -> Placement:
+        return self.with_size(placement, self.sizes[0])
+
+    def with_largest(self, placement: Placement) -> Placement:
+        return self.with_size(placement, self.sizes[-1])
 
 
 def _list_recomputed(model: Model, spec: EngineSpec) -> list[tuple[str, ...]]:
@@ -364,3 +417,12 @@ def _list_recomputed(model: Model, spec: EngineSpec) -> list[tuple[str, ...]]:
 
 def _with_options(placement: Placement, **options: OptionValue) -> Placement:
     return holdings.with_options(placement, options)
+
+
+def _select_doubling(numbers: Sequence[int]) -> list[int]:
+    """Return numbers of an ascending sequence, each at least twice the one before it, and the last number."""
+    selected = [numbers[0]]
+    for number in numbers:
+        if number >= 2 * selected[-1]:
+            selected.append(number)
+    return [*dict.fromkeys([*selected, numbers[-1]])]

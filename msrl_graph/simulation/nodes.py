@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..analysis.row_assignment import split
+from ..analysis.row_packing import MicroBatchLimit, group_by_prompt
 from ..analysis.sequences import sequences
 from ..backends.spec import EngineSpec
 from ..cost import holdings
@@ -18,7 +19,6 @@ from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..ir.graph import Node
 from ..ir.plan import Plan
-from ..ir.workload import micro_batches
 from .flow import Lengths, RowTimes, SimulatedDocks, UnitBatch
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, LaneSpan
@@ -66,8 +66,9 @@ class ModelNode:
         self.scored = [] if generates else [fan(column_name) for column_name in row.scored]
         self.count = 1 if generates else row.count
         self.fan = min((fan_out for _, fan_out in self.context), default=1)
-        self.known: dict[Rows, float] = {}  # seconds of micro-batches
-        self.size = holdings.micro_batch(plan, name)
+        self.known: dict[tuple[Rows, int], float] = {}  # seconds of micro-batches
+        self.limit = MicroBatchLimit.of(plan, name)
+        self.lockstep = plan.controller(name).lockstep
         self.groups = self.lanes.groups[name]
         self.slow = [self.lanes.slowest(group) for group in self.groups]
         self.written = row.scored[0] if generates and row.scored else ""
@@ -91,8 +92,11 @@ class ModelNode:
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
-            count = micro_batches(max(map(len, rows)), self.size, self.costs.layout)
-            shares = [self._micro_batch_seconds(index, own, count, lengths) for index, own in enumerate(rows)]
+            packed = self._pack(rows, lengths)
+            shares = [
+                [self.slow[index] * self._batch_seconds(own, len(part)) for own in part]
+                for index, part in enumerate(packed)
+            ]
             begins = [max(free_at, batch.ready) for free_at in free]
             causes = [batch.by if batch.ready > free_at else cause for free_at, cause in zip(free, causes, strict=True)]
             if in_step:
@@ -125,30 +129,46 @@ class ModelNode:
             self._record_span(group_index, iteration, begin, end)
         return [end] * len(ends)
 
-    def _micro_batch_seconds(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
-        """Return the seconds of each of a data-parallel group's `count` micro-batches.
+    def _pack(self, shares: list[list[int]], lengths: Lengths) -> list[list[list[tuple[int, int, int]]]]:
+        """Return the micro-batches of each data-parallel group, as in a run; they can be empty.
 
-        Rows of similar length are put into the same micro-batch, as in a run. A micro-batch can be empty.
+        An entry of a micro-batch is (context tokens, scored tokens, row number).
         """
-        ordered = sorted(
-            zip(*self._sum_tokens(rows, lengths), rows, strict=True), key=lambda row: (row[0] + row[1], row[2])
-        )
-        return [self.slow[group] * self._batch_seconds(batch) if batch else 0.0 for batch in split(ordered, count)]
+        entries = [[*zip(*self._sum_tokens(rows, lengths), rows, strict=True)] for rows in shares]
+        most = max(map(len, shares))
 
-    def _batch_seconds(self, rows: list[tuple[int, int, int]]) -> float:
-        """Return the seconds of a micro-batch.
+        def pack(own: list[tuple[int, int, int]], least: int = 1) -> list[list[int]]:
+            tokens = [self.count * context + scored for context, scored, _ in own]
+            prompts = group_by_prompt(self.plan.graph, self.node, [row for *_, row in own])
+            return self.limit.pack(tokens, prompts, most, least)
+
+        packed = [pack(own) for own in entries]
+        if self.lockstep:
+            number = max(map(len, packed))
+            packed = [
+                part if len(part) == number else pack(own, number) for own, part in zip(entries, packed, strict=True)
+            ]
+        return [
+            [[own[position] for position in positions] for positions in part]
+            for own, part in zip(entries, packed, strict=True)
+        ]
+
+    def _batch_seconds(self, rows: list[tuple[int, int, int]], batches: int) -> float:
+        """Return the seconds of a micro-batch, one of `batches`.
 
         Each entry of `rows` is (context tokens, scored tokens, row number). Each group of `self.fan` rows with
         consecutive numbers has one context, such as a prompt. The tokens of the context are computed once per group.
         """
+        if not rows:
+            return 0.0
         count = self.count
         batch = Rows.from_lengths((context, scored / count) for context, scored, _ in rows for _ in range(count))
         if batch.count > 1:
             prompts = {number // self.fan: context for context, _, number in rows}
             batch = replace(batch, alike_prompt=batch.prompt - sum(prompts.values()))
-        if batch not in self.known:
-            self.known[batch] = self.costs.micro_batch(batch).value
-        return self.known[batch]
+        if (batch, batches) not in self.known:
+            self.known[batch, batches] = self.costs.micro_batch(batch, batches).value
+        return self.known[batch, batches]
 
     # A generation.
 

@@ -132,11 +132,14 @@ def test_a_pipeline_fills_and_drains() -> None:
         return state.micro_batch(Rows.equal_rows(micro_batch, 100, 100)).value, state
 
     plain, state = seconds(Layout(tp=4, pp=4, dp=1), 1)
-    number = state.micro_batches()
+    number = state.batches.steps * state.batches.count_in_step()
     assert number == 4096
     bubbles, _ = seconds(Layout(tp=4, pp=4, dp=1), 1024)
-    assert state._bubble_factor == pytest.approx(1 + 3 / number)
-    few, many = (seconds(Layout(tp=4, pp=4, dp=1, vpp=v), 1024)[1]._bubble_factor for v in (1, 4))
+    assert state._bubble_factor(number) == pytest.approx(1 + 3 / number)
+    few, many = (
+        interleaved._bubble_factor(interleaved.batches.count_in_step())
+        for interleaved in (seconds(Layout(tp=4, pp=4, dp=1, vpp=v), 1024)[1] for v in (1, 4))
+    )
     assert (few, many) == (1 + 3 / 4, 1 + 3 / 16)
     assert bubbles > 1024 * plain
     # 64 layers as 13, 17, 17, 17: the slowest stage has a 17/16 of the mean.

@@ -81,7 +81,7 @@ def test_a_program_with_interleaved_stages_is_planned_for_as_many():
     made = {n: holdings.work(plan, ENGINES, n) for n in ("actor.update", "actor.infer", "reference.infer")}
     assert (made["actor.update"].batches, made["actor.update"].rows) == (8, 3)
     assert all(w.batches % 4 == 0 and w.layout.vpp == 7 for w in made.values())
-    assert Costs(plan, ENGINES, "actor.update").micro_batches() == 8
+    assert Costs(plan, ENGINES, "actor.update").batches.count_in_step() == 8
 
 
 def test_context_parallelism_divides_tokens():

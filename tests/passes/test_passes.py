@@ -76,7 +76,7 @@ def test_what_nobody_decides_is_data_parallel() -> None:
 
 
 def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
-    rows = {}
+    tokens = {}
     for memory in (160e9, 110e9):
         engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none", "offload": "none"})}
         start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)}, engines=engines)
@@ -89,14 +89,15 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
         )
         device = replace(start.cluster.device, memory=Figure(memory, "stated"))
         plan = PlaceNodes(ENGINES).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
-        rows[memory] = plan.placement("actor.update").engine.options["micro_batch"]
-    assert 1 < rows[110e9] < rows[160e9]
+        tokens[memory] = plan.placement("actor.update").engine.options["micro_batch_tokens"]
+    assert 3072 < tokens[110e9] < tokens[160e9]
+    assert all(size % 1024 == 0 for size in tokens.values())
 
 
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
     update = EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})
     placed = PlaceNodes(ENGINES).apply(page.start(engines={"actor.update": update}))
-    assert placed.placement("actor.infer").engine.options == {"dtype": "f32", "micro_batch": 1}
+    assert placed.placement("actor.infer").engine.options == {"dtype": "f32", "micro_batch_tokens": 16384}
     own = EngineChoice("fsdp", {"micro_batch": 4})
     placed = PlaceNodes(ENGINES).apply(page.start(engines={"actor.update": update, "actor.infer": own}))
     assert placed.placement("actor.infer").engine.options["micro_batch"] == 4
@@ -118,7 +119,10 @@ def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
     first = placed.placement("reference.infer")
     second = placed.placement("second")
     assert first.layout == second.layout == Layout(tp=4, dp=4, zero=3)
-    assert first.engine.options == {"dtype": "f32", "micro_batch": 1} and second.engine.options["micro_batch"] == 2
+    assert (
+        first.engine.options == {"dtype": "f32", "micro_batch_tokens": 16384}
+        and second.engine.options["micro_batch"] == 2
+    )
     assert layout_check.check(placed, PlanContext(ENGINES)) == sharing_check.check(placed, PlanContext(ENGINES)) == []
 
 
@@ -357,9 +361,9 @@ def test_memory_by_phase() -> None:
     assert update["actor weights"] == pytest.approx(2 * third, rel=1e-3)
     assert update["gradients"] == 2 * update["actor weights"]  # in float32
     assert update["actor optimizer"] == pytest.approx(12 * third / 2, rel=1e-3)
-    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, and angles. The last layer,
+    # Recomputed: the input of each of 64 layers, of 16,384 tokens of rows of up to 10,240, and angles. The last layer,
     # whose backward pass holds most, has its own tensors too, and all logits are gone.
-    kept = 2 * (10239 * 64 * 5120 + 2 * 10239 * 128)
+    kept = 2 * (16384 * 64 * 5120 + 2 * 16384 * 128)
     assert kept < update["activations"] < 1.3 * kept
     assert "logits" not in update
     generate = phases["generate"]
@@ -519,7 +523,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
     plan = page.plan(on(devices(2, 8, 64e9), layouts=layouts, engines=stated))
     (found,) = memory_check.check(plan, PlanContext(ENGINES))
     assert (found.code, found.span) == ("out-of-memory", span)
-    assert found.message == "update needs 135.6 GB a device, which has 64.0 GB"
+    assert found.message == "update needs 136.0 GB a device, which has 64.0 GB"
     assert [line.split()[0] for line in found.help.split("\n")[:6]] == [
         "load",
         "reshard",
@@ -537,7 +541,7 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
     update = plan.placement("actor.update")
     assert (
         update.engine.options["recompute"] == "full"
-        and "recomputes activations, which would otherwise take 92.2 GB" in update.reason
+        and "recomputes activations, which would otherwise take 92.5 GB" in update.reason
     )
     assert memory_check.check(plan, PlanContext(ENGINES)) == []
     # Where it fits, nothing is recomputed.

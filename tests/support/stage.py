@@ -7,6 +7,7 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import hf_modules
+from msrl_graph.ir.plan import MICRO_BATCH
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, concatenate_rows, ragged
 from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.process.task import Task
@@ -27,6 +28,14 @@ PROMPTS = [
 def share(rows, most, whole, elements):
     """A share of a round of `whole` rows, each a unit; the largest share has `most`."""
     return Share(rows, np.ones(len(rows), int), rows, {}, (), most, whole, elements, 0, True)
+
+
+def limit_micro_batch(plan, node, size, option="micro_batch"):
+    """Limit a node's micro-batches as its engine's `option` does; 0: all rows at once."""
+    options = plan.placement(node).engine.options
+    for name in MICRO_BATCH:
+        options.pop(name, None)
+    options[option] = size
 
 
 def one_rank(*changes):

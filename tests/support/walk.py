@@ -286,11 +286,23 @@ def _largest(peak):
     return "\n  ".join([peak.moment, *lines[:40]])
 
 
-def case(name, family, shape, update, generate="dp = 1", micro=8, prompts=4, engine="", reference="", **more):
+def case(
+    name,
+    family,
+    shape,
+    update,
+    generate="dp = 1",
+    micro=8,
+    prompts=4,
+    engine="",
+    reference="",
+    limit="micro_batch",
+    **more,
+):
     trainer, generator = more.get("engines", LIGHT)
     deploy = f"""layout actor.update {{ {update} }}
   layout actor.generate {{ {generate} }}
-  engine actor.update = {trainer} {{ micro_batch = {micro}{engine} }}
+  engine actor.update = {trainer} {{ {limit} = {micro}{engine} }}
   engine actor.generate = {generator} {{ micro_batch = {prompts} }}"""
     if reference:
         deploy += f"\n  engine reference.infer = {trainer} {{ {reference} }}"

@@ -79,7 +79,16 @@ SPEC = EngineSpec(
     build="msrl_graph.backends.megatron.engine:MegatronEngine",
     capabilities=Capabilities(
         axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
-        options=("micro_batch", "recompute", "dtype", "offload", "activations", "gradients", "moments"),
+        options=(
+            "micro_batch",
+            "micro_batch_tokens",
+            "recompute",
+            "dtype",
+            "offload",
+            "activations",
+            "gradients",
+            "moments",
+        ),
         zero=(0, 1),
         routes=True,
         features=SUPPORTED - LACKING,

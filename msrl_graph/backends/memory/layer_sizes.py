@@ -93,7 +93,7 @@ class LayerSizes:
         s = self.whole
         heads = s.split(self.mixer.heads)
         width = -(-s.work.fed // s.work.layout.cp)
-        per_query = s.work.rows * heads * width
+        per_query = s.row_tokens * heads
         return min(max(SCORES, per_query), per_query * width) if self.is_capped else 0
 
     @cached_property
@@ -118,7 +118,9 @@ class LayerSizes:
     @cached_property
     def recurrent(self) -> DeltaSizes | MambaSizes | None:
         """The sizes of a recurrent mixer in a pass over a micro-batch."""
-        return self.find_recurrent(self.whole.work.rows, self.whole.work.fed)
+        work = self.whole.work
+        rows = -(-work.fed_tokens // work.fed)
+        return self.find_recurrent(rows, work.fed_tokens // rows)
 
     @cached_property
     def attention(self) -> int:

@@ -10,6 +10,7 @@ Invariant: sizes are bytes of tensor storages on the busiest rank, with every co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -32,6 +33,8 @@ from ..spec import BYTES, Moments
 CHUNK = 1 << 22
 # Attention scores that exist at once where no fused kernel computes them (kernels/chunked_attention.py).
 SCORES = 1 << 24
+# The most tokens of rows that are laid out for attention, divided by the number of tokens of these rows.
+ROW_PADDING = 9 / 8
 # Bytes of the logits that a policy's head makes at once (policy_head.py), with their products in the weights' type.
 LOGITS = 256_000_000
 
@@ -85,7 +88,7 @@ class Sizes:
         A prompt's tokens count once, not once per response. A response's tokens count if they are inputs of the model.
         """
         work = self.work
-        return max(1, self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed)))
+        return max(1, self._cap(self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed))))
 
     @cached_property
     def row_tokens(self) -> int:
@@ -95,12 +98,19 @@ class Sizes:
         only for a part of the heads.
         """
         work = self.work
-        return work.rows * -(-work.fed // work.layout.cp)
+        most = self._cap(work.rows * -(-work.fed // work.layout.cp), 1 if work.padded else ROW_PADDING)
+        # A row alone has no padding.
+        return max(most, -(-work.fed // work.layout.cp))
 
     @cached_property
     def scored(self) -> int:
         work = self.work
-        return self._most((work.rows, work.fed - work.response, work.fed))
+        return self._cap(self._most((work.rows, work.fed - work.response, work.fed)))
+
+    def _cap(self, tokens: int, padding: float = 1) -> int:
+        """Return the number of tokens on a rank, given the number without a limit on tokens."""
+        work = self.work
+        return min(tokens, math.ceil(work.most_tokens * padding / work.layout.cp)) if work.most_tokens else tokens
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
         """Return the number of tokens on the context-parallel rank with the most tokens.
@@ -143,8 +153,8 @@ class Sizes:
         They have 64-bit ids and indices, float32 columns, and routes.
         """
         work = self.work
-        row_tokens = work.rows * work.fed
-        scored = work.rows * work.response
+        row_tokens = work.fed_tokens
+        scored = work.scored_tokens
         own = 3 * self.tokens + self.row_tokens + self.scored * (1 if work.layout.cp == 1 else 2)
         replayed = work.replays_routes * (self.routes + self.routes_of(row_tokens))
         recorded = work.records_routes * self.routes

@@ -1,7 +1,7 @@
 """What all parts of a rank share: its place in the plan, and its groups of ranks.
 
-Invariant: all ranks of a group call `share_result` and `sum_over_groups` in the same order. A layout numbers the ranks
-of one pool, and torch.distributed numbers the ranks of all pools.
+Invariant: all ranks of a group call `share_result` and the methods that end in `over_groups` in the same order. A
+layout numbers the ranks of one pool, and torch.distributed numbers the ranks of all pools.
 """
 
 from __future__ import annotations
@@ -113,6 +113,15 @@ class RankContext:
                 shared = object_collectives.broadcast(shared, group, source)
         result: T = shared
         return result
+
+    def largest_over_groups(self, node: Node, number: int) -> int:
+        """Return the largest of the numbers `number` of the data-parallel groups of a node."""
+        group = self.dp_group(node)
+        if group is None:
+            return number
+        largest = torch.tensor([number])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        return int(largest)
 
     def sum_over_groups(self, node: Node, numbers: Array) -> Array:
         """Return the sum of the arrays `numbers` over the data-parallel groups of a node."""

@@ -7,12 +7,13 @@ computes log-probabilities or values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from ...analysis.row_packing import MicroBatchLimit, group_by_prompt
 from ...analysis.sequences import (
     begins_columns,
     drawn_name,
@@ -27,7 +28,6 @@ from ...backends.engine_protocols import MicroBatch, Outputs
 from ...ir import graph as ir
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
-from ...ir.workload import micro_batches
 from ..data import numerics
 from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
 from ..data.tokens import tokenise_columns
@@ -173,15 +173,20 @@ class PreparedBatch(Sequence[MicroBatch]):
 
 
 def prepare_batch(
-    plan: Plan, node: Node, batch: Batch, like: dict[str, str], given: Sequence[ir.Column] = ()
+    plan: Plan,
+    node: Node,
+    batch: Batch,
+    like: dict[str, str],
+    given: Sequence[ir.Column] = (),
+    agree: Callable[[int], int] = int,
 ) -> PreparedBatch:
     """Prepare a batch for a node's model.
 
     `like` has an entry for each column that the program does not declare: the name of a column with the same lengths.
     `given` are the columns of token ids whose log-probabilities loss terms read.
 
-    Rows of similar length are in the same micro-batch, to save padding. All data-parallel groups have the same number
-    of micro-batches, enough for the largest share; some micro-batches may be empty.
+    `agree` returns the largest of the numbers of micro-batches of the data-parallel groups that must make equally many.
+    Micro-batches may be empty (analysis/row_packing.py).
     """
     graph = plan.graph
     roles = sequences(graph, node)
@@ -211,26 +216,49 @@ def prepare_batch(
         mask = columns.pop(name)
         other = masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
-    share = batch.share
-    placement = plan.placement(node.name)
-    size = placement.engine.read_count("micro_batch") or max(share.largest_share_rows, 1)
-    count = micro_batches(share.largest_share_rows, size, placement.layout)
-    token_counts = np.sum([column.lengths for column in tokens], axis=0)  # masked or not
+    begins = {name: column for name, column in conversation_starts.items() if column is not None}
+    lengths = _count_fed_tokens(
+        [token_columns[name] for name in roles.context], {name: token_columns[name] for name in roles.scored}, begins
+    )
+    limit = MicroBatchLimit.of(plan, node.name)
+    prompts = group_by_prompt(graph, node, batch.rows.tolist())
+    micro = limit.pack(lengths, prompts, batch.share.largest_share_rows)
+    if (number := agree(len(micro))) > len(micro):
+        micro = limit.pack(lengths, prompts, batch.share.largest_share_rows, number)
     return PreparedBatch(
         rows=batch.rows,
         columns={name: apply_mask(column, masks.get(like.get(name, ""))) for name, column in columns.items()},
         lengths={name: apply_mask(token_columns[name], masks.get(name)).lengths for name in roles.scored},
         wrong=unknown,
-        micro=np.array_split(np.argsort(token_counts, kind="stable"), count),
+        micro=[np.array(positions, np.int64) for positions in micro],
         contexts=[token_columns[name] for name in roles.context],
         scored={name: token_columns[name] for name in roles.scored},
         masks=masks,
-        begins={name: column for name, column in conversation_starts.items() if column is not None},
+        begins=begins,
         temperatures={name: temperature(graph, name) for name in roles.scored},
         given=given,
         after=scores_texts(graph, node),
         routes=routes,
     )
+
+
+def _count_fed_tokens(
+    contexts: Sequence[ColumnData], scored: Mapping[str, ColumnData], begins: Mapping[str, ColumnData]
+) -> list[int]:
+    """Return the number of tokens of each row's sequences (`pack`), masked or not.
+
+    Each sequence has the context of the row.
+    """
+    total = np.zeros(len([*contexts, *scored.values()][0]), np.int64)
+    context = np.sum([total, *(column.lengths for column in contexts)], axis=0)
+    for name, column in scored.items():
+        conversations = np.ones_like(total)
+        if name in begins:
+            row = np.repeat(np.arange(len(total)), column.lengths)
+            conversations = np.bincount(row[begins[name].values], minlength=len(total)).clip(min=1)
+        total += column.lengths + context * conversations
+    counts: list[int] = (total if scored else context).tolist()
+    return counts
 
 
 def _empty(column: ir.Column) -> ColumnData:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,7 +191,9 @@ class TrainerRole:
         compared = self.context.watch.comparison
         like = {compared.column: compared.response} if compared else {}
         given = [*loss.id_columns(plan.graph, node).values()] if node.verb == "update" else []
-        batch = prepare_batch(plan, node, work.batch, like, given)
+        lockstep = plan.controller(node.name).lockstep
+        agree = partial(self.context.largest_over_groups, node) if lockstep else int
+        batch = prepare_batch(plan, node, work.batch, like, given, agree)
         if batch.contexts and not is_whole_conversation(plan.graph, node):
             lengths = np.sum([column.lengths for column in batch.contexts], axis=0)
             self.context.watch.check_input(node, work.task, batch.rows, lengths)

@@ -336,6 +336,17 @@ TINY = (64, 3, 4, 2, 192, 512)
             ranks=2,
             tokens=(12, 10),
         ),
+        # Rows with short prompts are nearly all scored, and share little: they fill micro-batches of 256 tokens.
+        walk.case(
+            "by tokens",
+            "llama",
+            TINY,
+            "dp = 1",
+            micro=256,
+            limit="micro_batch_tokens",
+            rows=(4, 2, 8),
+            tokens=(2, 62),
+        ),
         pytest.param(
             walk.case(
                 "matrices that ranks share",

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from stage import Stage, one_rank, same
+from stage import Stage, limit_micro_batch, one_rank, same
 from tiny import PAIRS, built
 from training_math import net, norm, token_logps
 
@@ -95,7 +95,7 @@ def test_a_term_of_the_whole_mini_batch_is_its_formula_of_all_tokens(tmp_path, m
     # Gradients go through the statistics too.
     loss = (-(logp - old).exp() * advantage / logp.std() + (logp - logp.mean()).square()).mean()
     loss.backward()
-    stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
+    limit_micro_batch(stage.plan, "actor.update", micro)
     stage.act("actor.update", columns)
     assert stage.told.sums["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert stage.told.sums["grad_norm"][0] == pytest.approx(norm(model), rel=1e-4)
@@ -188,7 +188,7 @@ def test_a_kink_where_log_probabilities_are_equal_has_no_slope_of_rounding(tmp_p
     found = []
     trainer.step = lambda *_: found.append(gradient(trainer)) or 1.0  # looks at the gradient, and takes no step
     for micro in (0, 1, 2, 5):
-        stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
+        limit_micro_batch(stage.plan, "actor.update", micro)
         stage.act("actor.update", columns)
         stage.training.stepped = False
     for one in found:

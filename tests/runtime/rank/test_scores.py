@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from stage import PROMPTS, share
+from stage import PROMPTS, limit_micro_batch, share
 from tiny import SCORES, pairs, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 from training_math import TASK, close, net, norm, sequence
@@ -71,7 +71,7 @@ def test_the_last_number_of_a_reward_model_is_the_score_of_the_row(judge, micro)
     stage = staged(TOKENS, judge=judge)
     columns = rows()
     for name in ("tokens", "row"):
-        stage.plan.placement(name).engine.options["micro_batch"] = micro
+        limit_micro_batch(stage.plan, name, micro)
     columns |= stage.act("tokens", columns) | stage.act("row", columns)
     last = [columns["each"][i][-1] for i in range(8)]
     assert np.allclose(last, columns["score"].values, rtol=1e-6, atol=1e-5)
@@ -136,7 +136,7 @@ def test_pairs_train_a_reward_model_as_torch_does(judge, margin, micro):
     columns, model, chosen, rejected = paired(stage)
     loss = -logsigmoid(chosen - rejected - margin).mean()
     loss.backward()
-    stage.plan.placement("judge.update").engine.options["micro_batch"] = micro
+    limit_micro_batch(stage.plan, "judge.update", micro)
     stage.act("judge.update", columns)
     told = {name: total / max(weight, 1) for name, (total, weight) in stage.told.sums.items()}
     assert told["loss"] == pytest.approx(told["loss/bradley_terry"]) == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -164,7 +164,7 @@ def test_a_term_of_a_file_gets_scores_of_the_whole_mini_batch(tmp_path, judge, m
     difference = chosen - rejected
     loss = (-difference / (1 + difference.var())).mean()
     loss.backward()
-    stage.plan.placement("judge.update").engine.options["micro_batch"] = micro
+    limit_micro_batch(stage.plan, "judge.update", micro)
     stage.act("judge.update", columns)
     assert stage.told.sums["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert stage.told.sums["grad_norm"][0] == pytest.approx(norm(model), rel=1e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage import EXAMPLE, PROMPTS, Stage, one_rank, share
+from stage import EXAMPLE, PROMPTS, Stage, limit_micro_batch, one_rank, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 from training_math import TASK, close, net, norm, sequence, token_logps
@@ -124,7 +124,7 @@ def test_each_of_several_columns_has_the_temperature_that_it_was_drawn_at(micro)
     columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))}
     for name, sizes in (("response", (3, 5, 1, 4, 2, 5, 3, 2)), ("revised", (1, 2, 5, 4, 4, 3, 1, 1))):
         columns[name] = ragged([draw.integers(3, 13, n) for n in sizes], np.int32)
-    stage.plan.placement("teacher.infer").engine.options["micro_batch"] = micro
+    limit_micro_batch(stage.plan, "teacher.infer", micro)
     found = stage.act("teacher.infer", columns)
     model = net(stage, "teacher")
     for written, name, temperature in (("cold", "response", 0.5), ("warm", "revised", 2.0)):
@@ -224,7 +224,7 @@ def test_loss_and_gradient_are_those_of_torch(rolled, judge, node, expected, red
     model, rows = expected(stage, columns, kept)
     loss = REDUCED[reduce](rows)
     loss.backward()
-    stage.plan.placement(node).engine.options["micro_batch"] = micro
+    limit_micro_batch(stage.plan, node, micro)
     stage.told = Report("")
     stage.act(node, columns)
     assert stage.told.sums["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-6)
@@ -238,7 +238,7 @@ def test_pairs_and_their_figures(micro):
     stage, columns = built(PAIRS)
     model, rows = pair_loss(stage, columns, None)
     torch.cat(rows).mean().backward()
-    stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
+    limit_micro_batch(stage.plan, "actor.update", micro)
     stage.act("actor.update", columns)
     told = {name: total / max(weight, 1) for name, (total, weight) in stage.told.sums.items()}
     assert (

@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from sample import examples
-from stage import Stage, one_rank, share
+from stage import Stage, limit_micro_batch, one_rank, share
 from torch import distributed as dist
 
 from msrl_graph.runtime.data.columns import ColumnData
@@ -30,7 +30,7 @@ def sharing(rank, *changes):
     drawn = columns["response.logp"]
     columns |= {"old_logp": drawn, "ref_logp": ColumnData(drawn.values - np.float32(0.1), drawn.offsets)}
 
-    def act(shares, micro):
+    def act(shares, micro, option):
         mine = np.array(shares[rank], np.int64)
         whole = np.concatenate([np.array(s, np.int64) for s in shares])
         report = Report("")
@@ -39,7 +39,7 @@ def sharing(rank, *changes):
         logp = {}
         for name in ("actor.infer", "actor.update"):
             node = stage.plan.graph.node(name)
-            stage.plan.placement(name).engine.options["micro_batch"] = micro
+            limit_micro_batch(stage.plan, name, micro, option)
             taken = {c: columns[c].take(mine) for c in (*node.reads, "response.logp")} if len(mine) else {}
             parts = stage.roles[node.verb].compute(NodeBatch(node, TASK, Batch(part, mine, taken), report))
             for made in (piece for part in parts for piece in part.values()):
@@ -81,18 +81,25 @@ PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).f
     lambda places: any(p is not None for p in places)
 )
 
+# At most so many rows, or tokens.
+LIMITS = st.tuples(st.integers(0, ROWS + 1), st.just("micro_batch")) | st.tuples(
+    st.integers(1, 60), st.just("micro_batch_tokens")
+)
+
 
 @pytest.mark.slow
-@example([0] * ROWS, 3)
-@example([None] * 4 + [0, 1, 1, 1], 3)
-@example([1] * ROWS, 0)
-@example([None] * (ROWS - 1) + [1], 5)
-@given(PLACES, st.integers(0, ROWS + 1))
+@example([0] * ROWS, (3, "micro_batch"))
+@example([None] * 4 + [0, 1, 1, 1], (3, "micro_batch"))
+@example([1] * ROWS, (0, "micro_batch"))
+@example([None] * (ROWS - 1) + [1], (5, "micro_batch"))
+@example([0] * ROWS, (20, "micro_batch_tokens"))
+@example([0, 0, 0, 0, 0, 1, 1, 1], (1, "micro_batch_tokens"))
+@given(PLACES, LIMITS)
 @examples(25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-def test_no_share_hangs_or_changes_the_gradient(alone, pair, places, micro):
+def test_no_share_hangs_or_changes_the_gradient(alone, pair, places, limit):
     shares = [[row for row, place in enumerate(places) if place == rank] for rank in range(2)]
-    logp, norm = alone([shares[0] + shares[1]], 0)
-    (first, told), (second, untold) = pair.ask(shares, micro)
+    logp, norm = alone([shares[0] + shares[1]], 0, "micro_batch")
+    (first, told), (second, untold) = pair.ask(shares, *limit)
     assert (first.keys(), second.keys()) == tuple(dict.fromkeys(s).keys() for s in shares) and untold == 0
     for row, values in logp.items():
         assert (first | second)[row] == pytest.approx(values, abs=1e-5)

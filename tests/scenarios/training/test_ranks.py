@@ -10,7 +10,7 @@ import torch
 from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from sample import examples
-from stage import share
+from stage import limit_micro_batch, share
 from tiny import PAIRS, ROLLOUT, SCORES, built, scoring, staged
 from torch import distributed as dist
 
@@ -20,6 +20,10 @@ from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.rank.context import NodeBatch
 
 ROWS = 8
+# The limit of a micro-batch: its rows, or its tokens.
+ROW_LIMITS = [(rows, "micro_batch") for rows in range(ROWS + 2)]
+TOKEN_LIMITS = [(tokens, "micro_batch_tokens") for tokens in (1, 14, 31)]
+ALL = ROW_LIMITS[0]
 TASK = Task("train", 3, 4, {"actor.generate": 2})
 STILL = ("adamw(lr = 1e-3)", "adamw(lr = 0)")  # so that every case meets the same weights
 BY_ROWS = ("optimizer", "reduce = sequences, optimizer")
@@ -59,7 +63,7 @@ def working(rank, judge):
         text, *changes = PROGRAMS[program]
         return staged(text, *changes, rank=rank, ranks=dist.get_world_size(), judge=judge, more=laid(program, layout))
 
-    def act(program, layout, columns, shares, micro):
+    def act(program, layout, columns, shares, limit):
         here = stage(program, layout)
         report = Report("")
         written = {}
@@ -69,7 +73,7 @@ def working(rank, judge):
         elements = {c: int(column.lengths[whole].sum()) for c, column in columns.items()}
         part = share(mine, max(map(len, shares)), len(whole), elements)
         for node in (n for n in here.plan.graph.nodes if n.verb in ("infer", "update")):
-            here.plan.placement(node.name).engine.options["micro_batch"] = micro
+            limit_micro_batch(here.plan, node.name, *limit)
             taken = {c: columns[c].take(mine) for c in node.reads} if len(mine) else {}
             parts = here.roles[node.verb].compute(NodeBatch(node, TASK, Batch(part, mine, taken), report))
             for name, made in (item for part in parts for item in part.items()):
@@ -102,9 +106,9 @@ def pair(judge):
     team.close()
 
 
-def check(alone, answers, program, shares, micro):
+def check(alone, answers, program, shares):
     act, columns = alone
-    expected, sums = act(program, "dp = 1", columns[program], [[row for share in shares for row in share]], 0)
+    expected, sums = act(program, "dp = 1", columns[program], [[row for share in shares for row in share]], ALL)
     found = {key: value for written, _ in answers for key, value in written.items()}
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -123,32 +127,35 @@ PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).f
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("micro", [1, 3])
-def test_micro_batches_change_nothing(alone, program, micro):
+@pytest.mark.parametrize("limit", [*ROW_LIMITS[1:4:2], *TOKEN_LIMITS], ids=str)
+def test_micro_batches_change_nothing(alone, program, limit):
     act, columns = alone
-    answer = act(program, "dp = 1", columns[program], [list(range(ROWS))], micro)
-    check(alone, [answer], program, [list(range(ROWS))], micro)
+    answer = act(program, "dp = 1", columns[program], [list(range(ROWS))], limit)
+    check(alone, [answer], program, [list(range(ROWS))])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-@example(1, [0] * ROWS, 3)
-@example(3, [None] * 4 + [0, 1, 1, 1], 3)
-@example(3, [1] * ROWS, 0)
-@example(0, [0] + [None] * (ROWS - 1), 5)  # the row that the mask leaves nothing of
-@given(st.integers(0, 3), PLACES, st.integers(0, ROWS + 1))
+@example(1, [0] * ROWS, ROW_LIMITS[3])
+@example(3, [None] * 4 + [0, 1, 1, 1], ROW_LIMITS[3])
+@example(3, [None] * 4 + [0, 1, 1, 1], TOKEN_LIMITS[0])
+@example(0, [0] + [1] * (ROWS - 1), TOKEN_LIMITS[1])  # alone, the ranks would pack into different numbers
+@example(3, [1] * ROWS, ALL)
+@example(0, [0] + [None] * (ROWS - 1), ROW_LIMITS[5])  # the row that the mask leaves nothing of
+@given(st.integers(0, 3), PLACES, st.sampled_from(ROW_LIMITS + TOKEN_LIMITS))
 @examples(6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-def test_no_share_changes_loss_or_gradient(alone, pair, program, zero, places, micro):
+def test_no_share_changes_loss_or_gradient(alone, pair, program, zero, places, limit):
     shares = [[row for row, place in enumerate(places) if place == rank] for rank in range(2)]
-    answers = pair.ask(program, f"dp = 2, zero = {zero}", alone[1][program], shares, micro)
-    check(alone, answers, program, shares, micro)
+    answers = pair.ask(program, f"dp = 2, zero = {zero}", alone[1][program], shares, limit)
+    check(alone, answers, program, shares)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("layout", ["tp = 2", "cp = 2", "cp = 2, cp_kind = ulysses"])
-def test_dividing_tensors_or_sequences_changes_nothing(alone, pair, program, layout):
+@pytest.mark.parametrize("limit", [ROW_LIMITS[3], TOKEN_LIMITS[1]], ids=str)
+def test_dividing_tensors_or_sequences_changes_nothing(alone, pair, program, layout, limit):
     shares = [list(range(ROWS))]
-    answers = pair.ask(program, layout, alone[1][program], shares, 3)
+    answers = pair.ask(program, layout, alone[1][program], shares, limit)
     assert answers[0][1].keys() - {"loss"} >= answers[1][1].keys() - {"loss"}
-    check(alone, answers[:1], program, shares, 3)
+    check(alone, answers[:1], program, shares)
