@@ -1,4 +1,4 @@
-"""Kernels for CUDA devices: those of torch itself, and its attention of rows without padding.
+"""Kernels for CUDA devices: those of torch, also for rows without padding.
 
 Invariant: packed attention is used only where FlashAttention has a kernel: in 16 bits, for heads of a size that it
 supports, on devices since Ampere, with a torch whose `varlen_attn` has windows and shared key-value heads.
