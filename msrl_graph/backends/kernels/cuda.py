@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LARGEST_HEAD = 256
 ALIGNMENT = 8  # elements: sizes of heads are multiples of it
 AMPERE = (8, 0)
+VARLEN = "attention.varlen"  # a module whose function has other options in each version of torch
 OPTIONS = {"scale", "window_size", "enable_gqa"}
 
 
@@ -66,10 +67,10 @@ def packed_attention(
 def _find_varlen_attention(device: torch.device) -> Any:
     """Return torch's `varlen_attn` if it has our options and a kernel for the device."""
     try:
-        found = import_module("torch.nn.attention.varlen").varlen_attn
+        found = import_module(f"torch.nn.{VARLEN}").varlen_attn
     except ImportError:
         return None
-    has_kernel = import_module("torch.cuda").get_device_capability(device) >= AMPERE
+    has_kernel = import_module(f"torch.{device.type}").get_device_capability(device) >= AMPERE
     return found if has_kernel and {*signature(found).parameters} >= OPTIONS else None
 
 
