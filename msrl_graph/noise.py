@@ -17,7 +17,7 @@ the name of an evaluation, and `step` is the position of the drawn token in its 
     order       data          pass, row of the data               the order of a data file
     weighted    data          iteration, pass, row of the data    a source that draws by `weights`
     adapter     weight        -                                   the first values of a LoRA adapter
-    dropout     node          step; then the tokens of the row    the tokens in masks of an adapter's dropout
+    dropout     node          step; then position, token          the tokens in masks of an adapter's dropout
     dropout     weight        input                               the inputs in these masks
     probe       edge          prompt, position                    the prompts that test whether weights arrived
     digest      -             dim, index                          the digests of weights, the same in all runs

@@ -125,9 +125,10 @@ class ContextGroup:
         return part, known
 
     def _share_rows(self, tree: Tree, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return this rank's part of each block of rows, and the place of each node in its rank's part.
+        """Return this rank's part of each block of rows, and a place for each node.
 
-        `local` is the index of each node among the nodes of its rank.
+        The place of a node is that in the parts of the node's rank. `local` is the index of each node among the nodes
+        of its rank.
         """
         import torch
 

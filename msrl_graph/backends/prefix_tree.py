@@ -97,7 +97,10 @@ class Tree:
         return replace(self, **moved)
 
     def with_kernels(self, kernels: Kernels) -> Self:
-        """Return the tree with a device's functions for attention, and only the rows that they need."""
+        """Return the tree with a device's functions for attention.
+
+        The result has only the rows that these functions need.
+        """
         packed = None if kernels.packed_attention is None else self.packed
         return replace(
             self, packed=packed, attention=kernels.attention, packed_attention=kernels.packed_attention, node_of_id=None
@@ -147,7 +150,10 @@ class Tree:
 
 
 def _lay_out(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Copy the nodes' states [nodes, heads, size] into the rows of a block: [rows, heads, width, size]."""
+    """Copy the nodes' states [nodes, heads, size] into the rows of a block.
+
+    The result is [rows, heads, width, size].
+    """
     by_row = states.index_select(0, rows.view(-1))
     return by_row.view(*rows.shape, *by_row.shape[1:]).transpose(1, 2)
 
@@ -244,9 +250,10 @@ def _sort_rows(ids: NDArray[np.int64], offsets: NDArray[np.int64], needed: NDArr
 def _lay_out_rows(
     found: _SortedRows, nodes: NDArray[np.int64], count: int
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, PackedRows]:
-    """Lay out the rows by length, in blocks and without padding; `nodes` are those of the sorted rows' tokens.
+    """Lay out the rows by length, in blocks and without padding.
 
-    The result is a tree's `rows`, `place` and `packed`. The tree has `count` nodes.
+    `nodes` are those of the sorted rows' tokens. The result is a tree's `rows`, `place` and `packed`. The tree has
+    `count` nodes.
     """
     import numpy as np
     import torch
@@ -278,10 +285,10 @@ def _lay_out_rows(
 
 
 def _with_routes(ids: NDArray[np.int64], routes: torch.Tensor) -> NDArray[np.int64]:
-    """Return integers that are equal for tokens with equal ids and routes: other routes make another prefix.
+    """Return integers that are equal for tokens with equal ids and routes.
 
-    Routes are compared by digests of 64 bits: sorting whole routes would take longer than a forward pass. Routes with
-    equal digests are then compared with each other.
+    A prefix with other routes is another prefix. Routes are compared by digests of 64 bits: sorting whole routes would
+    take longer than a forward pass. Routes with equal digests are then compared with each other.
     """
     import numpy as np
 

@@ -1,10 +1,10 @@
-"""Blocks of rows: how attention computes rows of different lengths with little padding.
+"""Blocks of rows: attention of rows of different lengths, with little padding.
 
 Rows are sorted by length. A block is some of these rows, padded to the longest of them. Fewer blocks need fewer
 operators, more blocks have less padding.
 
-Invariant: the tokens of all blocks, with padding, are at most `bound_row_tokens` of the sum of the rows' lengths. A
-block more would not be needed for that.
+Invariant: the tokens of all blocks, with padding, are at most `bound_row_tokens` of the sum of the rows' lengths. Each
+of the `cp` ranks of a ring has every cp-th token of each row: at most a cp-th of the bound, and one token a row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ FEW = 2048
 
 
 def bound_row_tokens(tokens: int) -> int:
-    """Return the most tokens in blocks, with padding, of rows whose lengths sum to `tokens`."""
+    """Return the most tokens in blocks of rows, with padding.
+
+    The lengths of the rows sum to `tokens`.
+    """
     return max(tokens + tokens // PADDING, FEW)
 
 
 def divide_rows(lengths: NDArray[np.int64]) -> list[slice]:
-    """Divide rows into the fewest blocks whose tokens are within the bound, and of these, those with least padding.
+    """Divide rows into the fewest blocks whose tokens are within the bound.
 
-    `lengths` rise, and the result is a slice of them for each block.
+    Of these, the blocks have the least padding. `lengths` rise, and the result is a slice of them for each block.
     """
     import numpy as np
 

@@ -60,7 +60,10 @@ def attention(
 def packed_attention(
     query: torch.Tensor, rows: PackedRows, rule: ScoreRule, sinks: torch.Tensor | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the fused operator for rows without padding, if it is documented for these rows."""
+    """Return the fused operator for rows without padding.
+
+    The result is None for rows for which the operator is not documented.
+    """
     import torch_npu
 
     # Its documentation does not say that bands of rows of different lengths are right.

@@ -95,7 +95,7 @@ class Sizes:
         """Number of tokens that a rank lays out row by row for attention.
 
         With context parallelism, ring attention lays out a part of each row. Ulysses attention lays out whole rows, but
-        only for a part of the heads.
+        only for a part of the heads. Rows of full length are not padded; row_blocks.py bounds the padding of others.
         """
         work = self.work
         most = self._cap(work.rows * -(-work.fed // work.layout.cp), 1 if work.padded else ROW_PADDING)

@@ -75,7 +75,10 @@ class RowLayout:
 
 
 class _RowProjection:
-    """A projection's stand-in: each call returns the projection's outputs, laid out in the rows of the next block."""
+    """A projection's stand-in for the blocks of a tree.
+
+    Each call returns the projection's outputs, laid out in the rows of the next block.
+    """
 
     def __init__(self, project: Any, states: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         self._project = project
@@ -92,7 +95,7 @@ class _RowProjection:
 
 
 class _OutputCollector:
-    """The last projection's stand-in, which appends its inputs [tokens, size] to a list."""
+    """The last projection's stand-in: it collects inputs [tokens, size]."""
 
     def __init__(self, collected: list[torch.Tensor]) -> None:
         self._collected = collected

@@ -21,7 +21,7 @@ from msrl_graph.backends.prefix_tree import PackedRows
 
 real = varlen.varlen_attn
 real_signature = inspect.signature(real)
-has_flash_attention = cuda._has_flash_attention.__wrapped__
+find_varlen_attention = cuda._find_varlen_attention.__wrapped__
 
 
 class RecordedVarlen:
@@ -54,8 +54,7 @@ def recorded():
     operators = Operators()
     operators.varlen = RecordedVarlen()
     with operators.there(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "varlen_attn", operators.varlen)
-        patch.setattr(cuda, "_has_flash_attention", lambda device: True)
+        patch.setattr(cuda, "_find_varlen_attention", lambda device: operators.varlen)
         yield operators
 
 
@@ -125,7 +124,6 @@ def test_flash_attention_needs_its_devices_and_a_torch_that_has_windows(monkeypa
     device = torch.device("cuda", 0)
     for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(varlen, "varlen_attn", real)
-        assert has_flash_attention(device) is expected
+        assert find_varlen_attention(device) is (real if expected else None)
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale: query)
-    assert not has_flash_attention(device)
+    assert find_varlen_attention(device) is None
