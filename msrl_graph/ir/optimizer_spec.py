@@ -16,6 +16,7 @@ from ..sharding.tensors import Tensor
 
 MASTER = 4  # bytes of the float32 copy of a weight of another type, which any optimizer updates
 FLOAT = 4  # bytes of an element of an optimizer state in float32
+ROUNDED = 2  # in bf16
 # An optimizer with states in host memory divides a step into this number of parts (MindSpeed's --swap-optimizer-times).
 # The states of AT_ONCE parts are on the device: of the current part, and of the next part, which is being copied.
 PARTS = 16
@@ -45,7 +46,7 @@ class Rule:
     @property
     def is_rounded(self) -> bool:
         """Whether optimizer states are bf16 between steps; a step computes in float32."""
-        return any(size < FLOAT for size in self.keeps.values())
+        return any(size == ROUNDED for size in self.keeps.values())
 
     @property
     def can_round(self) -> bool:

@@ -113,6 +113,9 @@ RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)
         pytest.param(lambda: small(OFFLOAD), id="offload"),
         pytest.param(lambda: page(MINI, ("run {", f"{OFFLOAD}\n  run {{")), id="offload, each step"),
         pytest.param(
+            lambda: page(MINI, ("run {", f"{OFFLOAD.replace('all', 'phase')}\n  run {{")), id="offload, each phase"
+        ),
+        pytest.param(
             lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1),
             id="CPUs",
         ),

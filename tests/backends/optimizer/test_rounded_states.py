@@ -13,8 +13,9 @@ import torch
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, muon, sgd
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.devices import Devices, TorchDevice
-from msrl_graph.backends.engine_protocols import Shard, StepRequest
+from msrl_graph.backends.engine_protocols import ForwardRequest, Shard, StepRequest
 from msrl_graph.backends.optimizer import shards as optimizer_shards
 from msrl_graph.backends.optimizer.gradients import Gradients
 from msrl_graph.backends.optimizer.steps import Steps
@@ -156,6 +157,29 @@ def _stretched(rank, _, name):
     assert all(torch.equal(a, b) for a, b in zip(whole, own, strict=True))
     assert same(states(alone), states(both))
     dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_engines_sum_gradients_in_bf16_on_every_layout(dtype, tmp_path):
+    """Over micro-batches and ranks: the norm of the gradient is that of float32 sums, up to its rounding."""
+    ranks.run(2, _summed, offloaded.model(tmp_path / "model", dtype), str(tmp_path))
+
+
+def _summed(rank, _, of, folder):
+    def norm(layout, gradients):
+        mesh = engines.mesh(layout) if layout.devices > 1 else None
+        engine = engines.built("fsdp", of, layout, rank * (mesh is not None), mesh, adamw(lr=0.0), gradients=gradients)
+        micro = offloaded.batches(layout, rank * (mesh is not None))
+        engine.train(micro, lambda made, _: made.logp.sum(), ForwardRequest())
+        read = [engine._gradients.read(parameter) for parameter in engine._parameters]
+        assert {gradient.dtype for gradient in read} == {getattr(torch, hf_modules.DTYPES[gradients])}
+        return engine.step(StepRequest(LR, 0.0, True))
+
+    exact = norm(ALONE, "f32")
+    for layout in (ALONE, *LAYOUTS, Layout(dp=2, zero=0), Layout(dp=2, zero=2), Layout(cp=2)):
+        assert norm(layout, "bf16") == pytest.approx(exact, rel=2**-7), layout
+        dist.barrier()
 
 
 LAYOUTS = (Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2))
