@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..cost import holdings
@@ -21,14 +22,13 @@ from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
 from ..sharding.redistribute import gather_block
+from .kv_cache import give_cache
 from .offload import complete_with_offloading
 from .owners import Owner, engines, explain_engine, first_stated, owners
 from .pools import Division, divide
 
 # The most tokens of a micro-batch that is not stated.
 MICRO_BATCH_TOKENS = 16384
-# Prompts generated at once where memory holds more than an iteration has: an evaluation may have more.
-PROMPTS_AT_ONCE = 1024
 PYTHON = EngineChoice("python", chosen="default")
 
 
@@ -98,7 +98,15 @@ class PlaceNodes(PlacementPass):
         )
 
     def _complete_all(self, plan: Plan) -> Plan:
-        return replace(plan, placements=tuple(self.complete(plan, placement) for placement in plan.placements))
+        # Generations first: what they keep for the next iteration is not free for other nodes of their devices.
+        generates = {node.name for node in plan.graph.verb("generate")}
+        done: dict[str, Placement] = {}
+        for placement in sorted(plan.placements, key=lambda other: other.node not in generates):
+            done[placement.node] = self.complete(plan, placement)
+            if placement.node in generates:
+                placed = (done.get(other.node, other) for other in plan.placements)
+                plan = replace(plan, placements=tuple(placed))
+        return replace(plan, placements=tuple(done[placement.node] for placement in plan.placements))
 
     def _place_on_hosts(self, node: Node, everywhere: Layout) -> Placement:
         if node.verb == "source":
@@ -223,7 +231,7 @@ class PlaceNodes(PlacementPass):
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """Complete a placement: its weight bytes, micro-batch size and recomputation.
+        """Complete a placement: its weight bytes, KV cache, micro-batch size and recomputation.
 
         A micro-batch size or a recomputation that the file states is not changed. After this step, each option of the
         node has a value if a run needs the option.
@@ -232,18 +240,11 @@ class PlaceNodes(PlacementPass):
             return placement
         placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
         node = placement.node
-        options = placement.engine.options
         spec = self.engines[placement.engine.name]
-        if "micro_batch" not in spec.capabilities.options or (
-            plan.graph.node(node).verb == "generate" and "micro_batch" in options
-        ):
-            return placement
         if plan.graph.node(node).verb == "generate":
-            # The number of prompts that memory holds, each with its samples. An evaluation may have more prompts than
-            # an iteration.
-            most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
-            room = holdings.kv_room(plan, self.engines, node)
-            return _with_options(placement, micro_batch=self._largest_micro_batch(plan, placement, most, room))
+            return give_cache(plan, self.engines, placement, partial(self._working_bytes, plan))
+        if "micro_batch" not in spec.capabilities.options:
+            return placement
         return self._choose_micro_batch(plan, placement)
 
     def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
@@ -262,7 +263,6 @@ class PlaceNodes(PlacementPass):
         most = max(
             1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
         )
-        stated = options.get("micro_batch")
         trials = []
         asked = (
             plan.graph.node(node).verb != "update"
@@ -271,7 +271,7 @@ class PlaceNodes(PlacementPass):
         )
         for tried in [placement] if asked else [placement, _with_options(placement, recompute="full")]:
             if "micro_batch" in options:
-                trials.append((tried, self._working_bytes(plan, tried, stated if isinstance(stated, int) else 1)))
+                trials.append((tried, self._working_bytes(plan, tried)))
                 continue
             size = self._largest_micro_batch(plan, tried, most, room)
             # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size
@@ -290,7 +290,7 @@ class PlaceNodes(PlacementPass):
             )
             if asked:
                 return best
-            trials.append((best, self._working_bytes(plan, tried, 1)))
+            trials.append((best, self._working_bytes(plan, _with_options(tried, micro_batch=1))))
             if size == most and trials[-1][1] <= room:
                 break  # recomputing could not make it quicker
         if len(trials) == 1:
@@ -324,10 +324,14 @@ class PlaceNodes(PlacementPass):
         """
         return max(
             1,
-            bisect_right(range(1, max(1, most) + 1), room, key=lambda rows: self._working_bytes(plan, placement, rows)),
+            bisect_right(
+                range(1, max(1, most) + 1),
+                room,
+                key=lambda rows: self._working_bytes(plan, _with_options(placement, micro_batch=rows)),
+            ),
         )
 
-    def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
+    def _working_bytes(self, plan: Plan, placement: Placement) -> int:
         """Return the bytes that a node needs at its peak to compute a micro-batch.
 
         Resident items, such as weights, are not included. The result depends neither on the placements of other nodes
@@ -339,10 +343,10 @@ class PlaceNodes(PlacementPass):
         known: tuple[Any, dict[tuple[Any, ...], int]] = (inputs, {})
         known = plan.graph.worked_out.setdefault(("working", *map(id, inputs)), known)
         sizes = known[1]
-        options = tuple((option, value) for option, value in engine.options.items() if option != "micro_batch")
-        key = (placement.node, micro_batch, engine.name, placement.layout, *options)
+        cache = (placement.sequences, placement.cache_bytes)
+        key = (placement.node, engine.name, placement.layout, cache, *sorted(engine.options.items()))
         if key not in sizes:
-            plan = replace(plan, placements=(_with_options(placement, micro_batch=micro_batch),))
+            plan = replace(plan, placements=(placement,))
             sizes[key] = sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
         return sizes[key]
 
