@@ -111,14 +111,14 @@ def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
     assert all(np.array_equal(again[k], whole[row - 100]) for k, row in enumerate(rows))
 
 
-LONG = replace(PLAIN, max_tokens=200, ends=(), temperature=2.0)
+LONG = replace(PLAIN, max_tokens=100, ends=(), temperature=2.0)
 
 
 def small_cache(of, sequences, layout=engines.ALONE, rank=0, **more):
-    """vLLM for 8 responses of up to 200 tokens, with a cache for so many of them."""
-    sizes = {"rows": 2, "prompts": 2, "prompt": 26, "response": 200, "samples": 4, "sequences": 8}
+    """vLLM for 8 responses of up to 100 tokens, with a cache for so many of them."""
+    sizes = {"rows": 2, "prompts": 2, "prompt": 26, "response": 100, "samples": 4, "sequences": 8}
     work = Workload(of, layout, of.dtype, **sizes, on_host=True, **more)
-    size = round(count_paged_bytes(work, sequences, 226)) if sequences else 0
+    size = round(count_paged_bytes(work, sequences, 126)) if sequences else 0
     work = replace(work, cache_bytes=size)
     return filled(engines.built("vllm", of, layout, rank, engines.mesh(layout), work=work), of)
 
@@ -128,7 +128,7 @@ def _preempted(rank, _, layout, of, routes):
     roomy = small_cache(of, 0, layout, rank, records_routes=routes)
     request = GenerateRequest(PROMPTS[:2], np.arange(8), LONG, routes=routes)
     wanted = sorted(roomy.generate(request), key=lambda response: response.place)
-    assert {len(response.tokens) for response in wanted} == {200} and not roomy.preempted
+    assert {len(response.tokens) for response in wanted} == {100} and not roomy.preempted
     for sequences in (1, 1.5, 4):
         engine = small_cache(of, sequences, layout, rank, records_routes=routes)
         for _ in range(2):

@@ -22,6 +22,7 @@ from ...backends import ENGINES, can_build
 from ...cost.holdings import gigabytes
 from ...diagnostics import Fault
 from ...ir.graph import Node
+from ...ir.options import EngineOptions
 from ...ir.plan import Plan
 from ..process import log
 from ..process.task_report import RankFailed, RunError
@@ -127,9 +128,10 @@ def _explain_memory(plan: Plan, node: Node) -> list[str]:
         )
         counted = f"the plan counts {gigabytes(entry.total)} of a device's {gigabytes(entry.capacity.value)}"
         lines.append(f"{counted}: {items}")
-    size = engine.options.get("micro_batch")
+    option = "memory" if node.verb == "generate" else "micro_batch"
+    size = engine.options.get(option, EngineOptions.memory if option == "memory" else None)
     current = f" (now {size})" if size else ""
-    advice = f"to need less, use a smaller `micro_batch`{current} in `engine {node.name} = {engine.name} {{ … }}`"
+    advice = f"to need less, use a smaller `{option}`{current} in `engine {node.name} = {engine.name} {{ … }}`"
     layout_advice = " or a larger tp" if node.verb == "generate" else ", a larger tp or `recompute = full`"
     memory_advice = "if other processes use the memory, state what is left with `memory = …` of the cluster"
     return [*lines, f"{advice}{layout_advice}; {memory_advice}"]
