@@ -44,7 +44,7 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice to shard weights further is useless if the search has found that no layout helps.
             layout = context.find_nearest(plan, worst) if place == "device" else ""
-            advice = "" if layout.startswith(("no other", "this fits")) else _advice(plan, worst)
+            advice = "" if shorter or layout.startswith(("no other", "this fits")) else _advice(plan, worst)
             help = [table(phases), layout, shorter, advice]
             diagnostics.append(Diagnostic("out-of-memory", message, span, "\n".join(filter(None, help))))
     return diagnostics
