@@ -289,7 +289,10 @@ class Generator(Protocol):
 
     Weights have memory only between `allocate` and `release`. Exception: on some devices no process group can be
     created while an engine sleeps (has released its memory). On these devices the weights have memory after the
-    generator is built, and the caller calls `release` when all groups exist."""
+    generator is built, and the caller calls `release` when all groups exist.
+
+    An engine that preempts sequences (`MemoryModel.paged`, spec.py) has the attribute `preempted`: how often it did, in
+    all its calls."""
 
     def allocate(self) -> list[Shard]:
         """Allocate memory for the weights, which resharding then fills."""

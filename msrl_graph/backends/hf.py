@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class HfEngine:
     """The engine `hf` on one rank, which generates responses.
 
-    The engine generates the responses to `micro_batch` prompts at a time, or to all prompts if `micro_batch` is 0.
+    The engine generates `sequences` responses at a time, and at most those to `micro_batch` prompts. If a number is 0,
+    it is no limit.
     """
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
@@ -49,6 +50,7 @@ class HfEngine:
         self.layout = layout
         self.place = devices.device.place
         self.micro_batch = placement.engine.read_count("micro_batch")
+        self.sequences = placement.sequences
         self.module = hf_modules.build_empty_model(model).eval().requires_grad_(False)
         fused = kernels.load(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)
@@ -91,7 +93,7 @@ class HfEngine:
 
         number = len(request.keys)
         stops = load_stops(self.model.path, request.sampling.stop)
-        slots = self.micro_batch * request.sampling.samples or number
+        slots = min(self.micro_batch * request.sampling.samples or number, self.sequences or number)
         stretch = request.stretch
         if stretch and slots < number:  # a row that has drawn its stretch leaves its place to the next
             yield from generate_in_segments(self.generate, request, stops)

@@ -187,6 +187,9 @@ class MemoryModel:
     - `peaks`: returns, for a verb and a Workload (ir/workload.py), the bytes at each moment; weights and optimizer
       states do not count. None: general formulas are used. In these formulas, tp also shards the inputs of norms if
       `divides_sequence` is set (sequence parallelism, arXiv:2205.05198).
+    - `paged`: for an engine that preempts sequences when its KV cache is full, returns the bytes of a cache for so many
+      sequences of so many tokens: `paged(work, sequences, tokens)`. None: the engine only generates sequences for which
+      the cache has room until they end.
     - `stored`: returns, for a Workload, the bytes that all layers keep for the backward pass. `building`: the memory
       that a new generator holds in addition to its weights, and releases with them.
     - `groups`: the number of process groups that send device tensors, in addition to the groups of the mesh's axes.
@@ -194,6 +197,7 @@ class MemoryModel:
     """
 
     peaks: Callable[..., Moments] | None = None
+    paged: Callable[..., float] | None = None
     stored: Callable[..., int] | None = None
     building: Callable[..., dict[str, int]] | None = None
     divides_sequence: bool = False

@@ -9,11 +9,18 @@ that do not fit, with the size of each item.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from dataclasses import replace
+
 from ..analysis.row_packing import MicroBatchLimit
 from ..backends import ENGINES
+from ..cost import holdings
 from ..diagnostics import NOWHERE, Diagnostic, Span
+from ..ir.graph import Expr
 from ..ir.plan import PhaseMemory, Plan
 from .stage import PlanContext
+
+ROUND = 1024  # a longer response is advised in multiples of so many tokens
 
 
 def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
@@ -31,10 +38,15 @@ def check(plan: Plan, context: PlanContext) -> list[Diagnostic]:
             message = (
                 f"{worst.phase} needs {worst.total / 1e9:.1f} GB {where}, which has {worst.capacity.value / 1e9:.1f} GB"
             )
+            shorter = ""
+            if place == "device" and worst.phase == "generate":
+                figures, shorter = _explain_cache(plan, context, worst)
+                message += figures
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice to shard weights further is useless if the search has found that no layout helps.
             layout = context.find_nearest(plan, worst) if place == "device" else ""
-            help = [table(phases), layout, "" if layout.startswith(("no other", "this fits")) else _advice(plan, worst)]
+            advice = "" if shorter or layout.startswith(("no other", "this fits")) else _advice(plan, worst)
+            help = [table(phases), layout, shorter, advice]
             diagnostics.append(Diagnostic("out-of-memory", message, span, "\n".join(filter(None, help))))
     return diagnostics
 
@@ -53,6 +65,36 @@ def table(phases: list[PhaseMemory]) -> str:
         mark = "over" if phase.total > phase.capacity.value else ""
         lines.append(f"{phase.phase:<9}{phase.total / 1e9:9.1f} GB  {mark:<5} {items}".rstrip())
     return "\n".join(lines)
+
+
+def _explain_cache(plan: Plan, context: PlanContext, worst: PhaseMemory) -> tuple[str, str]:
+    """Return the figures of one sequence's KV cache, and advice on the longest response that fits ("": none does).
+
+    `worst` is the phase of a generation that does not fit. Its cache has room for one sequence only.
+    """
+    name = worst.remark.partition(":")[0]
+    graph = plan.graph
+    least = replace(plan.placement(name), sequences=1, cache_bytes=0)
+
+    def count_bytes(response: int) -> int:
+        limit = {"max_tokens": Expr("number", response)}
+        nodes = (
+            replace(node, attributes=node.attributes | limit) if node.name == name else node for node in graph.nodes
+        )
+        shorter = replace(plan, graph=replace(graph, nodes=tuple(nodes)), placements=(least,))
+        return sum(holdings.fullest(shorter, context.engines, name)[1].values())
+
+    work = holdings.work(plan, context.engines, name)
+    rest = worst.total - sum(holdings.fullest(plan, context.engines, name)[1].values())
+    fits = bisect_right(range(1, work.response), int(worst.capacity.value) - rest, key=count_bytes)
+    longest = fits // ROUND * ROUND or fits
+    cache = worst.items.get("KV cache", 0)
+    left = max(0, int(worst.capacity.value) - worst.total + cache)
+    figures = (
+        f"; the KV cache of one sequence of {work.prompt:,} + {work.response:,} tokens is {holdings.gigabytes(cache)}, "
+        f"and {holdings.gigabytes(left)} are left for it"
+    )
+    return figures, f"a shorter response fits: `max_tokens = {longest}` in `{name}`" if longest else ""
 
 
 def _span(plan: Plan, worst: PhaseMemory) -> Span:

@@ -149,6 +149,12 @@ def fan(plan: Plan, node: str) -> int:
     return row.count * graph.fan(graph.level(graph_node), context)
 
 
+def prompts_at_once(plan: Plan, node: str) -> int:
+    """Return the most prompts of an iteration for which a group's engine generates at one time."""
+    rows = group_rows(plan, node)
+    return min(rows, plan.placement(node).engine.read_count("micro_batch") or rows)
+
+
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
     """Return the workload of a node's micro-batch; its rows have the greatest length.
 
@@ -167,9 +173,10 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
     size = limit.full_rows
     alike = most_samples(plan, node)
     batches = 1
-    prompts = size
+    responses = 0
     if generates:
-        size = min(size, group_rows(plan, node))
+        responses = min(placement.sequences or 1, prompts_at_once(plan, node) * alike)
+        size = prompts = -(-responses // alike)
     else:
         # Micro-batches of a group's share are of similar size, however large they may be.
         share = group_rows(plan, node)
@@ -195,6 +202,8 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         samples=alike,
         most_tokens=limit.most_tokens,
         padded=limit.padded,
+        sequences=responses,
+        cache_bytes=placement.cache_bytes if generates else 0,
         after=scores_texts(plan.graph, graph_node),
         batches=batches,
         divided=is_divided(plan, engines, node),
@@ -235,8 +244,7 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     own = spec(plan, engines, node)
     verb = plan.graph.node(node).verb
     if own.memory.peaks is None and verb == "generate":
-        at_once, _ = waves(plan, node)
-        return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
+        return "", {"KV cache": work(plan, engines, node).at_once * kv_sequence(plan, node)}
     own_work = work(plan, engines, node)
     if not own_work.optimizer_away:
         return largest_moment(_moments(verb, own_work, own))
@@ -398,17 +406,3 @@ def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
             items.pop(f"{plan.graph.node(edge.src).worker} weights", None)
         items["generation weights"] = weights(plan, engines, node)
     return items
-
-
-def kv_room(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes that remain on a device for the KV cache; may be negative."""
-    part = plan.placement(node).engine.options.get("memory")
-    part = part if isinstance(part, (int, float)) and part > 0 else EngineOptions.memory
-    return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
-
-
-def waves(plan: Plan, node: str) -> tuple[int, int]:
-    """Return a dp group's wave size (prompts decoded at once) and its number of waves."""
-    rows = group_rows(plan, node)
-    at_once = min(rows, MicroBatchLimit.of(plan, node).full_rows)
-    return at_once, -(-rows // at_once)

@@ -29,6 +29,7 @@ from .adapter_dropout import mask_seconds
 from .backward import NOTHING, WHOLE, RecomputedShares, kept_seconds, logits_seconds
 from .batch_counts import BatchCounts
 from .collectives import Collectives, total
+from .kv_cache import KvCache
 from .lengths import Rows
 from .offloading import uncovered_seconds
 from .operators import (
@@ -199,8 +200,14 @@ class Costs:
         parts.append(Figure(diverged * begun * launch.value, launch.source, "new sequences x launch"))
         return total(*parts, self.collectives.experts(tokens, 1))
 
-    def allocate_cache(self, sequences: float) -> Figure:
-        """Return the seconds to allocate and zero a KV cache for `sequences` sequences."""
+    @cached_property
+    def cache(self) -> KvCache:
+        """The KV cache of a generation."""
+        return KvCache(self.plan, self.engines, self.node)
+
+    def allocate_cache(self) -> Figure:
+        """Return the seconds to allocate and zero a KV cache."""
+        sequences = min(self.cache.at_once, self.cache.count_sequences(self.cache.bound))
         block = self.spec.time.block if self._eager else 0
         link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0

@@ -255,6 +255,14 @@ RESPONSES = (
         "generate",
     ),
     Metric(
+        "preempted",
+        "",
+        "sum",
+        "how often the engine preempted a sequence because its KV cache was full, and computed its tokens again later. "
+        "The metric is absent if this did not happen",
+        "generate",
+    ),
+    Metric(
         "carried_over",
         "prompts",
         "sum",

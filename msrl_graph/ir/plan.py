@@ -157,6 +157,9 @@ class Placement(DeviceRange):
 
     A node with weights has the first `layout.devices` devices of its pool. Nodes that run on the hosts' CPUs are in the
     pool `functions`.
+
+    Of a generation, `sequences` is the most responses that a data-parallel group generates at one time (0: one), and
+    `cache_bytes` is the size of the KV cache on a device (0: all these responses fit at their greatest length).
     """
 
     node: str
@@ -167,6 +170,8 @@ class Placement(DeviceRange):
     reason: str
     weight_bytes: int = 0  # the node's weights at rest, on the busiest device
     each: int = 0
+    sequences: int = 0
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)

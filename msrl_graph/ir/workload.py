@@ -60,6 +60,8 @@ class Workload:
     """The work that a node computes at one time on one rank.
 
     - `rows`: the most rows of a micro-batch. For a generation: the prompts for which it generates at one time.
+    - `sequences` (of a generation): the most responses that are generated at one time; 0: all responses to `rows`
+      prompts. `cache_bytes`: the size of the KV cache; 0: all these responses fit at their greatest length.
     - `prompts`: the number of different prompts with which these rows begin. For example, 8 responses to 2 prompts are
       8 rows with 2 prompts.
     - `prompt`: the number of tokens of each prompt. `response`: the number of tokens of each response.
@@ -89,6 +91,8 @@ class Workload:
     samples: int = 1
     most_tokens: int = 0
     padded: bool = False
+    sequences: int = 0
+    cache_bytes: int = 0
     after: bool = False
     batches: int = 1
     divided: bool = False
@@ -121,6 +125,11 @@ class Workload:
     def cap_tokens(self, tokens: int) -> int:
         """Return a number of tokens of a micro-batch's rows, at most the limit."""
         return min(tokens, self.most_tokens or tokens)
+
+    @property
+    def at_once(self) -> int:
+        """The most responses that a generation generates at one time."""
+        return self.sequences or self.rows * self.samples
 
 
 def micro_batches(rows: int, size: int, layout: Layout) -> int:

@@ -189,8 +189,15 @@ class EstimateTime(Pass):
         return drawn.take_share(count / drawn.count)
 
     def _generation_seconds(self, node: Costs) -> Figure:
+        """Return a generation's seconds for all rows of an iteration.
+
+        A wave that is larger than the number of sequences that run at one time takes as many rounds as are needed
+        (a fraction: an engine that preempts replaces each sequence that ends at once). cost/kv_cache.py has the model
+        of preemption.
+        """
         plan = node.plan
         name = node.node
+        cache = node.cache
         samples = holdings.samples(plan, name)
         prompts = holdings.group_rows(plan, name)
         written = holdings.written_tokens(plan, name)
@@ -205,18 +212,20 @@ class EstimateTime(Pass):
         if node.device.kind.where in node.spec.time.shares_beginnings:
             fed -= rows.alike_response - rows.twins
         fed /= rows.count
-        at_once, _ = holdings.waves(plan, name)
+        response = rows.response / rows.count
+        running = cache.running(prompt, response)
         prefill = step = Figure(0.0, "derived", "nothing is generated")
-        total = node.allocate_cache(min(at_once, prompts) * samples).value
-        while prompts > 0:
-            wave = min(at_once, prompts)
-            alike = prompts // wave
-            prefill = node.prefill([prompt] * wave)
-            live = wave * samples * fed / max(steps, 1)
-            parted = max(wave * samples * (1 - rows.twins / rows.count) - wave, 0) if steps else 0.0
+        total = node.allocate_cache().value
+        for (wave, begun), number in cache.waves().items():
+            rounds = max(1.0, wave / running)
+            together = max(1, int(begun / rounds))
+            prefill = node.prefill([prompt] * together)
+            live = wave * fed / max(steps, 1) / rounds
+            parted = max(wave * (1 - rows.twins / rows.count) - begun, 0) / rounds if steps else 0.0
             step = node.decode_step(live, live * (prompt + steps / 2), parted / max(steps, 1), prompt)
-            total += alike * (prefill.value + steps * step.value)
-            prompts -= alike * wave
+            preempted = wave * cache.preempted_share(wave, prompt, response)
+            again = preempted * node.prefill([prompt + response / 2]).value if preempted else 0.0
+            total += number * (begun / together * prefill.value + rounds * steps * step.value + again)
         host = plan.cluster.device.overheads.row
         total += holdings.group_rows(plan, name) * samples * host.value
         return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")

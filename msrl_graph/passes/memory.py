@@ -13,6 +13,7 @@ from ..analysis.async_schedule import count_lanes
 from ..analysis.row_packing import MicroBatchLimit
 from ..backends.spec import BYTES
 from ..cost import groups, holdings
+from ..cost.kv_cache import KvCache
 from ..diagnostics.quantities import size as format_size
 from ..diagnostics.sheet import Sheet
 from ..ir.attributes import CallAttributes
@@ -182,17 +183,9 @@ class CountMemory(Pass):
         if plan.model(node).experts and plan.placement(node).layout.ep > 1:
             fullest += "; tokens are spread evenly over experts"
         if verb == "generate":
-            at_once, times = holdings.waves(plan, node)
             sequence_bytes = holdings.kv_sequence(plan, node)
-            samples = holdings.samples(plan, node)
-            most = holdings.most_samples(plan, node)
             items = holdings.generation_items(plan, self.engines, node) | working
-            total = holdings.group_rows(plan, node) * samples
-            remark = (
-                f"{node}: {at_once * samples:,} of a group's {total:,} sequences at once, {times} "
-                f"wave{'s' * (times > 1)}"
-            )
-            remark += f", {at_once * most:,} where an evaluation draws {most:,} a prompt" if most > samples else ""
+            remark = f"{node}: {KvCache(plan, self.engines, node).describe()}"
             return self._make_entry(
                 plan,
                 pool,

@@ -15,7 +15,7 @@ from ..diagnostics.sheet import Sheet
 from ..hardware.cluster import Figure
 from ..ir.expr import format_option
 from ..ir.graph import Node
-from ..ir.plan import FUNCTIONS, EngineChoice, Plan
+from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan
 from ..ir.search_record import Rival, SearchRecord
 from ..model.layers import ExpertMlp
 from ..sharding.device_range import iterate_runs, ranges_overlap
@@ -106,7 +106,9 @@ class PlacementPass(Pass):
                 )
                 for state in listed:
                     stated = plan.deploy.engines.get(state.node)
-                    page.line(f"engine of {state.node}: {_describe_engine(state.engine, stated)}")
+                    page.line(
+                        f"engine of {state.node}: {_describe_engine(state.engine, stated)}{_describe_cache(state)}"
+                    )
                     for experts in plan.model(state.node).experts:
                         page.line(f"experts of {state.node}: {describe_experts(experts, state.layout)}")
             else:
@@ -152,6 +154,11 @@ class PlacementPass(Pass):
                 **where,
                 **weights,
             }
+            if placement.sequences:
+                section[placement.node] |= {
+                    "sequences at one time": Fact(placement.sequences),
+                    "KV cache": Fact(float(placement.cache_bytes), "bytes"),
+                }
         return section
 
 
@@ -178,6 +185,14 @@ def _describe_engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
         for option, value in engine.options.items()
     )
     return f"{engine.name}{f' {{ {options} }}' if options else ''}, chosen by {engine.chosen}"
+
+
+def _describe_cache(placement: Placement) -> str:
+    """Describe how many sequences a generation runs at one time; "" for other placements."""
+    if not placement.sequences:
+        return ""
+    cache = f", with {size(placement.cache_bytes)} of KV cache on a device" if placement.cache_bytes else ""
+    return f"; {plural(placement.sequences, 'sequence')} at one time (planned){cache}"
 
 
 def format_layout(layout: Layout) -> str:

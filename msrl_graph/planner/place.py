@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..backends.spec import EngineSpec
@@ -24,6 +25,7 @@ from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
 from ..sharding.redistribute import gather_block
+from .kv_cache import give_cache
 from .offload import complete_with_offloading
 from .owners import Owner, engines, explain_engine, first_stated, owners
 from .pools import Division, divide
@@ -34,8 +36,6 @@ MICRO_BATCH_TOKENS = 16384
 TOKEN_SIZES = sorted(
     {1 << power for power in range(MICRO_BATCH_TOKENS.bit_length())} | {*range(1024, MICRO_BATCH_TOKENS, 1024)}
 )
-# Prompts generated at once where memory holds more than an iteration has: an evaluation may have more.
-PROMPTS_AT_ONCE = 1024
 PYTHON = EngineChoice("python", chosen="default")
 
 
@@ -105,7 +105,15 @@ class PlaceNodes(PlacementPass):
         )
 
     def _complete_all(self, plan: Plan) -> Plan:
-        return replace(plan, placements=tuple(self.complete(plan, placement) for placement in plan.placements))
+        # Generations first: what they keep for the next iteration is not free for other nodes of their devices.
+        generates = {node.name for node in plan.graph.verb("generate")}
+        done: dict[str, Placement] = {}
+        for placement in sorted(plan.placements, key=lambda other: other.node not in generates):
+            done[placement.node] = self.complete(plan, placement)
+            if placement.node in generates:
+                placed = (done.get(other.node, other) for other in plan.placements)
+                plan = replace(plan, placements=tuple(placed))
+        return replace(plan, placements=tuple(done[placement.node] for placement in plan.placements))
 
     def _place_on_hosts(self, node: Node, everywhere: Layout) -> Placement:
         if node.verb == "source":
@@ -230,7 +238,7 @@ class PlaceNodes(PlacementPass):
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """Complete a placement: its weight bytes, micro-batch size and recomputation.
+        """Complete a placement: its weight bytes, KV cache, micro-batch size and recomputation.
 
         A micro-batch size or a recomputation that the file states is not changed. After this step, each option of the
         node has a value if a run needs the option.
@@ -239,19 +247,11 @@ class PlaceNodes(PlacementPass):
             return placement
         placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
         node = placement.node
-        options = placement.engine.options
         spec = self.engines[placement.engine.name]
-        if "micro_batch" not in spec.capabilities.options or (
-            plan.graph.node(node).verb == "generate" and "micro_batch" in options
-        ):
-            return placement
         if plan.graph.node(node).verb == "generate":
-            # The number of prompts that memory holds, each with its samples. An evaluation may have more prompts than
-            # an iteration.
-            most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
-            room = holdings.kv_room(plan, self.engines, node)
-            size = self._largest_size(plan, placement, "micro_batch", range(1, most + 1), room)
-            return _with_options(placement, micro_batch=size)
+            return give_cache(plan, self.engines, placement, partial(self._working_bytes, plan))
+        if "micro_batch" not in spec.capabilities.options:
+            return placement
         return self._choose_micro_batch(plan, placement)
 
     def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
@@ -367,7 +367,8 @@ class PlaceNodes(PlacementPass):
         known: tuple[Any, dict[tuple[Any, ...], int]] = (inputs, {})
         known = plan.graph.worked_out.setdefault(("working", *map(id, inputs)), known)
         sizes = known[1]
-        key = (placement.node, engine.name, placement.layout, *sorted(engine.options.items()))
+        cache = (placement.sequences, placement.cache_bytes)
+        key = (placement.node, engine.name, placement.layout, cache, *sorted(engine.options.items()))
         if key not in sizes:
             plan = replace(plan, placements=(placement,))
             sizes[key] = sum(holdings.fullest(plan, self.engines, placement.node)[1].values())

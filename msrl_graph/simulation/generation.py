@@ -7,13 +7,18 @@ sequence to the KV cache. The time between two events is the number of steps tim
 exact if the time of a step is linear in the number of cached tokens. A sequence that ends leaves the batch immediately.
 In a continuous engine, the next sequence starts as soon as a slot is free. In other engines, the next sequences start
 when all live sequences have ended.
+
+If the KV cache is full, the sequence that started last is preempted. It waits until another sequence has ended and the
+cache has room for its tokens, which are then computed again. A cache is counted in tokens, as if each token needed the
+same bytes as in a sequence at its bound.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ..cost.time import Costs
@@ -49,9 +54,17 @@ class Generated:
 
 
 def generate(
-    costs: Costs, sequences: Iterable[Sequence], slots: int, continuous: bool, slow: float, start: float
+    costs: Costs,
+    sequences: Iterable[Sequence],
+    slots: int,
+    continuous: bool,
+    slow: float,
+    start: float,
+    room: float = math.inf,
 ) -> Generated:
     """Simulate the generation of sequences in order, at most `slots` at a time.
+
+    `room` is the number of tokens for which the KV cache has room.
 
     The devices compute `slow` times slower than planned. Each row that ends also costs a constant time on the host.
     """
@@ -63,10 +76,11 @@ def generate(
     cached = 0.0
     now = start
     admitted = 0
+    blocked = False  # whether a sequence was preempted, and none has ended since
     while waiting or live:
         begin = now
-        if waiting and (not live or (continuous and len(live) < slots)):
-            new = [waiting.pop() for _ in range(min(slots - len(live), len(waiting)))]
+        if waiting and not blocked and (not live or (continuous and len(live) < slots)):
+            new = _admit(waiting, slots - len(live), room - cached, not live)
             if prefills := [sequence.prefill for sequence in new if sequence.prefill]:
                 now += slow * costs.prefill(prefills).value
             for sequence in new:
@@ -76,10 +90,24 @@ def generate(
                 cached += sequence.context
         steps = live[0][0] - step
         count = len(live)
+        full = count > 1 and cached + count * steps > room
+        if full:
+            steps = max(0, int((room - cached) // count))
         now += slow * steps * costs.decode_step(count, cached + count * steps / 2).value if steps else 0.0
         result.stretches.append((begin, now, count))
         step += steps
         cached += count * steps
+        if full:
+            last = max(range(count), key=lambda index: live[index][1])
+            end, _, sequence = live.pop(last)
+            heapq.heapify(live)
+            rest = end - step  # the tokens that it has yet to generate
+            length = sequence.context + sequence.tokens - rest  # the last of these is not in the cache yet
+            cached -= length - 1
+            waiting.append(replace(sequence, context=length, prefill=length, tokens=rest))
+            blocked = True
+            continue
+        blocked = False
         while live and live[0][0] == step:
             _, _, sequence = heapq.heappop(live)
             cached -= sequence.context + sequence.tokens - 1
@@ -87,6 +115,21 @@ def generate(
             result.ends[sequence.row] = now
     result.end = now
     return result
+
+
+def _admit(waiting: list[Sequence], slots: int, room: float, alone: bool) -> list[Sequence]:
+    """Remove from the end of `waiting`, and return, the sequences that start.
+
+    They are at most `slots`, and their contexts fit into `room` tokens. If `alone` is true, at least one sequence
+    starts.
+    """
+    new: list[Sequence] = []
+    while waiting and len(new) < slots:
+        room -= waiting[-1].context
+        if room < 0 and (new or not alone):
+            break
+        new.append(waiting.pop())
+    return new
 
 
 def tail_share(stretches: Iterable[tuple[float, float, int]]) -> float:

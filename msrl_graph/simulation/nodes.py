@@ -7,6 +7,7 @@ engine that shards weights over dp has one at each micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -230,8 +231,9 @@ class ModelNode:
         written into `times`. In a continuous engine, this time is the end of the row. In other engines, it is the end
         of all rows of the data-parallel group.
         """
-        at_once, _ = holdings.waves(self.plan, self.node.name)
-        slots = at_once * holdings.samples(self.plan, self.node.name)
+        cache = self.costs.cache
+        slots = cache.at_once
+        room = cache.bound * cache.count_sequences(cache.bound) if cache.is_full else math.inf
         ends = []
         causes = []
         stretches: list[tuple[float, float, int]] = []
@@ -242,7 +244,13 @@ class ModelNode:
                 begin = max(free, ready)
                 cause = by if ready > free else cause
                 result: Generated = generate(
-                    self.costs, parts[group_index], slots, self.spec.time.continuous, self.slow[group_index], begin
+                    self.costs,
+                    parts[group_index],
+                    slots,
+                    self.spec.time.continuous,
+                    self.slow[group_index],
+                    begin,
+                    room,
                 )
                 for sequence in parts[group_index]:
                     times[sequence.row] = result.ends[sequence.row] if self.spec.time.continuous else result.end

@@ -13,11 +13,12 @@ import pytest
 import ranks
 import torch
 from injected import shared
-from mixture import latent, mixture
+from mixture import latent, mixture, qwen2
 from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import hf_modules
 from msrl_graph.backends.engine_protocols import GenerateRequest, Sampling, collect_responses
+from msrl_graph.backends.vllm.spec import count_paged_bytes
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import NOWHERE
@@ -108,6 +109,50 @@ def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
     rows = (100 + order[:, None] * 4 + np.arange(4)).reshape(-1)
     again, _ = collect_responses(both[0].generate(GenerateRequest([prompts[i] for i in order], rows, PLAIN)))
     assert all(np.array_equal(again[k], whole[row - 100]) for k, row in enumerate(rows))
+
+
+LONG = replace(PLAIN, max_tokens=100, ends=(), temperature=2.0)
+
+
+def small_cache(of, sequences, layout=engines.ALONE, rank=0, **more):
+    """vLLM for 8 responses of up to 100 tokens, with a cache for so many of them."""
+    sizes = {"rows": 2, "prompts": 2, "prompt": 26, "response": 100, "samples": 4, "sequences": 8}
+    work = Workload(of, layout, of.dtype, **sizes, on_host=True, **more)
+    size = round(count_paged_bytes(work, sequences, 126)) if sequences else 0
+    work = replace(work, cache_bytes=size)
+    return filled(engines.built("vllm", of, layout, rank, engines.mesh(layout), work=work), of)
+
+
+def _preempted(rank, _, layout, of, routes):
+    """A cache for all, and caches for fewer, down to one, twice each."""
+    roomy = small_cache(of, 0, layout, rank, records_routes=routes)
+    request = GenerateRequest(PROMPTS[:2], np.arange(8), LONG, routes=routes)
+    wanted = sorted(roomy.generate(request), key=lambda response: response.place)
+    assert {len(response.tokens) for response in wanted} == {100} and not roomy.preempted
+    for sequences in (1, 1.5, 4):
+        engine = small_cache(of, sequences, layout, rank, records_routes=routes)
+        for _ in range(2):
+            before = engine.preempted
+            found = sorted(engine.generate(request), key=lambda response: response.place)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.tokens.tolist() == other.tokens.tolist()
+                assert np.allclose(one.logps, other.logps, atol=3e-5)
+                assert not routes or (np.sort(one.routes, -1) == np.sort(other.routes, -1)).all()
+            assert engine.preempted > before
+            engine.release()
+            filled(engine, of)
+        engine.release()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_a_small_cache_preempts_and_draws_the_same(layout, tmp_path):
+    of = models.load(qwen2(tmp_path, max_position_embeddings=512), Path("/"), "f32", NOWHERE)
+    ranks.run(layout.devices, _preempted, layout, of, False)
+
+
+def test_so_it_does_with_routes(tmp_path):
+    of = models.load(mixture(tmp_path, WIDTH, max_position_embeddings=512), Path("/"), None, NOWHERE)
+    ranks.run(1, _preempted, Layout(), of, True)
 
 
 def test_a_response_goes_on_where_it_was_left(both):

@@ -57,8 +57,7 @@ class Network(Protocol):
 class SequenceBatch:
     """The responses to some prompts, generated with continuous batching.
 
-    - `slots`: the largest number of responses that are generated at once. If one prompt has more than `slots`
-      responses, the limit is the number of responses per prompt.
+    - `slots`: the largest number of responses that are generated at once.
     - `stops`: the search for strings that end a response; None if no string ends a response.
     """
 
@@ -74,15 +73,15 @@ class SequenceBatch:
         self.begun = np.broadcast_to(request.begun, len(keys))
         self.joined = np.broadcast_to(request.sampling.joined, len(keys))
         self.room = request.room
-        self.slots = max(slots, self.samples_per_prompt)
+        self.slots = max(slots, 1)
         self.stops = stops
         self.tokens = np.zeros((len(keys), self.room.max()), np.int32)
         self.logps = np.zeros((len(keys), self.room.max()), np.float32)
         self.lengths = np.zeros(len(keys), np.int64)
         self.reported = np.zeros(len(keys), np.int64)  # per row: tokens that were returned to the caller
-        self.prompt_routes: list[NDArray[np.int16]] = []  # of the started prompts, if the request asks for routes
+        self.prompt_routes: dict[int, NDArray[np.int16]] = {}  # of the started prompts, if the request asks for routes
         self.routes: NDArray[np.int16] | None = None  # [rows, tokens, layers, k], of the drawn tokens
-        self.started_prompts = 0  # number of prompts that have started
+        self.started = 0  # number of rows that have started
         self.running = np.zeros(0, np.int64)  # row indices
         self.places = np.zeros(0, np.int64)  # per running row: its place in the batch, which is an index into:
         self.logits: torch.Tensor | None = None
@@ -93,9 +92,9 @@ class SequenceBatch:
         """Draw a token for each running response; return the responses that ended.
 
         A response ends with an end token, with a stop string, or when it has the largest allowed number of tokens.
-        Before the draw, responses to waiting prompts are started if enough slots are free.
+        Before the draw, waiting responses are started if enough slots are free.
         """
-        self._admit_prompts()
+        self._admit_rows()
         return self._take_responses(self._draw_tokens(), True)
 
     def parts(self) -> list[Response]:
@@ -130,22 +129,28 @@ class SequenceBatch:
     @property
     def unfinished(self) -> bool:
         """Whether any response has not yet ended."""
-        return bool(len(self.running)) or self.started_prompts < len(self.prompts)
+        return bool(len(self.running)) or self.started < len(self.keys)
 
-    def _admit_prompts(self) -> None:
-        """Add waiting prompts to the batch if enough slots are free.
+    def _admit_rows(self) -> None:
+        """Add waiting rows to the batch if enough slots are free.
 
-        Prompts with the same tokens are computed only once.
+        Prompts with the same tokens are computed only once. All rows of a prompt start together, unless there are more
+        than free slots; then the prompt is computed again when its other rows start.
         """
         import numpy as np
         import torch
 
-        waiting = len(self.prompts) - self.started_prompts
+        waiting = len(self.keys) - self.started
         has_running = len(self.running) > 0
-        count = min((self.slots - len(self.running)) // self.samples_per_prompt, waiting)
-        if not count or (has_running and count < min(waiting, FREE * self.slots / self.samples_per_prompt)):
+        count = min(self.slots - len(self.running), waiting)
+        whole = (self.started + count) // self.samples_per_prompt * self.samples_per_prompt - self.started
+        count = whole if whole > 0 else count
+        if not count or (has_running and count < min(waiting, FREE * self.slots)):
             return
-        new_prompts = self.prompts[self.started_prompts : self.started_prompts + count]
+        rows = np.arange(self.started, self.started + count)
+        prompts_of_rows = rows // self.samples_per_prompt
+        first_prompt = int(prompts_of_rows[0])
+        new_prompts = self.prompts[first_prompt : prompts_of_rows[-1] + 1]
         first_by_content = {prompt.tobytes(): i for i, prompt in reversed([*enumerate(new_prompts)])}
         first = sorted(first_by_content.values())
         width = max(len(new_prompts[i]) for i in first)
@@ -160,18 +165,15 @@ class SequenceBatch:
         mask = mask.to(place, non_blocking=True)
         logits = self.network.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
         places_of_prompts = np.searchsorted(first, [first_by_content[prompt.tobytes()] for prompt in new_prompts])
-        places = np.repeat(places_of_prompts, self.samples_per_prompt)
+        places = places_of_prompts[prompts_of_rows - first_prompt]
         if self.returns_routes:
             by_prompt = self.network.routes()
             by_prompt = by_prompt.reshape(len(first), width, *by_prompt.shape[1:])
-            self.prompt_routes += [
-                by_prompt[place, width - len(prompt) :]
-                for place, prompt in zip(places_of_prompts, new_prompts, strict=True)
-            ]
-        rows = np.arange(
-            self.started_prompts * self.samples_per_prompt, (self.started_prompts + count) * self.samples_per_prompt
-        )
-        self.started_prompts += count
+            self.prompt_routes |= {
+                first_prompt + index: by_prompt[place, width - len(prompt) :]
+                for index, (place, prompt) in enumerate(zip(places_of_prompts, new_prompts, strict=True))
+            }
+        self.started += count
         if not has_running:
             self.running = rows
             self.places = places

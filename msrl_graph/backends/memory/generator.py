@@ -14,15 +14,15 @@ from .pass_sizes import PassLayer, PassSizes
 def peaks(verb: str, work: Workload) -> Moments:
     """Return the bytes at each moment of a generation by transformers (hf.py).
 
-    The engine generates the responses to `work.rows` prompts at the same time. Each prompt has `work.samples`
-    responses. The KV cache of a layer is one tensor of keys and one tensor of values. Both tensors are copied whenever
-    the cache grows. A layer with a window caches at most its window, but all tokens of a prompt that was just read.
+    The engine generates `work.at_once` responses to `work.rows` prompts at the same time. The KV cache of a layer is
+    one tensor of keys and one tensor of values. Both tensors are copied whenever the cache grows. A layer with a window
+    caches at most its window, but all tokens of a prompt that was just read.
     """
     if verb != "generate":
         raise ValueError(f"no generator has the verb `{verb}`")
     s = PassSizes(work)
     model = work.model
-    responses = work.rows * work.samples
+    responses = work.at_once
     fed = work.rows * work.prompt
     sequence = work.fed
     logits = 4 * responses * model.vocabulary

@@ -10,7 +10,6 @@ Invariant: sizes are bytes of tensor storages on the busiest rank, with every co
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -27,14 +26,13 @@ from ...sharding.layout import (
     elements,
     stage_parts,
 )
+from ..row_blocks import bound_row_tokens
 from ..spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs in addition to its states.
 CHUNK = 1 << 22
 # Attention scores that exist at once where no fused kernel computes them (kernels/chunked_attention.py).
 SCORES = 1 << 24
-# The most tokens of rows that are laid out for attention, divided by the number of tokens of these rows.
-ROW_PADDING = 9 / 8
 # Bytes of the logits that a policy's head makes at once (policy_head.py), with their products in the weights' type.
 LOGITS = 256_000_000
 
@@ -88,7 +86,8 @@ class Sizes:
         A prompt's tokens count once, not once per response. A response's tokens count if they are inputs of the model.
         """
         work = self.work
-        return max(1, self._cap(self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed))))
+        distinct = self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed))
+        return max(1, self._cap(distinct, work.most_tokens))
 
     @cached_property
     def row_tokens(self) -> int:
@@ -98,19 +97,22 @@ class Sizes:
         only for a part of the heads. Rows of full length are not padded; row_blocks.py bounds the padding of others.
         """
         work = self.work
-        most = self._cap(work.rows * -(-work.fed // work.layout.cp), 1 if work.padded else ROW_PADDING)
+        longest = -(-work.fed // work.layout.cp)
+        most = work.most_tokens if work.padded else bound_row_tokens(work.most_tokens)
         # A row alone has no padding.
-        return max(most, -(-work.fed // work.layout.cp))
+        return max(longest, self._cap(work.rows * longest, most))
 
     @cached_property
     def scored(self) -> int:
         work = self.work
-        return self._cap(self._most((work.rows, work.fed - work.response, work.fed)))
+        return self._cap(self._most((work.rows, work.fed - work.response, work.fed)), work.most_tokens)
 
-    def _cap(self, tokens: int, padding: float = 1) -> int:
-        """Return the number of tokens on a rank, given the number without a limit on tokens."""
-        work = self.work
-        return min(tokens, math.ceil(work.most_tokens * padding / work.layout.cp)) if work.most_tokens else tokens
+    def _cap(self, tokens: int, most: int) -> int:
+        """Return the number of tokens on a rank, given the number without a limit on tokens.
+
+        If there is a limit, all ranks of the context have at most `most` tokens.
+        """
+        return min(tokens, -(-most // self.work.layout.cp)) if self.work.most_tokens else tokens
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
         """Return the number of tokens on the context-parallel rank with the most tokens.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
 
     from ...ir.plan import Placement
     from ..devices import Devices
@@ -92,6 +93,7 @@ class VllmEngine:
         self.runner = runner
         self.turned = bool(kind.plugin)
         self.longest = weights.work.prompt + weights.work.response  # tokens of a sequence
+        self.preempted = 0  # times that a running sequence was preempted, in all calls
         if kind.groups_beside_sleep:
             self.release()
 
@@ -130,6 +132,7 @@ class VllmEngine:
         self._prompts = request.response_prompts
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
+        self._requests: dict[int, Request] = {}
         self._ended_routes: dict[int, NDArray[np.int16]] = {}  # by row
         self._numbers = count()
         self._salts: dict[int, str] = {}  # by request
@@ -207,7 +210,8 @@ class VllmEngine:
         )
         drawn.rows_by_request[number] = rows
         self._running.add(request.request_id)
-        self.core.add_request(*self.core.preprocess_add_request(request))
+        self._requests[number], wave = self.core.preprocess_add_request(request)
+        self.core.add_request(self._requests[number], wave)
 
     def _step(self) -> NDArray[np.int64]:
         """Compute one more token for each request that the scheduler chooses.
@@ -263,6 +267,7 @@ class VllmEngine:
         )
         for number in without_rows:
             del drawn.rows_by_request[number]
+            self.preempted += self._requests.pop(number).num_preemptions
             if self._capture is not None:
                 self._capture.drop(number)
         return ended_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ...hardware.environment_variables import Setting
@@ -44,38 +45,53 @@ def count_prompt_tokens(work: Workload) -> int:
     prompt's last token is never shared.
     """
     shared = max(0, work.prompt - 1) // block_size(work) * block_size(work)
-    return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
+    return work.rows * shared + work.at_once * (work.prompt - shared)
 
 
 def count_step_tokens(work: Workload) -> int:
-    """Return the largest number of tokens that one step of vLLM computes."""
-    sequences = work.rows * work.samples
-    return min(max(STEP, sequences), max(count_prompt_tokens(work), sequences))
+    """Return the largest number of tokens that one step of vLLM computes.
+
+    These are tokens of prompts. If the cache is smaller than all sequences need, they can also be those of a sequence
+    that was preempted.
+    """
+    again = work.prompt + work.response if count_cache_bytes(work) < _count_whole_cache(work) else 0
+    return min(max(STEP, work.at_once), max(count_prompt_tokens(work), work.at_once, again))
 
 
 def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
-    """Return how many sequences run at once, and how many KV-cache blocks exist.
+    """Return how many sequences run at once at most, and how many KV-cache blocks exist.
 
     The number of blocks includes one block for vLLM itself.
     """
-    sequences = work.rows * work.samples
-    return sequences, 1 + sequences * -(-(work.prompt + work.response) // block_size(work))
+    if not work.cache_bytes:
+        return work.at_once, 1 + work.at_once * -(-(work.prompt + work.response) // block_size(work))
+    return work.at_once, int((work.cache_bytes + 0.5) // count_paged_bytes(work, 0, 0))
 
 
 def count_cache_bytes(work: Workload) -> int:
-    """Return the bytes of the KV cache on a rank.
+    """Return the bytes of the KV cache on a rank."""
+    return work.cache_bytes or _count_whole_cache(work)
+
+
+def _count_whole_cache(work: Workload) -> int:
+    """Return the bytes of a cache that holds all sequences at their bounds."""
+    return round(count_paged_bytes(work, work.at_once, work.prompt + work.response))
+
+
+def count_paged_bytes(work: Workload, sequences: float, tokens: float) -> float:
+    """Return the bytes of a KV cache on a rank for so many sequences of so many tokens.
 
     The cache has whole blocks for each sequence, and one block for vLLM itself. A layer with a window has blocks for
     its window only. On host cores, the cache of latent attention has expanded keys and values instead of latents. The
     reason is that vLLM's CPU kernel for latents supports only the sizes of published models, and no shared prefixes.
     """
     block = block_size(work)
-    tokens = -(-(work.prompt + work.response) // block) * block
-    counts = ((work.rows * work.samples, tokens), (1, block))
     item = BYTES[work.dtype]
-    return round(
-        sum(number * kv_bytes(work.model, work.layout, length, item, work.on_host) for number, length in counts)
+    one, spare = (
+        kv_bytes(work.model, work.layout, length, item, work.on_host)
+        for length in (math.ceil(tokens / block) * block, block)
     )
+    return sequences * one + spare
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -230,6 +246,7 @@ SPEC = EngineSpec(
         own_groups=True,
         groups=lambda layout: (layout.tp > 1) + (layout.pp > 1) + (layout.ep > 1),
         peaks=_peaks,
+        paged=count_paged_bytes,
         building=_building,
     ),
     time=TimeModel(

@@ -23,6 +23,7 @@ from ...backends import ENGINES, can_build
 from ...cost.holdings import gigabytes
 from ...diagnostics import Fault
 from ...ir.graph import Node
+from ...ir.options import EngineOptions
 from ...ir.plan import Plan
 from ..process import log
 from ..process.task_report import RankFailed, RunError
@@ -128,8 +129,8 @@ def _explain_memory(plan: Plan, node: Node) -> list[str]:
         )
         counted = f"the plan counts {gigabytes(entry.total)} of a device's {gigabytes(entry.capacity.value)}"
         lines.append(f"{counted}: {items}")
-    option = MicroBatchLimit.of(plan, node.name).option
-    size = engine.options.get(option)
+    option = "memory" if node.verb == "generate" else MicroBatchLimit.of(plan, node.name).option
+    size = engine.options.get(option, EngineOptions.memory if option == "memory" else None)
     current = f" (now {size})" if size else ""
     advice = f"to need less, use a smaller `{option}`{current} in `engine {node.name} = {engine.name} {{ … }}`"
     layout_advice = " or a larger tp" if node.verb == "generate" else ", a larger tp or `recompute = full`"

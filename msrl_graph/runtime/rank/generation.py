@@ -96,6 +96,8 @@ class GeneratorRole:
         if not len(work.batch.rows) and not partial_rollout:  # a last chunk with fewer rows than there are groups
             return
         rollout = self._begin(work)
+        engine = self.engines.generators.get(name)
+        preempted = getattr(engine, "preempted", 0)
         last_starts = None
         chunks: Iterable[Columns]
         if name in self.partners:
@@ -109,6 +111,8 @@ class GeneratorRole:
         for columns in chunks:
             responses.append(columns[response])
             yield columns
+        if (again := getattr(engine, "preempted", 0) - preempted) and self.context.is_group_leader(work.node):
+            rollout.count("preempted", float(again))
         self._count(rollout, concatenate_rows(responses), last_starts)
         if not partial_rollout and any(edge.dst == name and edge.name in work.task.fetches for edge in plan.reshards):
             staleness = float(work.task.number - self._version(work.node, work.task))

@@ -31,14 +31,21 @@ PROMPTS = st.lists(st.lists(st.integers(3, 15), min_size=1, max_size=9), min_siz
 
 
 @examples(25)
-@given(prompts=PROMPTS, samples=st.integers(1, 3), micro_batch=st.integers(1, 4), heat=st.sampled_from([0.7, 1.0, 3.0]))
-def test_any_number_at_once_draws_the_same(generator, prompts, samples, micro_batch, heat):
+@given(
+    prompts=PROMPTS,
+    samples=st.integers(1, 3),
+    limits=st.tuples(st.integers(0, 4), st.integers(0, 7)),
+    heat=st.sampled_from([0.7, 1.0, 3.0]),
+)
+def test_any_number_at_once_draws_the_same(generator, prompts, samples, limits, heat):
+    """Of prompts, and of sequences: fewer than one prompt has, too."""
     prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
     said = sampling(samples=samples, max_tokens=12, temperature=heat)
     generator.micro_batch = 0
     tokens, logps = collect_responses(generator.generate(GenerateRequest(prompts, rows, said)))
-    generator.micro_batch = micro_batch
+    generator.micro_batch, generator.sequences = limits
     some, theirs = collect_responses(generator.generate(GenerateRequest(prompts, rows, said)))
+    generator.sequences = 0
     assert [t.tolist() for t in some] == [t.tolist() for t in tokens]
     assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
 
@@ -78,6 +85,17 @@ def test_a_row_that_ends_is_told_at_once_and_leaves_its_place(generator):
     # As many steps as the longest takes, which began with the first: by waves they would be 40 + 30 + 4.
     assert len(batch.ended) == 40
     assert batch.ended[0] == [0] and batch.ended[1] == [1]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
+def test_no_more_rows_than_slots_are_under_way_also_of_one_prompt(generator, slots):
+    prompts = [np.array([5], np.int32), np.array([6, 7], np.int32)]
+    said = sampling(samples=4, max_tokens=9, temperature=9.0, ends=())
+    batch = Watched(generator, GenerateRequest(prompts, np.arange(8), said), slots, None)
+    while batch.unfinished:
+        batch.step()
+    assert max(batch.under_way) == slots if slots != 5 else max(batch.under_way) == 4  # whole prompts, where they fit
+    assert sorted(row for ended in batch.ended for row in ended) == [*range(8)]
 
 
 def test_of_many_places_a_quarter_is_free_before_the_cache_is_copied(generator):
