@@ -1,6 +1,6 @@
 """Training and inference by torch FSDP2, on any torch device.
 
-Tensor parallelism is implemented with DTensor. Context parallelism is in context_parallel.py.
+Tensor parallelism is in sequence_parallel.py, context parallelism in context_parallel.py.
 
 Invariant: outside of forward and backward passes, a rank holds one box of each weight: one index range per dimension,
 as computed by layout.shard. The boxes are called the weights at rest. The optimizer updates the weights at rest
@@ -20,43 +20,30 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..model.layers import RecurrentMixer
+from ..model.architecture import is_copied
 from ..sharding.layout import Layout, shard
-from . import adapters, experts, hf_modules, joint_norms, kernels, policy_head, prefix_tree
+from . import adapters, experts, hf_modules, joint_norms, kernels, policy_head, prefix_tree, sequence_parallel
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
 from .engine_protocols import ForwardRequest, Loss, MicroBatch, Outputs, Shard, StepRequest, Weights
 from .fsdp_spec import SPEC
-from .kernels.modules import divide_rows, install
-from .optimizer.gradients import Gradients
+from .kernels.modules import install
+from .optimizer.gradients import Gradients, add_up
 from .optimizer.steps import Steps
 from .policy_head import HeadPart
-from .recurrent import parameters, row_layout
+from .recurrent import row_layout
+from .recurrent.parameters import read_locally
 from .routes import Routers
 from .spec import is_compiled, offloads
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     from ..ir.plan import Placement
     from ..model.architecture import Model
     from .devices import Devices
-    from .kernels import Summed
-
-
-# Weights that all tp ranks have, and that each rank applies to its own heads: a rank's gradient is a partial sum.
-PARTLY_APPLIED = (
-    *("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight"),
-    *("conv_b.weight", "conv_b.bias", "conv_c.weight", "conv_c.bias"),
-)
-# Linear layers of attention and feed-forward that tp shards by columns, and by rows.
-COLUMNS = (
-    *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"),
-    *(f"in_proj_{part}" for part in ("qkvz", "ba", "dt", *"qkvzbaxc")),
-)
-ROWS = ("o_proj", "out_proj", "down_proj")
+    from .sequence_parallel import TokenGroup
 
 
 class FsdpEngine:
@@ -82,18 +69,18 @@ class FsdpEngine:
         install(module, model, self.kernels)
         prefix_tree.prepare(module)
         self._routers = Routers(module, model)
+        self._tokens: TokenGroup | None = None
         if layout.tp > 1:
-            self._tp = devices.axis("tp").get_group()
-            # A fused sum uses the links within one host.
-            summed = self.kernels.summed if devices.on_one_host("tp") and not model.lora else None
-            _divide_tensors(module, model, devices.axis("tp"), summed)
-            joint_norms.install(module, model, self._tp)
+            self._tokens = sequence_parallel.shard_layers(module, model, devices.axis("tp"))
+            joint_norms.install(module, model, self._tokens.group)
             hf_modules.count_local_heads(module, model, layout.tp)
             self._tie(module)
         self._token_keys = adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         row_layout.install(module, model, is_compiled(placement))
+        if self._tokens is not None:
+            sequence_parallel.install(module, model)
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
-        module.forward = partial(_outputs, module, _find_first_id(model, layout, rank))
+        module.forward = partial(_outputs, module, _find_first_id(model, layout, rank), self._tokens)
         self._fsdp_modules = []
         if self.divided:
             self._fsdp_modules = _divide_weights(module, model, layout, devices, layout.zero >= 3 or optimizer is None)
@@ -162,11 +149,12 @@ class FsdpEngine:
         import torch
 
         whole = prefix_tree.build_tree(micro_batch, request.dropout)
-        tree, known = self.context.share(whole, micro_batch)
+        tree, known = self.context.share(whole, micro_batch, self.layout.tp)
         tree = replace(tree, attention=self._attention, node_of_id=None)
         tree = tree.to(self.place)
         self._routers.records = request.routes
-        self._routers.given = tree.routes
+        given = tree.routes
+        self._routers.given = given if given is None or self._tokens is None else self._tokens.take_own(given)
         self._token_keys.keys = tree.keys
         columns = known.to(self.place, non_blocking=True)
         with self._forward_context():
@@ -178,7 +166,10 @@ class FsdpEngine:
         outputs = self.context.gather_outputs(outputs, tree)
         if not request.routes:
             return outputs
-        return outputs._replace(routes=self.context.gather_routes(self._routers.take_recorded(), whole).cpu())
+        routes = self._routers.take_recorded()
+        if self._tokens is not None:
+            routes = self._tokens.gather_routes(routes)
+        return outputs._replace(routes=self.context.gather_routes(routes, whole).cpu())
 
     def step(self, request: StepRequest) -> float:
         import torch
@@ -196,8 +187,10 @@ class FsdpEngine:
             del gradient
             if self.divided and tensor.experts:  # FSDP2 averaged the gradient over the copies of the experts
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
-            if self.layout.tp > 1 and tensor.tp_dim < 0 and tensor.name.endswith(PARTLY_APPLIED):
-                torch.distributed.all_reduce(gradients[-1], group=self._tp)
+        if self._tokens is not None:
+            pairs = zip(gradients, self.model.trained, strict=True)
+            copied = [gradient for gradient, tensor in pairs if is_copied(tensor) and not tensor.experts]
+            add_up(copied, self._tokens.group)
         return self._optimizer.step(gradients, request)
 
     def moments(self) -> dict[str, list[Shard]]:
@@ -256,113 +249,28 @@ def _divide_weights(
     return [part for part, _ in expert_meshes] + [*layers, module]
 
 
-def _divide_tensors(module: Any, model: Model, mesh: DeviceMesh, summed: Summed | None) -> None:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    _distinguish_masks()
-    mixers = [*hf_modules.list_mixers(module, model)]
-    copied = {name for mixer, _ in mixers if isinstance(mixer, RecurrentMixer) for name in mixer.copied}
-    for part in (*(part for _, part in mixers), *hf_modules.list_shared_mlps(module)):
-        names = [name for name, child in part.named_children() if name in COLUMNS + ROWS and name not in copied]
-        if summed is not None:
-            for name in [linear for linear in names if linear in ROWS]:
-                divide_rows(getattr(part, name), mesh, summed)
-                names.remove(name)
-        if names:  # a mixture of only routed experts has none
-            plan: dict[str, Any] = {
-                linear: ColwiseParallel() if linear in COLUMNS else RowwiseParallel() for linear in names
-            }
-            parallelize_module(part, mesh, plan)
-    for mixer, module_of_mixer in mixers:
-        if isinstance(mixer, RecurrentMixer):
-            for name, part in module_of_mixer.named_children():
-                if name in mixer.copied:
-                    if name.startswith("in_proj"):
-                        _sum_gradients(part, mesh)
-                elif name.startswith("conv"):
-                    _divide_heads(part, [leaf for leaf, _ in part.named_parameters()], mesh)
-            _divide_heads(module_of_mixer, mixer.by_head, mesh)
-            parameters.make_local(module_of_mixer, mixer.by_head)
-            if mixer.norm_by_head:
-                norm = getattr(module_of_mixer, mixer.norm)
-                _divide_heads(norm, ["weight"], mesh)
-                parameters.make_local(norm, ["weight"])
-        if hasattr(module_of_mixer, "sinks"):
-            _divide_heads(module_of_mixer, ["sinks"], mesh)
-        if hasattr(module_of_mixer, "kv_a_proj_with_mqa"):  # all heads share the rotary key
-            _sum_gradients(module_of_mixer.kv_a_proj_with_mqa, mesh, module_of_mixer.kv_lora_rank)
-    ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-    if not model.scores:  # one number per token: each rank computes it
-        ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(module, mesh, ends)
-
-
-def _divide_heads(part: Any, names: Sequence[str], mesh: DeviceMesh) -> None:
-    """Shard parameters of a module by heads, their first dim."""
-    from torch.distributed.tensor import Shard as ShardedDim
-    from torch.distributed.tensor import distribute_tensor
-    from torch.nn import Parameter
-
-    for name in names:
-        setattr(part, name, Parameter(distribute_tensor(getattr(part, name), mesh, [ShardedDim(0)])))
-
-
-def _distinguish_masks() -> None:
-    """Patch torch to distinguish the masks of different sharded embeddings.
-
-    A mask (MaskPartial) is a DTensor placement. Torch 2.10 treats two masks as equal if their embeddings have the same
-    size, even if the embeddings belong to different models. With the patch, masks are equal only if their mask buffers
-    are the same object.
-    """
-    from torch.distributed.tensor import placement_types
-
-    if (mask := getattr(placement_types, "MaskPartial", None)) is None:
-        return
-
-    def identify(placement: Any) -> tuple[Any, ...]:
-        return placement.reduce_op, placement.offset_shape, placement.offset_dim, id(placement.mask_buffer)
-
-    mask.__eq__ = lambda one, other: isinstance(other, mask) and identify(one) == identify(other)
-    mask.__hash__ = lambda one: hash(identify(one))
-
-
-def _sum_gradients(projection: Any, mesh: DeviceMesh, start: int = 0) -> None:
-    """Sum gradients of a projection's outputs over tp, of those from `start` on.
-
-    All heads share these outputs, but each tp rank has only some of the heads, so each rank computes only a part of the
-    gradient.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    def sum_gradient(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        shared = DTensor.from_local(output[..., start:], mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        return torch.cat([output[..., :start], shared], dim=-1) if start else shared
-
-    projection.register_forward_hook(sum_gradient)
-
-
 def _outputs(
-    module: Any, first: int, tree: prefix_tree.Tree, micro_batch: MicroBatch, request: ForwardRequest
+    module: Any,
+    first: int,
+    tokens: TokenGroup | None,
+    tree: prefix_tree.Tree,
+    micro_batch: MicroBatch,
+    request: ForwardRequest,
 ) -> Outputs:
     """Compute a model's outputs for the requested tokens of a micro-batch.
 
     The engine installs this function as the forward method of `module`. So FSDP2 gathers the weights of the embedding
     and the head for the call. Logits are computed only for the requested tokens, in float32. `first` is the first id of
-    the vocabulary that this rank's part of the head has.
+    the vocabulary that this rank's part of the head has. `tokens` are the tp ranks.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    hidden = prefix_tree.compute_states(module.model, tree).index_select(0, tree.before)
-    if hasattr(module, "score"):
-        return Outputs(values=module.score(hidden).float()[:, 0].clone())  # a view would lose FSDP2's hooks
-    weight = module.lm_head.weight
+    is_scoring = hasattr(module, "score")
+    states = prefix_tree.compute_states(module.model, tree)
+    if tokens is not None:  # tp ranks have parts of a policy's head, but copies of a scoring model's
+        states = tokens.gather_copies(states) if is_scoring else tokens.gather(states)
+    states = states.index_select(0, tree.before)
+    if is_scoring:
+        return Outputs(values=module.score(states).float()[:, 0].clone())  # a view would lose FSDP2's hooks
     rule = hf_modules.find_logit_rule(module.config)
-    if not isinstance(weight, DTensor):
-        return policy_head.compute_outputs(hidden, HeadPart(weight, rule), micro_batch, request)
-    # Each tp rank computes its part of the states' gradient.
-    mesh = weight.device_mesh
-    hidden = DTensor.from_local(hidden, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-    part = HeadPart(weight.to_local(), rule, first, mesh.get_group())
-    return policy_head.compute_outputs(hidden, part, micro_batch, request)
+    weight = read_locally(module.lm_head, "weight")
+    part = HeadPart(weight, rule) if tokens is None else HeadPart(weight, rule, first, tokens.group)
+    return policy_head.compute_outputs(states, part, micro_batch, request)
