@@ -91,7 +91,7 @@ class LayerInput:
         self._readers = readers  # projections that read the states of all tokens
         self._own: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
-        self._again: _GatheredAgain | None = None
+        self._gradient: _InputGradient | None = None
         self._left = 0
 
     @property
@@ -113,12 +113,12 @@ class LayerInput:
     @contextmanager
     def _hold(self, states: torch.Tensor) -> Iterator[None]:
         self._own = states
-        self._again = _GatheredAgain(self.tokens.group)
+        self._gradient = _InputGradient(self.tokens.group)
         self._left = self._readers
         try:
             yield
         finally:  # a layer that recomputes its activations leaves by an exception
-            self._own = self._whole = self._again = None
+            self._own = self._whole = self._gradient = None
 
     def multiply(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return a projection of all tokens."""
@@ -128,26 +128,45 @@ class LayerInput:
         self._left -= 1
         if not self._left:
             self._whole = None  # attention needs the memory
-        output: torch.Tensor = _exchanges().multiply(whole, self.own.detach(), weight, bias, self._again)
+        output: torch.Tensor = _exchanges().multiply(whole, self.own.detach(), weight, bias, self._gradient)
         return output
 
 
-class _GatheredAgain:
-    """The hidden states of all tokens, which a backward pass gathers once for some projections."""
+class _InputGradient:
+    """The gradient of a gathered input that several projections read.
+
+    In the backward pass, the projections come one after the other. The first gathers the input again, and the last
+    returns the sum of the input's gradients.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._readers = 0
+        self._trained_readers = 0
         self._whole: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
 
-    def add_reader(self) -> None:
+    def add_reader(self, is_trained: bool) -> None:
         self._readers += 1
+        self._trained_readers += is_trained
 
-    def take(self, own: torch.Tensor) -> torch.Tensor:
+    def gather_again(self, own: torch.Tensor) -> torch.Tensor:
         whole = _gather(own, self._group) if self._whole is None else self._whole
-        self._readers -= 1
-        self._whole = whole if self._readers else None
+        self._trained_readers -= 1
+        self._whole = whole if self._trained_readers else None
         return whole
+
+    def add(self, slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """Add the gradient of one projection; return the sum after the last one."""
+        import torch
+
+        self._total = torch.mm(slope, weight) if self._total is None else self._total.addmm_(slope, weight)
+        self._readers -= 1
+        if self._readers:
+            return None
+        total = self._total
+        self._total = None
+        return total
 
 
 def shard_layers(module: Any, model: Model, mesh: DeviceMesh) -> TokenGroup:
@@ -341,13 +360,12 @@ def _exchanges() -> _Exchanges:
             own: torch.Tensor,
             weight: torch.Tensor,
             bias: torch.Tensor | None,
-            again: _GatheredAgain,
+            input_gradient: _InputGradient,
         ) -> torch.Tensor:
             is_trained = ctx.needs_input_grad[2]
             ctx.save_for_backward(own if is_trained else None, weight)
-            ctx.again = again
-            if is_trained:
-                again.add_reader()
+            ctx.input_gradient = input_gradient
+            input_gradient.add_reader(is_trained)
             output = whole.new_empty(*whole.shape[:-1], len(weight))  # no view: an adapter adds to it in place
             rows = output.flatten(0, -2)
             if bias is None:
@@ -361,8 +379,10 @@ def _exchanges() -> _Exchanges:
             own, weight = ctx.saved_tensors
             of_whole, _, of_weight, of_bias, _ = ctx.needs_input_grad
             slope = gradients[0].flatten(0, -2)
-            input_gradient = (slope @ weight).view(*gradients[0].shape[:-1], -1) if of_whole else None
-            weight_gradient = slope.t() @ ctx.again.take(own).flatten(0, -2) if of_weight else None
+            # The weight's gradient is first: the gathered input is then freed.
+            weight_gradient = slope.t() @ ctx.input_gradient.gather_again(own).flatten(0, -2) if of_weight else None
+            total = ctx.input_gradient.add(slope, weight) if of_whole else None
+            input_gradient = None if total is None else total.view(*gradients[0].shape[:-1], -1)
             return input_gradient, None, weight_gradient, slope.sum(0) if of_bias else None, None
 
     return _Exchanges(Gather.apply, GatherCopies.apply, Scatter.apply, Multiply.apply)

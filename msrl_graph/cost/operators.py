@@ -68,11 +68,11 @@ def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) 
     return layer + spec.time.adapter_calls(act, projections) + masks
 
 
-def count_moved_elements(model: Model, tp: int) -> int:
+def count_moved_elements(model: Model, copies: int) -> int:
     """Return how many elements per token operators move between matrix products.
 
-    They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `tp` ranks, 10 for
-    each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
+    They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `copies` ranks, 10
+    for each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
     """
-    whole = (7 * model.norms + 3 * model.halves) * model.hidden * tp
+    whole = (7 * model.norms + 3 * model.halves) * model.hidden * copies
     return whole + 10 * model.query_key_size + 5 * model.mlp_width

@@ -235,7 +235,7 @@ class Costs:
         parts = [self._pass("update", work, 1 + self.model.backward_share) if update else self._pass("infer", work)]
         parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
         if update and not self.recomputes and self._eager is not None:
-            parts.append(kept_seconds(self.model, self.layout, self.device, self.dtype, tokens, moved))
+            parts.append(kept_seconds(self.model, self.spec, self.layout, self.device, self.dtype, tokens, moved))
         if update:
             parts.append(logits_seconds(self.model, self.spec, self.layout, self.device, self.dtype, rows.response))
         passes = (3 if update else 1) + (update and self.recomputes) + looks_ahead
@@ -390,7 +390,7 @@ class Costs:
 
         A fused engine has 0: its assumed FLOP/s allow for these bytes.
         """
-        elements = 0 if self._eager is None else count_moved_elements(self.model, self.layout.tp)
+        elements = 0 if self._eager is None else count_moved_elements(self.model, self.spec.count_copies(self.layout))
         return tokens * elements * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:

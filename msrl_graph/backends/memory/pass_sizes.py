@@ -34,19 +34,35 @@ class PassLayer(LayerSizes):
     def routing(self) -> int:
         """Bytes of the indices that sort tokens by expert, and of router results."""
         sorts = 5 if self.whole.work.layout.ep > 1 else 2
-        return 8 * sorts * self.sent + self.router * 4 // self.whole.item
+        return 8 * sorts * self.sent + self.whole.split(self.router) * 4 // self.whole.item
 
     @cached_property
     def products(self) -> int:
-        """The peak bytes of a feed-forward half in a pass without gradients."""
+        """The peak bytes of a feed-forward half in a pass without gradients.
+
+        With tp, the gathered states exist next to two products.
+        """
+        s = self.whole
         if self.experts is None:
-            return (3 + self.concatenates) * self.wide
-        layout = self.whole.work.layout
-        sent_twice = 2 * self.routed * (layout.ep > 1)
-        # Experts get padded states. A sum over tp is a copy.
-        copies = 2 * self.whole.hidden * (layout.tp > 1)
+            return max((3 + self.concatenates) * self.wide, (2 + self.concatenates) * self.wide + s.whole_part)
+        sent_twice = 2 * self.routed * (s.work.layout.ep > 1)
         states = max(self.experts.held * self.inner + self.routed, 3 * self.routed)
-        return states + sent_twice + self.shared + copies + self.routing
+        return states + sent_twice + self.shared + self.routing
+
+    @cached_property
+    def scattered(self) -> int:
+        """The bytes while the partial sums of a row-parallel product are reduced and scattered.
+
+        Of a feed-forward half, they exist next to the product's input, and to the embeddings, the inputs of both
+        halves, a normed input and the result; of attention, next to queries, keys, values and its output. Gloo sums a
+        copy. The result is 0 without tp.
+        """
+        s = self.whole
+        attention = s.tokens * (2 * self.query + 2 * self.keys)
+        if self.recurrent:
+            attention = s.tokens * self.query + self.recurrent.inputs
+        sums = s.whole_part * (1 + s.work.on_host)
+        return sums + max(5 * s.part + max(self.wide, self.shared), 4 * s.part + attention) if sums else 0
 
     @cached_property
     def saved(self) -> int:
@@ -65,7 +81,7 @@ class PassLayer(LayerSizes):
         s = self.whole
         norms = self.inputs
         if self.kind.norms.before and self.kind.norms.after:
-            norms += 4 * s.hidden if s.item == 4 else 6 * s.hidden
+            norms += 4 * s.part if s.item == 4 else 6 * s.part
         heads = s.tokens * (self.query + self.keys) * (2 if s.item == 4 else 3) * self.mixer.head_norms
         return norms + heads + self.attention + self.feed - self.unsaved
 
@@ -82,7 +98,7 @@ class PassLayer(LayerSizes):
             return 0
         adapted = model.adapted
         halves = 2 + (not adapted & INTO_ATTENTION) + (not adapted & INTO_MLP)
-        size = halves * s.hidden + s.tokens * (self.query + self.keys) * self.mixer.head_norms
+        size = halves * s.part + s.tokens * (self.query + self.keys) * self.mixer.head_norms
         size += s.tokens * self.query * ("o_proj" not in adapted) + self.wide * ("down_proj" not in adapted)
         return size - s.tokens * model.lora.rank * s.item * len(adapted)
 
@@ -114,7 +130,7 @@ class PassSizes(Sizes):
     def sum_kept(self, first: int, stop: int) -> int:
         """Return the bytes that the layers [first, stop) keep for a backward pass."""
         if self.work.recompute:
-            return (stop - first) * self.hidden
+            return (stop - first) * self.part
         return sum(map(mul, self.work.model.count_kinds((first, stop)), (kind.saved for kind in self.kinds)))
 
     def sum_gradients(self, first: int) -> int:
