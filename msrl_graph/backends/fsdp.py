@@ -18,6 +18,7 @@ from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..model.architecture import is_copied
@@ -81,9 +82,9 @@ class FsdpEngine:
             sequence_parallel.install(module, model)
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = partial(_outputs, module, _find_first_id(model, layout, rank), self._tokens)
-        self._fsdp_modules = []
+        self._gathered_modules = []
         if self.divided:
-            self._fsdp_modules = _divide_weights(module, model, layout, devices, layout.zero >= 3 or optimizer is None)
+            self._gathered_modules = _divide_weights(module, model, layout, devices, optimizer is not None)
         # Buffers are real already; to_empty would lose them.
         buffers = dict(module.named_buffers())
         module.to_empty(device=self.place)
@@ -159,9 +160,9 @@ class FsdpEngine:
         columns = known.to(self.place, non_blocking=True)
         with self._forward_context():
             outputs: Outputs = self.module(tree, columns, request)
-        if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             # No backward pass follows that would release the gathered weights.
-            for part in self._fsdp_modules:
+            for part in self._gathered_modules:
                 part.reshard()
         outputs = self.context.gather_outputs(outputs, tree)
         if not request.routes:
@@ -226,27 +227,38 @@ def _compile(layers: Any) -> None:
         layer.compile(dynamic=True)
 
 
-def _divide_weights(
-    module: Any, model: Model, layout: Layout, devices: Devices, release_after_forward: bool
-) -> list[Any]:
-    """Shard a model's weights by FSDP2, layer by layer; return the sharded modules.
+def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices, is_trained: bool) -> list[Any]:
+    """Shard a model's weights by FSDP2, layer by layer; return the modules that stay gathered after a forward pass.
 
-    Dense weights are sharded over dp. Experts are sharded over the ranks that have the same experts. With
-    `release_after_forward`, FSDP2 releases gathered weights after the forward pass.
+    Dense weights are sharded over dp, experts over the ranks that have the same experts. Where these are the same
+    ranks, one all-gather has all weights of a layer. Where they differ, the weights of the next module are gathered
+    while one computes: the host waits in each layer for the tokens' experts, and could not start the gather in time.
+    In a backward pass FSDP2 does so itself.
+
+    The embedding and the head, which a backward pass needs first, stay gathered. ZeRO 2 keeps all weights gathered.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    expert_meshes: list[tuple[Any, Any]] = []
     dense = devices.axis("dp")
     layers = module.model.layers
-    if model.experts:
+    experts: dict[int, Any] = {}
+    if model.experts and layout.edp != layout.dp:
         group = devices.make_group(layout, "pp", "ep", "etp")
-        mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
-        expert_meshes += [(layers[number].mlp.experts, mesh) for number in model.expert_layers]
-    for part, part_mesh in (*expert_meshes, *((layer, dense) for layer in layers), (module, dense)):
-        fully_shard(part, mesh=part_mesh, reshard_after_forward=release_after_forward)
-    return [part for part, _ in expert_meshes] + [*layers, module]
+        expert_mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
+        experts = {number: layers[number].mlp.experts for number in model.expert_layers}
+    releases = layout.zero >= 3 or not is_trained
+    for part in experts.values():
+        fully_shard(part, mesh=expert_mesh, reshard_after_forward=releases)
+    for layer in layers:
+        fully_shard(layer, mesh=dense, reshard_after_forward=releases)
+    fully_shard(module, mesh=dense, reshard_after_forward=not is_trained)
+    if experts and releases:
+        parts = [part for i, layer in enumerate(layers) for part in (layer, experts.get(i)) if part is not None]
+        for part, next_part in pairwise(parts):
+            part.set_modules_to_forward_prefetch([next_part])
+    kept = [] if releases else [*experts.values(), *layers]
+    return [*kept, module] if is_trained else []
 
 
 def _outputs(

@@ -43,8 +43,9 @@ def _infer(s: PassSizes) -> Moments:
     """
     work = s.work
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
-    # and values, both by token and laid out by row.
-    layer = s.common + max(max(3 * s.part + kind.products, _attention(kind), kind.scattered) for kind in s.kinds)
+    # and values, both by token and laid out by row. With tp, the embeddings are not small next to them.
+    states = 4 * s.part if s.whole_part else 3 * s.part
+    layer = s.common + max(max(states + kind.products, _attention(kind), kind.scattered) for kind in s.kinds)
     head = s.scored * work.model.hidden * s.item + s.head.inference
     first = kept_weights = gathered = 0
     if work.divided:
