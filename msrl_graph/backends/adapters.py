@@ -1,15 +1,15 @@
 """LoRA adapters in the linear layers of a transformers model (model/lora.py).
 
-Invariant: an adapted layer adds the product of its adapter to its output, in its forward method. So hooks of tensor
-parallelism before and after the method apply to both. Under tensor parallelism, the matrices of an adapter are sharded
-as in the model's tensors.
+Invariant: an adapted layer adds the product of its adapter to its output, in its forward method. Under tensor
+parallelism, the matrices of an adapter are sharded as in the model's tensors, and the product as the output.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ..sharding.layout import slices
 from . import weight_reader
 from .devices import get_local_tensor
 from .kernels.keyed_dropout import InputDropout, TokenKeys
+from .recurrent.parameters import read_locally
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,26 @@ if TYPE_CHECKING:
 
 # The attribute of a layer with an adapter that says whether the adapter is left out.
 DISABLED = "adapter_disabled"
+# The attribute of a layer that has its TokenExchange.
+EXCHANGE = "token_exchange"
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """What tp ranks do with the tokens of an adapter (sequence_parallel.py).
+
+    - `read`: returns the input of A, for the input of the layer.
+    - `send`: returns the input of B, for the product of A.
+    - `select`: returns the keys of the tokens in the input of A, for the keys of all tokens.
+    """
+
+    read: Callable[[torch.Tensor], torch.Tensor] = _keep
+    send: Callable[[torch.Tensor], torch.Tensor] = _keep
+    select: Callable[[torch.Tensor], torch.Tensor] = _keep
 
 
 def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> TokenKeys:
@@ -65,40 +86,40 @@ def install(module: Any, model: Model, mesh: DeviceMesh | None = None) -> TokenK
         size = get_local_tensor(matrices[0].weight).shape[1]
         first = mesh.get_local_rank() * size if mesh is not None and tensors[names[0]].tp_dim == 1 else 0
         in_files = names[0].rsplit(".", 2)[0]  # projections that are one in the files have the same mask
-        dropout = InputDropout(model.lora, f"{in_files}.weight", (first, first + size), tokens)
-        linear.forward = partial(_forward, linear, matrices, linear.forward, model.lora.scale, dropout)
+        exchange = getattr(linear, EXCHANGE, TokenExchange())
+        dropout = InputDropout(model.lora, f"{in_files}.weight", (first, first + size), tokens, exchange.select)
+        linear.forward = partial(_forward, linear, matrices, linear.forward, model.lora.scale, dropout, exchange)
     return tokens
 
 
 def _make_parameter(tensor: Tensor, weight: Any, mesh: DeviceMesh | None) -> torch.nn.Parameter:
     """Make a matrix of an adapter, without memory.
 
-    It is a DTensor if the weight of its layer is one.
+    It is a DTensor if tp shards it.
     """
     import torch
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    size = list(tensor.shape)
-    if mesh is None or not isinstance(weight, DTensor):
-        return torch.nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))
-    placement = Replicate() if tensor.tp_dim < 0 else Shard(tensor.tp_dim)
-    if tensor.tp_dim >= 0:
-        size[tensor.tp_dim] //= mesh.size()
-    local = torch.empty(size, dtype=weight.dtype, device=weight.device)
-    return torch.nn.Parameter(DTensor.from_local(local, mesh, [placement]))
+    matrix = torch.empty(tensor.shape, dtype=weight.dtype, device=weight.device)
+    if mesh is not None and tensor.tp_dim >= 0:
+        matrix = distribute_tensor(matrix, mesh, [Shard(tensor.tp_dim)])
+    return torch.nn.Parameter(matrix)
 
 
-def _forward(linear: Any, matrices: Sequence[Any], forward: Any, scale: float, dropout: InputDropout, x: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-    from torch.nn.functional import linear as multiply
-
-    output = forward(x)
+def _forward(
+    linear: Any,
+    matrices: Sequence[Any],
+    forward: Any,
+    scale: float,
+    dropout: InputDropout,
+    exchange: TokenExchange,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    output: torch.Tensor = forward(x)
     if getattr(linear, DISABLED):
         return output
-    down, up = (matrix.weight for matrix in matrices)
-    small = dropout.multiply(x, down) * scale
-    if isinstance(up, DTensor):
-        return output + multiply(small, up)
+    down, up = (read_locally(matrix, "weight") for matrix in matrices)
+    small = exchange.send(dropout.multiply(exchange.read(x), down)) * scale
     # In place: the sum needs no more memory than the output, and is rounded once.
     output.flatten(0, -2).addmm_(small.flatten(0, -2), up.t())
     return output

@@ -2,9 +2,7 @@
 
 Invariant: a token's result is the weighted sum over the experts that the router chose for the token, regardless of
 which ranks have these experts. With expert parallelism, an all-to-all sends tokens to the ranks of their experts, and a
-second all-to-all returns the results. With tensor parallelism, several ranks have the same tokens. Each of these ranks
-sends a different share of the tokens, so that no token is computed twice. A rank whose tokens choose no remote expert
-still joins both collectives.
+second all-to-all returns the results. A rank whose tokens choose no remote expert still joins both collectives.
 """
 
 from __future__ import annotations
@@ -34,14 +32,12 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
     """Replace the experts in a transformers model by modules with this rank's experts.
 
     The model is on the meta device. With ep, the rank's coordinate on the axis ep determines which experts the rank
-    has, and each of these experts is whole (not sharded). If the layout has neither tp nor ep, each rank computes all
-    experts for all its tokens.
+    has, and each of these experts is whole (not sharded). Without ep, each rank computes all experts for its tokens.
     """
-    tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.make_group(layout, "pp", "etp", "edp") if layout.ep > 1 else None
     for number in model.expert_layers:
         mlp = module.model.layers[number].mlp
-        mlp.experts = module_of(mlp.experts, len(mlp.experts.down_proj) // layout.ep, kernels, tp, ep)
+        mlp.experts = module_of(mlp.experts, len(mlp.experts.down_proj) // layout.ep, kernels, ep)
         _add_adapters(mlp.experts, f"model.layers.{number}.mlp.experts.", model)
 
 
@@ -59,12 +55,11 @@ def _add_adapters(experts: Any, prefix: str, model: Model) -> None:
             setattr(experts, DISABLED, False)
 
 
-def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
+def module_of(theirs: Any, number: int, kernels: Kernels, ep: Any = None) -> Any:
     """Build a module for this rank's experts of one layer.
 
     - `theirs`: transformers' module of the experts, which determines the sizes and the activation.
     - `number`: the number of experts that this rank has.
-    - `tp`: the group of ranks that have the same tokens; None for a single rank.
     - `ep`: the group of ranks that together have all experts of the layer; None if this rank has all experts.
     """
     import torch
@@ -73,7 +68,6 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     activation: Any = getattr(theirs, "act_fn", None)
     ungated = not hasattr(theirs, "gate_up_proj")
     swiglu = kernels.swiglu if is_silu(activation) else None
-    split_tokens, gather_tokens = _make_exchanges()
     add_results, multiply_gated = _make_lean_operators()
 
     class Experts(torch.nn.Module):
@@ -104,17 +98,6 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             - `chosen` [tokens, k]: for each token, the indices of its k experts.
             - `weights` [tokens, k]: for each token, the weights of its k experts.
             """
-            if tp is None:
-                return self._route_tokens(states, chosen, weights)
-            padding = -len(states) % tp.size()
-            parts = [
-                split_tokens(torch.nn.functional.pad(tensor, (0, 0, 0, padding)), tp)
-                for tensor in (states, chosen, weights)
-            ]
-            combined: torch.Tensor = gather_tokens(self._route_tokens(*parts), tp)
-            return combined[: len(states)]
-
-        def _route_tokens(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             active = chosen.shape[1]
             order = chosen.flatten().argsort(stable=True)
             counts = torch.bincount(chosen.flatten(), minlength=number * (ep.size() if ep else 1))
@@ -206,47 +189,6 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             )
 
     return Experts() if hasattr(theirs, "act_fn") else ClampedExperts()
-
-
-def _make_exchanges() -> tuple[Any, Any]:
-    """Return two functions, a split and an all-gather, for ranks with the same tokens.
-
-    Both functions are differentiable. The split returns the rank's own part of a tensor, and its backward pass gathers
-    the gradient from all ranks. The all-gather's backward pass returns the rank's own part of the gradient, because
-    each rank already has the whole gradient.
-    """
-    import torch
-
-    def all_gather(part: torch.Tensor, group: Any) -> torch.Tensor:
-        result = part.new_empty(len(part) * group.size(), *part.shape[1:])
-        torch.distributed.all_gather_into_tensor(result, part.contiguous(), group=group)
-        return result
-
-    def take_own_part(whole: torch.Tensor, group: Any) -> torch.Tensor:
-        part: torch.Tensor = whole.chunk(group.size())[group.rank()].contiguous()
-        return part
-
-    class Part(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, whole: torch.Tensor, group: Any) -> torch.Tensor:
-            ctx.group = group
-            return take_own_part(whole, group)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return all_gather(gradient, ctx.group), None
-
-    class Whole(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-            ctx.group = group
-            return all_gather(part, group)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return take_own_part(gradient, ctx.group), None
-
-    return Part.apply, Whole.apply
 
 
 @cache

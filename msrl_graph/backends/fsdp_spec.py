@@ -28,16 +28,16 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
     if act == "step":
         return step_calls(layout)
     # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass the hooks cost
-    # Python as much time as a hundred operators. Each collective of a backward pass costs another hundred. An
-    # operator on a DTensor costs as much as three operators on tensors.
+    # Python as much time as a hundred operators. Each collective of a backward pass costs another hundred.
     if act == "update":
         hooks = SPEC.divides_weights(layout) * (300 if layout.zero >= 3 else 200)
         counts = OperatorCalls(232 + hooks, 178 + hooks)
     else:
         hooks = SPEC.divides_weights(layout) * 100
         counts = OperatorCalls(73 + hooks, 110 + hooks)
-    if layout.tp > 1:
-        counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
+    if layout.tp > 1:  # gathers and scatters of tokens, with their functions
+        layer, rest = (159, 92) if act == "update" else (87, 51)
+        counts = OperatorCalls(counts.layer + layer, counts.rest + rest)
     if layout.cp > 1:  # operators on tensors: a ring's blocks, the sharding of the tree, the gathering of outputs
         forward, forward_backward = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
         counts = OperatorCalls(counts.layer + (forward_backward if act == "update" else forward), counts.rest + 30)
@@ -83,13 +83,13 @@ SPEC = EngineSpec(
         spread=expert_placement.WHOLE,
     ),
     memory=MemoryModel(
+        divides_sequence=True,
         peaks=trainer.peaks,
         stored=trainer.stored,
     ),
     time=TimeModel(
         calls=_calls,
         shares_beginnings=("host", "device"),
-        sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
         adapter_calls=_adapter_calls,
         logits_at_once=LOGITS,
     ),

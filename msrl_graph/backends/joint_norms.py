@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..model.layers import Mamba2
 from . import hf_modules
+from .recurrent.parameters import read_locally
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,8 @@ def _apply_gated_norm(norm: Any, group: Any, states: torch.Tensor, gate: torch.T
     gated = states.float() * torch.nn.functional.silu(gate.float())
     size = gated.shape[-1] * group.size()
     square = _make_sum()(gated.square().sum(-1, keepdim=True), group) / size
-    output: torch.Tensor = norm.weight * (gated * (square + norm.variance_epsilon).rsqrt()).to(states.dtype)
+    weight = read_locally(norm, "weight")
+    output: torch.Tensor = weight * (gated * (square + norm.variance_epsilon).rsqrt()).to(states.dtype)
     return output
 
 

@@ -217,7 +217,6 @@ class TimeModel:
     - `block`: tokens per block of the KV cache. Rows with a common prefix share only whole blocks and recompute the
       rest of the prefix (0: they share the whole prefix). A KV cache of blocks is allocated as a whole.
     - `cache_passes`: how often a decoding step reads or writes the KV cache.
-    - `sums`: the number of tensor-parallel all-reduces per layer: (in a forward pass, in a backward pass).
     - `logits_at_once`: the bytes of logits that a trainer keeps for a backward pass; if there are more, it computes all
       of them again. 0: it keeps all.
     - `adapter_calls`: for an engine with the feature `lora`, returns how many operators a layer calls in addition if so
@@ -230,7 +229,6 @@ class TimeModel:
     shares_beginnings: tuple[Where, ...] = ()
     block: int = 0
     cache_passes: int = 1
-    sums: tuple[int, int] = (2, 2)
     logits_at_once: int = 0
     adapter_calls: Callable[[Act, int], float] = lambda act, projections: 0.0
 
@@ -268,6 +266,10 @@ class EngineSpec:
     def divides_weights(self, layout: Layout) -> bool:
         """Return whether the weights are sharded over dp between passes."""
         return layout.dp > 1 and layout.zero >= self.sharding.divided_from
+
+    def count_copies(self, layout: Layout) -> int:
+        """Return how many tp ranks compute the same norms and residual sums of a token."""
+        return 1 if self.memory.divides_sequence else layout.tp
 
     def needs_equal_calls(self, layout: Layout) -> bool:
         """Return whether all ranks of a dp group must make the same forward calls.

@@ -28,7 +28,7 @@ def mask_seconds(
     if model.lora is None or not model.lora.dropout:
         return Figure(0.0, "derived", "no dropout")
     ranks = layout.devices // layout.dp
-    copies = 1 if spec.memory.divides_sequence else layout.tp
+    copies = spec.count_copies(layout)
     matrices = [tensor for tensor in model.trained if tensor.name.endswith(DOWN)]
     inputs = sum(matrix.shape[-1] * (copies if matrix.tp_dim < 0 else 1) for matrix in matrices)
     moved = tokens * inputs * (MASK + INPUTS * BYTES[dtype]) / ranks

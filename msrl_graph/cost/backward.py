@@ -111,7 +111,9 @@ def logits_seconds(model: Model, spec: EngineSpec, layout: Layout, device: Devic
     return Figure(flop / rate.value, rate.source, "logits once more: FLOP / FLOP/s")
 
 
-def kept_seconds(model: Model, layout: Layout, device: Device, dtype: str, tokens: float, moved: float) -> Figure:
+def kept_seconds(
+    model: Model, spec: EngineSpec, layout: Layout, device: Device, dtype: str, tokens: float, moved: float
+) -> Figure:
     """Return the seconds in which a CPU writes and reads tensors for a backward pass.
 
     These tensors do not fit into the CPU's caches. (Results that only the next operator reads do fit.) A third of the
@@ -119,7 +121,8 @@ def kept_seconds(model: Model, layout: Layout, device: Device, dtype: str, token
     """
     if not device.kind.is_host:
         return Figure(0.0, "derived", "part of each operator's bytes")
-    products = 1.5 * model.halves * model.hidden * layout.tp + 2 * (model.query_key_size + model.mlp_width)
+    states = 1.5 * model.halves * model.hidden * spec.count_copies(layout)
+    products = states + 2 * (model.query_key_size + model.mlp_width)
     written = (moved / 3 + tokens * products * BYTES[dtype]) * layout.dp / layout.devices
     bandwidth = device.rate("memory_bandwidth", 0)
     return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")

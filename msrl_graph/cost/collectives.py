@@ -20,7 +20,7 @@ from ..hardware.cluster import ClusterSpec, Collective, Figure, weakest
 from ..ir.optimizer_spec import MASTER
 from ..ir.plan import Placement
 from ..model.architecture import Model, is_copied
-from ..model.layers import ExpertMlp
+from ..model.layers import ExpertMlp, Layer
 from ..sharding.layout import Layout, Side, TensorKind, stage_parts
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
@@ -169,13 +169,13 @@ class Collectives:
         if tp == 1:
             return Figure(0.0, "derived", "no tensor parallelism")
         per_reduction = tokens * model.hidden * self._item * (tp - 1) / tp
-        layers = model.halves / 2 / layout.pp
         divided = self.spec.memory.divides_sequence and self._eager
         if divided:
-            # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the
-            # tokens once more for the weights' gradients (arXiv:2205.05198, section 4.2).
-            gathers = 1 + layers * (2 + backward * 4)
-            scatters = 1 + layers * (2 + backward * 2)
+            # Mixers and MLPs gather tokens and scatter sums; a backward pass does as much, and gathers the tokens once
+            # more for the weights' gradients (arXiv:2205.05198, section 4.2). Routed experts take a rank's own tokens.
+            halves = sum(kind.count * (kind.has_mixer + _gathers_tokens(kind)) for kind in model.layer_kinds)
+            gathers = 1 + halves / layout.pp * (1 + backward * 2)
+            scatters = 1 + halves / layout.pp * (1 + backward)
             adapters = self._adapter_sums(backward)
             small = tokens * self._item * (tp - 1) / tp
             parts = [
@@ -185,7 +185,7 @@ class Collectives:
                 self.seconds("reduce_scatter", "tp", scatters * per_reduction, scatters),
             ]
         else:
-            count = 1 + layers * (self.spec.time.sums[0] + backward * self.spec.time.sums[1])
+            count = 1 + model.halves / layout.pp * (1 + backward)
             parts = [self.seconds("all_reduce", "tp", 2 * count * per_reduction, count)]
         if drawn:
             parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
@@ -209,8 +209,7 @@ class Collectives:
             return AdapterSums(0, 0, 0, 0)
         columns = rows = products = 0
         for kind in self.model.layer_kinds:
-            has_mlp = not isinstance(kind.mlp, ExpertMlp) or kind.mlp.shared > 0
-            own = [name for name in lora.targets if has_mlp or name not in MLP]
+            own = [name for name in lora.targets if _gathers_tokens(kind) or name not in MLP]
             for linear in COLUMN_LINEARS:
                 columns += kind.count * (not linear.isdisjoint(own))
                 products += kind.count * len(linear.intersection(own))
@@ -345,6 +344,11 @@ class Collectives:
         if experts and layout.edp > 1:
             parts.append(self.seconds("all_reduce", "edp", per_weight * experts * (layout.edp - 1) / layout.edp))
         return total(*parts)
+
+
+def _gathers_tokens(kind: Layer) -> bool:
+    """Return whether a layer has an MLP that all tp ranks compute together."""
+    return kind.has_mlp and not (isinstance(kind.mlp, ExpertMlp) and not kind.mlp.shared)
 
 
 def _count_parameters(kinds: tuple[TensorKind, ...], layout: Layout) -> tuple[float, float]:

@@ -71,21 +71,21 @@ def layer_calls(act: Act, calls: OperatorCalls, model: Model, spec: EngineSpec) 
     return layer + spec.time.adapter_calls(act, projections) + masks
 
 
-def count_moved_elements(model: Model, tp: int) -> int:
+def count_moved_elements(model: Model, copies: int) -> int:
     """Return how many elements per token operators move between matrix products."""
     counts = model.count_kinds((0, model.layers))
-    layers = [sum(count_moved_elements_of_layer(kind, model.hidden, tp)) for kind in model.layer_kinds]
+    layers = [sum(count_moved_elements_of_layer(kind, model.hidden, copies)) for kind in model.layer_kinds]
     return sum(map(mul, counts, layers))
 
 
-def count_moved_elements_of_layer(kind: Layer, hidden: int, tp: int) -> tuple[int, int, int, int]:
+def count_moved_elements_of_layer(kind: Layer, hidden: int, copies: int) -> tuple[int, int, int, int]:
     """Return how many elements per token operators of a layer move: in norms, attention, gating and the rest.
 
-    They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `tp` ranks, 10 for
-    each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
+    They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `copies` ranks, 10
+    for each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
     """
-    norms = 7 * kind.norms.number * hidden * tp
-    return norms, 10 * kind.mixer.query_key_size, 5 * kind.mlp.width, 3 * kind.halves * hidden * tp
+    norms = 7 * kind.norms.number * hidden * copies
+    return norms, 10 * kind.mixer.query_key_size, 5 * kind.mlp.width, 3 * kind.halves * hidden * copies
 
 
 def find_slowest_stage(model: Model, layout: Layout, tokens: int) -> float:

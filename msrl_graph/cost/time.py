@@ -249,7 +249,9 @@ class Costs:
             parts.append(self._pass("infer", replace(work, scored=0, moved=moved_again), shares=again))
         if update and again.moved < 1 and self._eager is not None:
             kept = 1 - again.moved
-            parts.append(kept_seconds(self.model, self.layout, self.device, self.dtype, kept * tokens, kept * moved))
+            parts.append(
+                kept_seconds(self.model, self.spec, self.layout, self.device, self.dtype, kept * tokens, kept * moved)
+            )
         if update:
             parts.append(logits_seconds(self.model, self.spec, self.layout, self.device, self.dtype, rows.response))
         passes = (3 if update else 1) + looks_ahead
@@ -419,7 +421,7 @@ class Costs:
 
         A fused engine has 0: its assumed FLOP/s allow for these bytes.
         """
-        elements = 0 if self._eager is None else count_moved_elements(self.model, self.layout.tp)
+        elements = 0 if self._eager is None else count_moved_elements(self.model, self.spec.count_copies(self.layout))
         return tokens * elements * BYTES[self.dtype]
 
     def _logits_bytes(self, positions: float, times: int) -> float:

@@ -73,11 +73,6 @@ WRONG = [
         "one takes 2 by position, not 3",
     ),
     (
-        ("kernels/ascend.py", 'name, reduce_op="sum"', 'name, "sum"'),
-        ("kernels/ascend.py", "npu_mm_all_reduce_base("),
-        "`torch_npu.libtorch_npu.npu_mm_all_reduce_base` of torch-npu 2.10.0.post4 takes 3 by position, not 4",
-    ),
-    (
         ("kernels/ascend.py", 'rotary_mode="half"', 'mode="half"'),
         ("kernels/ascend.py", "npu_rotary_mul("),
         "`torch_npu.libtorch_npu.npu_rotary_mul` of torch-npu 2.10.0.post4 has no parameter `mode`",
@@ -86,12 +81,6 @@ WRONG = [
         ("kernels/ascend.py", "npu_swiglu(joined, dim=-1)", "npu_swiglu(joined, axis=-1)"),
         ("kernels/ascend.py", "npu_swiglu("),
         "`torch_npu.libtorch_npu.npu_swiglu` of torch-npu 2.10.0.post4 has no parameter `axis`",
-    ),
-    (
-        ("kernels/ascend.py", "get_hccl_comm_name(dist.get_rank())", "get_hccl_comm_name()"),
-        ("kernels/ascend.py", "get_hccl_comm_name("),
-        "`torch_npu._C._distributed_c10d.ProcessGroupHCCL.get_hccl_comm_name` of torch-npu 2.10.0.post4 "
-        "is called without `rankid`",
     ),
     (
         ("devices.py", ".mem_get_info(", ".memory_info("),

@@ -15,7 +15,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import distributed as dist
 from transformers.utils import is_torch_npu_available
 
 with suppress(ImportError):  # transformers imports it, and it looks for torch_npu: not for what stands for it
@@ -36,16 +35,13 @@ class Operators(ModuleType):
     def __init__(self):
         super().__init__("torch_npu")
         self.calls = Counter()
-        self.named = {}
 
     @contextmanager
     def there(self):
-        """Within, it is what `import torch_npu` finds, and a group's backend tells the name of its communicator."""
+        """Within, it is what `import torch_npu` finds."""
         is_torch_npu_available()  # transformers asks once, and is not to look at what stands here
-        real = dist.ProcessGroup._get_backend
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "torch_npu", self)
-            patch.setattr(dist.ProcessGroup, "_get_backend", lambda group, place: _Backend(self, group, real, place))
             yield self
 
     def npu_rms_norm(self, input, gamma, epsilon=1e-06):
@@ -216,58 +212,3 @@ class Operators(ModuleType):
             if b > a:
                 made[i] = left[:, a:b] @ right[a:b]
         return [made]
-
-    def npu_mm_all_reduce_base(
-        self,
-        x1,
-        x2,
-        hcom,
-        *,
-        reduce_op="sum",
-        bias=None,
-        antiquant_scale=None,
-        antiquant_offset=None,
-        x3=None,
-        dequant_scale=None,
-        pertoken_scale=None,
-        comm_quant_scale_1=None,
-        comm_quant_scale_2=None,
-        antiquant_group_size=0,
-        comm_turn=0,
-        group_sizes=None,
-        y_dtype=None,
-        x1_dtype=None,
-        x2_dtype=None,
-        dequant_scale_dtype=None,
-        pertoken_scale_dtype=None,
-        comm_quant_mode=0,
-        comm_mode=None,
-    ):
-        self.calls["npu_mm_all_reduce_base"] += 1
-        _alone()
-        assert reduce_op == "sum" and x1.dtype in HALVES and x2.dtype == x1.dtype
-        assert x1.dim() in (2, 3) and x2.dim() == 2 and x1.shape[-1] == len(x2) and x1.numel()
-        assert x1.is_contiguous(), "x1 is not to be turned"
-        assert len({*self.named.values()}) <= 1, "the fused sums of a model are over one group"
-        assert self.named[hcom].size() in (1, 2, 4, 8)
-        made = torch.matmul(x1, x2)
-        dist.all_reduce(made, group=self.named[hcom])
-        return made
-
-
-class _Backend:
-    """Of a group, and else the real one."""
-
-    def __init__(self, operators, group, real, place):
-        self.operators = operators
-        self.group = group
-        self.real = real(group, place)
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    def get_hccl_comm_name(self, rankid, init_comm=True):
-        assert rankid == dist.get_rank(), "a rank is known by its number among all"
-        name = f"group of {dist.get_process_group_ranks(self.group)}"
-        self.operators.named[name] = self.group
-        return name

@@ -5,13 +5,9 @@ Each table is one file of this folder; hardware/device_kinds.py says which file 
 of an engine depends on the device kind. Importing this package does not import torch.
 
 If a table has None for an operator, the model keeps its own operator. The tables of host cores and of CUDA have None
-for these operators:
-
-- RMSNorm, SwiGLU and RoPE. The reason for RMSNorm: transformers and vLLM round to the model's dtype before they
-  multiply by the weight, but torch.nn.functional.rms_norm rounds at another point of the computation. With the torch
-  function, the trained policy would differ from the policy that generated the tokens.
-- `summed`, the row-parallel product of tensor parallelism. DTensor's RowwiseParallel already sums the sharded products
-  over ranks.
+RMSNorm, SwiGLU and RoPE. The reason for RMSNorm: transformers and vLLM round to the model's dtype before they multiply
+by the weight, but torch.nn.functional.rms_norm rounds at another point of the computation. With the torch function, the
+trained policy would differ from the policy that generated the tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
     from ...hardware.device_kinds import DeviceKind
     from ..prefix_tree import PackedRows
@@ -104,16 +99,6 @@ class Rotary(Protocol):
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
 
-class Summed(Protocol):
-    """The sum over ranks of the products of `x` with a column-sharded weight.
-
-    Each rank has some columns of the weight, [out, in], and the matching elements of the input, `x` [..., in]. In the
-    backward pass, each rank has the whole gradient of the sum.
-    """
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class Kernels:
     attention: Attention
@@ -122,7 +107,6 @@ class Kernels:
     rms_norm: RmsNorm | None = None
     swiglu: SwiGlu | None = None
     rotary: Rotary | None = None
-    summed: Summed | None = None
 
 
 def load(kind: DeviceKind) -> Kernels:

@@ -19,8 +19,6 @@ from . import Kernels, ScoreRule, chunked_attention
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     from ..prefix_tree import PackedRows
 
@@ -30,7 +28,6 @@ BY_ROWS, BY_INNER = 0, 2  # group_type: the dimension of a product that groups d
 ONE_TENSOR = 2  # split_item: one output tensor instead of one for each group
 ENDS = 0  # group_list_type: ends of groups, not counts
 PACKED_ROWS = 2048  # rows that the fused attention supports without padding
-CARDS = (1, 2, 4, 8)  # numbers of linked cards that a fused sum supports
 
 
 def attention(
@@ -181,43 +178,4 @@ def _compute_weight_gradient(
     return gradient.masked_fill_(empty_groups[:, None, None], 0)
 
 
-def summed(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    output: torch.Tensor = _summed()(x, weight, group)
-    return output
-
-
-def _multiply_and_sum(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    import torch
-    import torch_npu
-    from torch import distributed as dist
-
-    if x.dtype not in (torch.bfloat16, torch.float16) or group.size() not in CARDS:
-        part = x @ weight.T
-        dist.all_reduce(part, group=group)
-        return part
-    backend: ProcessGroupHCCL = group._get_backend(x.device)
-    name = backend.get_hccl_comm_name(dist.get_rank())  # by the rank's global number
-    output: torch.Tensor = torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.T, name, reduce_op="sum")
-    return output
-
-
-@cache
-def _summed() -> Any:
-    import torch
-
-    class RowParallel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-            ctx.save_for_backward(x, weight)
-            return _multiply_and_sum(x, weight, group)
-
-        @staticmethod
-        def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-            x, weight = ctx.saved_tensors
-            slope = slopes[0]
-            return slope @ weight, slope.flatten(0, -2).T @ x.flatten(0, -2), None
-
-    return RowParallel.apply
-
-
-KERNELS = Kernels(attention, grouped, packed_attention, rms_norm, swiglu, rotary, summed)
+KERNELS = Kernels(attention, grouped, packed_attention, rms_norm, swiglu, rotary)

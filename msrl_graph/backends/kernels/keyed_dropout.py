@@ -67,22 +67,16 @@ class InputDropout:
     def multiply(self, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         """Return the product of A, `down`, and the inputs `x`.
 
-        If the pass has dropout, it is applied to the inputs. Both tensors can be DTensors: if A is sharded by inputs,
-        the result is a partial sum.
+        If the pass has dropout, it is applied to the inputs.
         """
         import torch
-        from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if self._tokens.keys is None:
             return torch.nn.functional.linear(x, down)
         self.features = self.features.to(x.device)
-        options = self._select(self._tokens.keys), self.features, self._share
-        if not isinstance(x, DTensor) or not isinstance(down, DTensor):
-            product: torch.Tensor = _make_product()(x, down, *options)
-            return product
-        placement = Partial() if down.placements[0].is_shard() else Replicate()
-        local = _make_product()(x.to_local(), down.to_local(), *options)
-        return DTensor.from_local(local, x.device_mesh, [placement])
+        keys = self._select(self._tokens.keys)
+        product: torch.Tensor = _make_product()(x, down, keys, self.features, self._share)
+        return product
 
 
 def is_dropped(tokens: torch.Tensor, features: torch.Tensor, share: float) -> torch.Tensor:

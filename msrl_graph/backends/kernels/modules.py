@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...model.layers import GroupedQueryAttention, MultiHeadLatentAttention
 from .. import hf_modules
-from . import Kernels, RmsNorm, Rotary, Summed, SwiGlu
+from . import Kernels, RmsNorm, Rotary, SwiGlu
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     from ...model.architecture import Model
 
@@ -98,25 +97,3 @@ def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
     forward = FunctionType(original.__code__, namespace, original.__name__, original.__defaults__, original.__closure__)
     forward.__kwdefaults__ = original.__kwdefaults__
     return MethodType(forward, attention)
-
-
-def divide_rows(linear: Any, mesh: DeviceMesh, kernel: Summed) -> None:
-    """Shard a linear layer's input dimension; `kernel` sums the products over ranks.
-
-    Weights and gradients are DTensors with the placements that RowwiseParallel uses.
-    """
-    import torch
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-
-    def shard_weight(_name: str, part: Any, device_mesh: DeviceMesh) -> None:
-        part.weight = torch.nn.Parameter(
-            distribute_tensor(part.weight, device_mesh, [Shard(1)]), part.weight.requires_grad
-        )
-
-    distribute_module(linear, mesh, shard_weight)  # a bias is whole on each rank
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        output = kernel(x, linear.weight.to_local(), mesh.get_group())
-        return output if linear.bias is None else output + linear.bias.to_local()
-
-    linear.forward = forward

@@ -68,13 +68,3 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-b, a], dim=-1) * sin
-
-
-def summed(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of x weightᵀ over all ranks.
-
-    `x` is [ranks, ..., in], `weights` are [ranks, out, in].
-    """
-    import torch
-
-    return torch.stack([part @ weight.T for part, weight in zip(x, weights, strict=True)]).sum(0)

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...ir.workload import Workload
-from ...model.architecture import is_copied
-from ...sharding.layout import box_at, elements
-from ..memory.sizes import CHUNK, optimizer_step
+from ..memory.sizes import optimizer_step, sum_copies
 from ..spec import Moments
 from .stage_sizes import StageLayer, StageSizes
 
@@ -39,26 +37,8 @@ def moments(verb: str, work: Workload) -> Moments:
         stage_moments = _update(sizes) if verb == "update" else _infer(sizes)
         all_moments |= {name + where: {"rows": sizes.rows, **items} for name, items in stage_moments}
         if verb == "update":
-            all_moments |= {name + where: items for name, items in (optimizer_step(sizes) | _sum(sizes)).items()}
+            all_moments |= {name + where: items for name, items in (optimizer_step(sizes) | sum_copies(sizes)).items()}
     return all_moments
-
-
-def _sum(s: StageSizes) -> Moments:
-    """Return the bytes that exist while replicated weights' gradients are summed.
-
-    The sum is over tp, for experts over etp, and is computed bucket by bucket.
-    """
-    layout = s.work.layout
-    moments: Moments = {}
-    for experts, number in ((False, layout.tp), (True, layout.etp)):
-        kinds = s.work.model.trained_kinds
-        own = tuple(kind for kind in kinds if is_copied(kind.tensor) and kind.tensor.experts is experts)
-        if own and number > 1:
-            largest = max(elements(box_at(kind.tensor, s.side, (0, 0, 0))) for kind in own)
-            bucket = min(sum(s.parts(own)), max(CHUNK, largest))
-            name = "the sum of copies' gradients" + " of experts" * experts
-            moments[name] = {"gradients": s.gradients, "workspace": s.gradient * bucket}
-    return moments
 
 
 def stored(work: Workload) -> int:

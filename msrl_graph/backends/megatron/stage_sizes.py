@@ -27,8 +27,7 @@ PADDED = 128
 class StageSizes(Sizes):
     """Sizes of the tensors on a rank of one pipeline stage.
 
-    Inside attention and the feed-forward half of a layer, a tp rank has all tokens. In all other places, a tp rank has
-    only its own share of the tokens (`part`), because of sequence parallelism.
+    Sequence parallelism shards tokens (`part`).
     """
 
     stage: int = 0
@@ -96,27 +95,11 @@ class StageSizes(Sizes):
         return self.gradient * self.elements
 
     @cached_property
-    def part(self) -> int:
-        """Bytes of the hidden states of this rank's share of the tokens, at one layer.
-
-        With tensor parallelism, each tp rank has a share of the tokens (sequence parallelism).
-        """
-        return self.split(self.tokens) * self.work.model.hidden * self.item
-
-    @cached_property
-    def whole_part(self) -> int:
-        """Bytes of the hidden states of all tokens, gathered from all tp ranks.
-
-        The result is 0 without tp. A pass has one buffer of this size, unless an adapter is trained. The backward pass
-        has a second buffer of this size while the gradient of a row-parallel product is gathered.
-        """
-        return self.hidden if self.work.layout.tp > 1 else 0
-
-    @cached_property
     def buffer(self) -> int:
         """Bytes of Megatron's gather buffer.
 
-        Linear layers with trained weights share it.
+        Linear layers with trained weights share it. A pass has one, unless an adapter is trained. The backward pass has
+        a second one while the gradient of a row-parallel product is gathered.
         """
         return 0 if self.is_adapted else self.whole_part
 

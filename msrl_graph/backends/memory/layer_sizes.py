@@ -54,7 +54,7 @@ class LayerSizes:
     @cached_property
     def inputs(self) -> int:
         """Bytes of the input, the normed input and the scaled input of the layer's halves."""
-        return self.kind.halves * self.whole.hidden * (3 if self.whole.item == 4 else 4)
+        return self.kind.halves * self.whole.part * (3 if self.whole.item == 4 else 4)
 
     # Attention.
 

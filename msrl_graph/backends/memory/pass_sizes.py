@@ -73,19 +73,35 @@ class PassLayer(LayerSizes):
     def routing(self) -> int:
         """Bytes of the indices that sort tokens by expert, and of router results."""
         sorts = 5 if self.whole.work.layout.ep > 1 else 2
-        return 8 * sorts * self.sent + self.router * 4 // self.whole.item
+        return 8 * sorts * self.sent + self.whole.split(self.router) * 4 // self.whole.item
 
     @cached_property
     def products(self) -> int:
-        """The peak bytes of a feed-forward half in a pass without gradients."""
+        """The peak bytes of a feed-forward half in a pass without gradients.
+
+        With tp, the gathered states exist next to two products.
+        """
+        s = self.whole
         if self.experts is None:
-            return (3 + self.concatenates) * self.wide
-        layout = self.whole.work.layout
-        sent_twice = 2 * self.routed * (layout.ep > 1)
-        # Experts get padded states. A sum over tp is a copy.
-        copies = 2 * self.whole.hidden * (layout.tp > 1)
+            return max((3 + self.concatenates) * self.wide, (2 + self.concatenates) * self.wide + s.whole_part)
+        sent_twice = 2 * self.routed * (s.work.layout.ep > 1)
         states = max(self.experts.held * self.inner + self.routed, 3 * self.routed)
-        return states + sent_twice + self.shared + copies + self.routing
+        return states + sent_twice + self.shared + self.routing
+
+    @cached_property
+    def scattered(self) -> int:
+        """The bytes while the partial sums of a row-parallel product are reduced and scattered.
+
+        Of a feed-forward half, they exist next to the product's input, and to the embeddings, the inputs of both
+        halves, a normed input and the result; of attention, next to queries, keys, values and its output. Gloo sums a
+        copy. The result is 0 without tp.
+        """
+        s = self.whole
+        attention = s.tokens * (2 * self.query + 2 * self.keys)
+        if self.recurrent:
+            attention = s.tokens * self.query + self.recurrent.inputs
+        sums = s.whole_part * (1 + s.work.on_host)
+        return sums + max(5 * s.part + max(self.wide, self.shared), 4 * s.part + attention) if sums else 0
 
     @cached_property
     def saved(self) -> int:
@@ -104,7 +120,7 @@ class PassLayer(LayerSizes):
         s = self.whole
         norms = self.inputs
         if self.kind.norms.before and self.kind.norms.after:
-            norms += 4 * s.hidden if s.item == 4 else 6 * s.hidden
+            norms += 4 * s.part if s.item == 4 else 6 * s.part
         unsaved = self._unsaved_norms + self._unsaved_attention + self._unsaved_feed
         return norms + self._heads + self.attention + self.feed - unsaved
 
@@ -138,7 +154,7 @@ class PassLayer(LayerSizes):
         if model.lora is None:
             return 0
         halves = 2 + (not model.adapted & INTO_ATTENTION) + (not model.adapted & INTO_MLP)
-        return halves * self.whole.hidden
+        return halves * self.whole.part
 
     @property
     def _unsaved_attention(self) -> int:
@@ -194,7 +210,7 @@ class PassSizes(Sizes):
         after = min(stop, max(first, whole.stop))
         counts = self.work.model.count_kinds((after, stop))
         parts: int = sum(map(mul, counts, (kind.kept for kind in self.kinds)))
-        return (after - first) * self.hidden + parts
+        return (after - first) * self.part + parts
 
     @cached_property
     def whole_layers(self) -> range:

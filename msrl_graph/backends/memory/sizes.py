@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from ...ir import optimizer_spec
 from ...ir.optimizer_spec import FLOAT, Rule
 from ...ir.workload import Workload
-from ...model.architecture import HEAD
+from ...model.architecture import HEAD, is_copied
 from ...sharding.layout import (
     Side,
     TensorKind,
@@ -140,6 +140,19 @@ class Sizes:
         return self.tokens * self.work.model.hidden * self.item
 
     @cached_property
+    def part(self) -> int:
+        """Bytes of the hidden states of this rank's share of the tokens.
+
+        Inside of mixers and MLPs a tp rank has all tokens; in all other places it has a share (sequence parallelism).
+        """
+        return self.split(self.tokens) * self.work.model.hidden * self.item
+
+    @cached_property
+    def whole_part(self) -> int:
+        """Bytes of the hidden states of all tokens, gathered from all tp ranks; 0 without tp."""
+        return self.hidden if self.work.layout.tp > 1 else 0
+
+    @cached_property
     def angles(self) -> int:
         """Bytes of the cosines and sines of all tokens' rotary positions.
 
@@ -177,7 +190,7 @@ class Sizes:
 
         The requested states are the hidden states for which logits are computed.
         """
-        return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
+        return (2 if self.item == 4 else 3) * self.part + self.scored * self.work.model.hidden * self.item
 
     # Weights, not sharded over dp.
 
@@ -275,6 +288,23 @@ def _select_ends(tensor_kinds: tuple[TensorKind, ...]) -> tuple[TensorKind, ...]
 @lru_cache(maxsize=1 << 12)
 def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
     return max(elements(box_at(kind.tensor, side, (0, 0, 0))) for kind in tensor_kinds)
+
+
+def sum_copies(s: Sizes) -> Moments:
+    """Return the bytes that exist while the gradients of weights are summed that ranks have copies of.
+
+    The sum is over tp, for experts over etp, and is computed bucket by bucket.
+    """
+    layout = s.work.layout
+    moments: Moments = {}
+    for experts, number in ((False, layout.tp), (True, layout.etp)):
+        kinds = s.work.model.trained_kinds
+        own = tuple(kind for kind in kinds if is_copied(kind.tensor) and kind.tensor.experts is experts)
+        if own and number > 1:
+            bucket = min(sum(s.parts(own)), max(CHUNK, _largest(own, s.side)))
+            name = "the sum of copies' gradients" + " of experts" * experts
+            moments[name] = {"gradients": s.gradient * s.elements, "workspace": s.gradient * bucket}
+    return moments
 
 
 def optimizer_step(s: Sizes) -> Moments:

@@ -17,7 +17,7 @@ from ...model.architecture import Model
 from ...model.layers import MultiHeadLatentAttention
 from ..spec import Moments
 from .pass_sizes import PassLayer, PassSizes
-from .sizes import optimizer_step
+from .sizes import optimizer_step, sum_copies
 
 
 def peaks(verb: str, work: Workload) -> Moments:
@@ -43,8 +43,9 @@ def _infer(s: PassSizes) -> Moments:
     """
     work = s.work
     # In addition to a layer's input there are either the second half's input, its norm, and products; or queries, keys
-    # and values, both by token and laid out by row.
-    layer = s.common + max(max(3 * s.hidden + kind.products, _attention(kind)) for kind in s.kinds)
+    # and values, both by token and laid out by row. With tp, the embeddings are not small next to them.
+    states = 4 * s.part if s.whole_part else 3 * s.part
+    layer = s.common + max(max(states + kind.products, _attention(kind), kind.scattered) for kind in s.kinds)
     head = s.scored * work.model.hidden * s.item + s.head.inference
     first = kept_weights = gathered = 0
     if work.divided:
@@ -52,11 +53,11 @@ def _infer(s: PassSizes) -> Moments:
         kept_weights = s.all_weights if work.trained and work.layout.zero < 3 else s.ends
         gathered = s.all_weights + s.layer if work.trained and work.layout.zero < 3 else s.ends + 2 * s.layer
     return {
-        "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.hidden + s.common},
+        "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.part + s.common},
         "a layer is gathered": {
             "rows": s.rows,
             "gathered weights": gathered + s.layer if work.divided else 0,
-            "activations": s.hidden,
+            "activations": s.part,
         },
         "in a layer": {"rows": s.rows, "gathered weights": gathered, "activations": layer},
         "in the head": {
@@ -74,12 +75,13 @@ def _attention(layer: PassLayer) -> int:
     """
     s = layer.whole
     if layer.recurrent:
-        return 3 * s.hidden + layer.recurrent.inputs + layer.recurrent.scanned
+        return 3 * s.part + layer.recurrent.inputs + layer.recurrent.scanned
     latent = isinstance(layer.mixer, MultiHeadLatentAttention)
     by_token = s.tokens * (2 * layer.query + (3 if latent else 2) * layer.keys)
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     # Of capped scores: as products, scaled, and the results of two more operators.
-    return 2 * s.hidden + by_token + by_row + layer.context_parallel_extra(False) + 4 * 4 * layer.chunk_scores
+    attending = by_row + layer.context_parallel_extra(False) + 4 * 4 * layer.chunk_scores
+    return 2 * s.part + by_token + max(attending, s.whole_part)
 
 
 def _update(s: PassSizes) -> Moments:
@@ -89,15 +91,13 @@ def _update(s: PassSizes) -> Moments:
     summed = work.batches > 1
     kept_activations = 0 if work.activations_away else s.sum_kept(first, layers)
     base = s.common + kept_activations
-    states = s.last - s.hidden * (layers - 1 in s.whole_layers and s.item == 4)
+    states = s.last - s.part * (layers - 1 in s.whole_layers and s.item == 4)
     # Gradients at rest, from the first micro-batch on. If their sums have another type than the weights, each gradient
     # is computed in the weights' type before it is added.
     joins = s.item != s.gradient and not work.divided
-    # The gradient of a sharded embedding is whole, unless it is added to the head's gradient or to a sum.
-    spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.embedding_gradient
-    gradients = s.elements * s.gradient + spread
+    gradients = s.elements * s.gradient
     rest = gradients if summed else 0
-    of_layers = gradients - spread - (0 if work.divided else s.end_gradients // s.item * s.gradient)
+    of_layers = gradients - (0 if work.divided else s.end_gradients // s.item * s.gradient)
     # Gathered weights. ZeRO 3: the ends, a layer, and the next layer in a flat buffer. ZeRO 2: all weights, and in
     # forward the last layer's buffer.
     zero3 = work.divided and work.layout.zero >= 3
@@ -128,6 +128,15 @@ def _update(s: PassSizes) -> Moments:
             "activations": base + states + s.scored * work.model.hidden * s.item,
         },
     }
+    if s.whole_part:  # all tokens' states, of which those of the requested tokens are selected
+        sums = s.whole_part * (1 + work.on_host)
+        made = {
+            "the last sums are scattered": (forward, rest, base + sums + s.part),
+            "the states are gathered": (forward, rest, base + states + s.whole_part),
+            "the states' gradients": (top, rest + s.head_gradient, base + states + 2 * s.whole_part),
+        }
+        for name, (weights, own, activations) in made.items():
+            moments[name] = {"gathered weights": weights, "gradients": own, "activations": activations}
     flat_layer = s.layer_gradients if work.divided else 0
     if work.divided:
         moments["the last layer is gathered"] = {
@@ -145,14 +154,17 @@ def _update(s: PassSizes) -> Moments:
         # The lowest layer whose activations are on the device.
         held = s.sum_kept(max(first, index - 1) if work.activations_away else first, index + 1)
         is_whole = index in s.whole_layers
-        recomputed = layer.saved - (s.hidden if s.item == 4 else 0) if is_whole else 0
+        recomputed = layer.saved - (s.part if s.item == 4 else 0) if is_whole else 0
         if layer.experts and (is_whole or layer.mlp_part in work.recompute.parts):
             moments[f"experts' second forward pass in {name}"] = {
                 "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
                 "gradients": gradient_bytes + table,  # those of the layer before this one are scattered by now
                 "activations": s.common + held + recomputed + _count_second_pass(layer, is_whole),
             }
-        for half, more in _backward(layer, is_whole).items():
+        changes = _backward(layer, is_whole)
+        if is_whole and s.whole_part:
+            changes["recomputed attention"] = {"activations": _recomputed(layer) - recomputed, "gradients": 0}
+        for half, more in changes.items():
             moments[f"backward in {half} of {name}"] = {
                 "gathered weights": below - (0 if zero3 else (layers - 1 - index) * flat_layer),
                 "gradients": gradient_bytes + table + flat_buffer + more["gradients"],
@@ -165,14 +177,12 @@ def _update(s: PassSizes) -> Moments:
         scattered = s.head_gradient + s.end_gradients // work.layout.dp if work.on_host else 0
         moments["the gradients of the ends are scattered"] = {
             "gradients": before + 2 * s.end_gradients + scattered,
-            "activations": s.hidden,
+            "activations": s.part,
         }
     else:
         before = gradients
-    # The gradient of an embedding is its sum, unless it is added to one. From a sharded embedding's, a rank's part is
-    # copied.
-    alone = not (summed or joins or work.divided or work.model.tied)
-    embedding = s.embedding_gradient * (work.layout.tp > 1 if alone else work.layout.tp)
+    # The gradient of an embedding is its sum, unless it is added to one.
+    embedding = s.embedding_gradient * (summed or joins or work.divided or work.model.tied)
     # The gradient of a tied embedding is added to the head's, and their sum to that of earlier micro-batches.
     ends = s.head_gradient * (1 + work.model.tied if work.divided else work.model.tied * (1 + summed))
     moments["the embedding's gradient"] = {
@@ -180,7 +190,7 @@ def _update(s: PassSizes) -> Moments:
         "gradients": before + flat_layer + ends + embedding,
         "activations": s.hidden,
     }
-    return {name: {"rows": s.rows, **items} for name, items in moments.items()} | optimizer_step(s)
+    return {name: {"rows": s.rows, **items} for name, items in moments.items()} | sum_copies(s) | optimizer_step(s)
 
 
 def _iterate_fullest_layers(model: Model, whole: range) -> Iterator[tuple[str, int]]:
@@ -203,8 +213,20 @@ def _count_second_pass(layer: PassLayer, is_whole: bool) -> int:
     Next to what they save there are hidden states before and after each exchange.
     """
     s = layer.whole
-    exchanged = 4 * layer.routed * (s.work.layout.ep > 1) + 2 * s.hidden * (s.work.layout.tp > 1)
-    return s.hidden + exchanged + (0 if is_whole else layer.recomputed_feed)
+    exchanged = 4 * layer.routed * (s.work.layout.ep > 1)
+    return s.part + exchanged + (0 if is_whole else layer.recomputed_feed)
+
+
+def _recomputed(layer: PassLayer) -> int:
+    """Return the bytes of a layer that is recomputed, while attention's partial sums are scattered.
+
+    The gradient of the layer's output is already gathered. Queries, keys and values exist by token, too.
+    """
+    s = layer.whole
+    attention = layer.saved - layer.feed - layer.inputs // layer.kind.halves * layer.kind.has_mlp
+    if not layer.recurrent:
+        attention += s.tokens * (layer.query + 2 * layer.keys)
+    return attention + s.part + s.whole_part * (2 + s.work.on_host)
 
 
 def _backward(layer: PassLayer, is_whole: bool) -> dict[str, dict[str, int]]:
@@ -215,11 +237,17 @@ def _backward(layer: PassLayer, is_whole: bool) -> dict[str, dict[str, int]]:
     A change is negative if more bytes are freed than allocated.
     """
     s = layer.whole
-    feed = s.hidden + (max(2 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else 2 * layer.wide)
+    # With tp, the gradient of all tokens is gathered; later the input is, next to the sum of its gradients.
+    gathered = max(layer.wide + s.whole_part, 2 * s.whole_part - layer.wide) if s.whole_part else 0
+    dense = max(2 * layer.wide, gathered)
+    feed = s.part + (max(2 * layer.routed, 2 * layer.inner - layer.routed) if layer.experts else dense)
     freed = layer.feed + layer.inputs // layer.kind.halves * layer.kind.has_mlp + s.tokens * layer.query
     by_row = s.row_tokens * ((2 + layer.is_banded) * layer.query + 2 * layer.attended_keys)
     made = by_row + layer.context_parallel_extra(True) + 5 * 4 * layer.chunk_scores
-    attention = 2 * s.hidden + (layer.recurrent.backward if layer.recurrent else made) - freed
+    if s.whole_part:  # the projections' inputs and their gradients, when what attention keeps is freed
+        made = max(made, 2 * s.whole_part + s.tokens * (layer.query + 2 * layer.keys) - layer.attention)
+    slope = s.tokens * layer.query if s.whole_part else s.hidden
+    attention = s.part + slope + (layer.recurrent.backward if layer.recurrent else made) - freed
     if not is_whole:
         feed += layer.recomputed_feed
         attention += layer.recomputed_feed + layer.recomputed_norms + layer.recomputed_attention

@@ -1,6 +1,6 @@
 """Parameters that a recurrent mixer reads without a module's forward method.
 
-Invariant: the forward method of transformers reads plain tensors: those of this rank's heads.
+Invariant: the forward method of transformers reads plain tensors: those of this rank's heads. Others read parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class JoinedConvolution:
     def _join(self, parameter: str) -> Any:
         import torch
 
-        return torch.cat([_read_locally(getattr(self._mixer, name), parameter) for name in self._names])
+        return torch.cat([read_locally(getattr(self._mixer, name), parameter) for name in self._names])
 
 
 def prepare(mixer: Any) -> None:
@@ -46,17 +46,31 @@ def prepare(mixer: Any) -> None:
         mixer.time_step_limit = (0.0, float("inf"))
 
 
-def make_local(mixer: Any, names: Sequence[str]) -> None:
-    """Make reads of parameters return the tensors of this rank.
+def make_local(part: Any, names: Sequence[str]) -> None:
+    """Make a module's forward method read parameters as the tensors of this rank.
 
     The parameters stay what they are, under the same names: DTensors that FSDP2 may gather.
     """
-    kind = type(mixer)
-    reads = {name: property(partial(_read_locally, name=name)) for name in names}
-    mixer.__class__ = type(kind.__name__, (kind,), reads)
+    kind = type(part)
+    reads = {name: property(partial(_read_parameter, name=name)) for name in names}
+    part.__class__ = type(kind.__name__, (kind,), reads)
+    part.forward = partial(_compute, part, part.forward)
 
 
-def _read_locally(module: Any, name: str) -> Any:
+def _compute(part: Any, forward: Any, *args: Any, **options: Any) -> Any:
+    part.is_computing = True
+    try:
+        return forward(*args, **options)
+    finally:  # a layer that recomputes its activations leaves by an exception
+        part.is_computing = False
+
+
+def _read_parameter(part: Any, name: str) -> Any:
+    return read_locally(part, name) if getattr(part, "is_computing", False) else part._parameters[name]
+
+
+def read_locally(module: Any, name: str) -> Any:
+    """Return this rank's part of a module's parameter, for the module's forward method."""
     from torch.distributed.tensor import DTensor
 
     parameter = module._parameters[name]

@@ -12,7 +12,6 @@ from functools import partial
 import engines
 import numpy as np
 import pytest
-import ranks
 import torch
 from contracts import FOLDER, signature, takes
 from hypothesis import given
@@ -32,7 +31,6 @@ from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.sharding.layout import Layout
 
 TABLES = {"torch's own": torch_native.KERNELS, "Ascend's": ascend.KERNELS}
 # How far values may be from the formula's, by type, which is computed in float64 of the same numbers.
@@ -241,74 +239,6 @@ def test_another_model_of_the_process_stays_transformers(operators, tmp_path):
     assert operators.calls == {}
 
 
-# Ranks of tensor parallelism.
-
-
-def share(rank, folder, size, dtype):
-    """The sum over ranks by its kernel, and by RowwiseParallel, of the same numbers, with and without a bias."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
-    from msrl_graph.backends.kernels.modules import divide_rows
-
-    mesh = DeviceMesh("cpu", torch.arange(size))
-    found = []
-    for bias in (False, True):
-        for kernel in (None, ascend.summed):
-            linear = torch.nn.Linear(8, 6, bias=bias, dtype=dtype)
-            with torch.no_grad():
-                for i, parameter in enumerate(linear.parameters()):
-                    parameter.copy_(random(i, dtype, *parameter.shape))
-            x = random(9, dtype, 1, 3, 8).chunk(size, dim=-1)[rank].clone().requires_grad_()
-            with Operators().there() as operators:
-                if kernel is None:
-                    linear = parallelize_module(linear, mesh, RowwiseParallel())
-                else:
-                    divide_rows(linear, mesh, kernel)
-                out = linear(x)
-                (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)).sum().backward()
-            fused = kernel is not None and dtype != torch.float32
-            assert operators.calls == ({"npu_mm_all_reduce_base": 1} if fused else {})
-            placed = [(p.placements, p.grad.placements) for p in linear.parameters()]
-            found.append((placed, [out.detach(), x.grad, *(p.grad.full_tensor() for p in linear.parameters())]))
-    for (placed, made), (alike, known) in zip(found[1::2], found[::2], strict=True):
-        assert placed == alike
-        torch.testing.assert_close(made, known, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-    part, weight = (t.detach() for t in (random(9, dtype, 1, 3, 8), random(0, dtype, 6, 8)))
-    whole = reference.summed(torch.stack(part.chunk(size, -1)), torch.stack(weight.chunk(size, -1)))
-    torch.testing.assert_close(found[1][1][0], whole, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_a_sum_over_ranks_is_the_formula_and_rowwise_parallels(dtype):
-    """In float32, which the operator does not take, without it."""
-    ranks.run(2, share, 2, dtype)
-
-
-def divided(rank, folder, weights, layout):
-    model = models.load(weights, folder, "bf16", NOWHERE)
-    found = []
-    for kind in (HOST, ASCEND):
-        with Operators().there() as operators:
-            found.append(computed(model, kind, layout, rank, engines.mesh(layout)))
-    (own, norm), (other, like) = found
-    # In bf16 each kernel rounds elsewhere.
-    torch.testing.assert_close(other, own, rtol=0, atol=0.1)
-    assert like == pytest.approx(norm, rel=0.05)
-    assert operators.calls["npu_mm_all_reduce_base"] == 2 * 2 * model.layers  # o_proj and down_proj, twice
-    # Over the links of a host alone: of hosts with one device each, no group of tp is on one.
-    for per_host, fused in ((1, False), (layout.devices, True)):
-        with Operators().there() as operators:
-            computed(model, ASCEND, layout, rank, engines.mesh(layout), per_host)
-        assert ("npu_mm_all_reduce_base" in operators.calls) is fused
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, tp=2, zero=3)], ids=["tp 2", "dp 2 x tp 2, zero 3"])
-def test_a_divided_model_is_summed_by_the_kernel(tmp_path, layout):
-    ranks.run(layout.devices, divided, dense(tmp_path / "model"), layout)
-
-
 # What stands for torch_npu.
 
 NAMES = sorted(n for n in vars(Operators) if n.startswith("npu_"))
@@ -352,7 +282,6 @@ def test_what_an_operator_is_documented_not_to_take_is_refused():
         grouped([torch.randn(8, 4).T], [weights], group_list=ends)
         grouped([rows[:0]], [weights], group_list=ends * 0)
         grouped([rows.T.contiguous()], [rows], group_list=ends, group_type=2)
-        refused("npu_mm_all_reduce_base", rows, weights[0], "group")  # of float32
     grouped([rows], [weights], group_list=ends)  # a gradient of its own it has none
     refused("npu_rms_norm", rows, torch.ones(8, dtype=torch.bfloat16))
     refused("npu_rotary_mul", q[0], q[0], q[0])

@@ -94,6 +94,7 @@ def train_on_rank(rank, folder, path, layout, options):
         ("qwen3_5_text", Layout(dp=2, zero=3), {"recompute": "full"}),
         ("nemotron_h with experts", Layout(), {"recompute": "full"}),
         ("nemotron_h", Layout(tp=2), {"activations": "offload"}),
+        ("nemotron_h", Layout(tp=2, dp=2, zero=3), {"recompute": "full"}),
         ("granitemoehybrid with one group", Layout(tp=2), {"recompute": "full"}),
         ("granitemoehybrid with experts", Layout(dp=2, zero=3), {"activations": "offload"}),
         pytest.param("nemotron_h", Layout(), {"compile": "layers"}, marks=pytest.mark.long),
