@@ -72,7 +72,7 @@ def download(name: str, version: str, python: str, folder: Path) -> Path | None:
     return find()
 
 
-def roots(extras: tuple[str, ...], others: list[str]) -> Iterator[Requirement]:
+def roots(extras: list[str], others: list[str]) -> Iterator[Requirement]:
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     for line in (
         *project["dependencies"],
@@ -80,6 +80,37 @@ def roots(extras: tuple[str, ...], others: list[str]) -> Iterator[Requirement]:
     ):
         yield Requirement(line)
     yield from map(Requirement, others)
+
+
+def collect(
+    needs: list[Requirement], have: dict[str, str], versions: dict[str, str], python: str, folder: Path
+) -> list[str]:
+    """Download the wheels of `needs` and of what they require; return the packages that the index lacks.
+
+    `have`: the versions that the machine has ("": not known, and accepted). `versions`: those to download.
+    """
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    waiting = [*needs]
+    seen: set[str] = set()
+    missing = []
+    while waiting:
+        need = waiting.pop()
+        name = canonicalize_name(need.name)
+        if name in seen | UNUSED or name.startswith(LEFT_OUT):
+            continue
+        if need.marker and not need.marker.evaluate(environment):
+            continue
+        if name in have and (not have[name] or need.specifier.contains(Version(have[name]), prereleases=True)):
+            continue
+        seen.add(name)
+        wheel = download(name, versions.get(name, ""), python, folder)
+        if wheel is None:
+            missing.append(name)
+            continue
+        waiting += map(Requirement, requirements(wheel))
+        if name == "ray":
+            pack_again(wheel)
+    return missing
 
 
 def main() -> int:
@@ -93,29 +124,7 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     versions = locked(HERE / "trl.txt") | locked(HERE / "cuda.txt")
     have = locked(options.have) if options.have else {}
-    waiting = [*roots((*options.extras,), options.others)]
-    seen: set[str] = set()
-    missing = []
-    while waiting:
-        need = waiting.pop()
-        name = canonicalize_name(need.name)
-        environment = {"python_version": options.python, "python_full_version": f"{options.python}.0", "extra": ""}
-        if (
-            name in seen | UNUSED
-            or name.startswith(LEFT_OUT)
-            or (need.marker and not need.marker.evaluate(environment))
-        ):
-            continue
-        if name in have and (not have[name] or need.specifier.contains(Version(have[name]), prereleases=True)):
-            continue
-        seen.add(name)
-        wheel = download(name, versions.get(name, ""), options.python, options.folder)
-        if wheel is None:
-            missing.append(name)
-            continue
-        waiting += map(Requirement, requirements(wheel))
-        if name == "ray":
-            pack_again(wheel)
+    missing = collect([*roots(options.extras, options.others)], have, versions, options.python, options.folder)
     wheels = sorted(options.folder.glob("*.whl"), key=lambda wheel: -wheel.stat().st_size)
     for wheel in wheels:
         print(f"{wheel.stat().st_size / 1e6:8.2f} MB  {wheel.name}")
