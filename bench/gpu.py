@@ -314,7 +314,15 @@ def report(results: list[dict[str, Any]]) -> None:
 
     speed = table("an iteration", "case", "side", "responses/s", "s", "generate", "ref", "infer", "update", "outside")
     rates = table("shares of peaks", "case", "side", "MFU update", "MFU infer", "bandwidth in decoding", "peak bytes")
-    memory = table("peak memory", "case", "side", "phase", "planned", "measured", "ratio")
+    memory = table(
+        "peak memory (planned: with all responses at their bound)",
+        "case",
+        "side",
+        "phase",
+        "planned",
+        "measured",
+        "ratio",
+    )
     ratios = table("predicted / measured", "case", "side", "rates", *gpu_cases.COMPUTE, "iteration")
     for result in jobs_done:
         figures = result["figures"]

@@ -57,10 +57,10 @@ class StatedEnds(LogitsProcessor):
         self.prompt = prompt
 
     def __call__(self, ids, scores):
-        last = self.lengths.to(ids.device) <= ids.shape[1] - self.prompt + 1
-        scores[:, self.end] = -torch.inf
-        scores[last] = -torch.inf
-        scores[last, self.end] = 0.0
+        # Without indices that depend on values: the host does not wait for the device.
+        last = self.lengths <= ids.shape[1] - self.prompt + 1
+        scores = scores.masked_fill(last[:, None], -torch.inf)
+        scores[:, self.end] = torch.where(last, 0.0, -torch.inf).to(scores.dtype)
         return scores
 
 
@@ -93,7 +93,8 @@ class Trainer(GRPOTrainer):
         assert len(prompt_ids) == len(self.lengths)
         if not self.use_vllm:
             model = self.accelerator.unwrap_model(self.model)
-            processor = StatedEnds(torch.tensor(self.lengths), self.eos_token_ids[0], max(map(len, prompt_ids)))
+            lengths = torch.tensor(self.lengths, device=self.accelerator.device)
+            processor = StatedEnds(lengths, self.eos_token_ids[0], max(map(len, prompt_ids)))
             model.generate = partial(type(model).generate, model, logits_processor=[processor])
             return
         engine = self.vllm_generation.llm
