@@ -154,7 +154,8 @@ def measure_rates(session: Session) -> None:
     with path.open("w") as output:
         environment = session.environment()
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(HERE)!r}); {code}"]
-        failed = session.call(command, min(60.0, session.left), environment, output)
+        limit = min(60.0 * session.options.patience, session.left - PATIENCE)
+        failed = session.call(command, limit, environment, output)
     try:
         session.rates = json.loads(path.read_text().splitlines()[-1])
     except (ValueError, IndexError):
