@@ -16,6 +16,9 @@ SEED ?= 0
 LOAD ?= 0
 LENGTHS ?= lognormal
 OTHER ?=
+WHEELS ?=
+HAVE ?=
+OUT ?=
 KILLS ?= 200
 PROGRAMS ?= 5000
 DRAWS ?= 100
@@ -115,8 +118,13 @@ test-vllm-023: $(VENV_ENGINES_023)/ready #: test the vLLM version that vllm-asce
 test-gpu: #: test engines on one idle GPU
 	$(PYTHON) -m pytest tests/on_gpu
 
-bench-gpu: #: measure seconds and memory on one GPU
-	$(PYTHON) bench/gpu.py
+# On a bare machine without a network: make bench-gpu WHEELS=DIR, with a folder that `make gpu-wheels` filled.
+bench-gpu: #: measure speed, memory and predictions on one GPU, next to trl: at most 8 minutes
+	$(PYTHON) $(if $(WHEELS),bench/with_wheels.py $(WHEELS)) bench/gpu.py --tests $(if $(OUT),--out $(OUT))
+
+# HAVE=FILE is what `pip list --format=freeze` prints on the machine with the GPU.
+gpu-wheels: $(VENV)/ready #: download the wheels that a machine with a GPU and torch lacks for bench-gpu: 45 MB
+	$(BIN)/python constraints/wheels.py $(or $(WHEELS),build/wheels) $(if $(HAVE),--have $(HAVE))
 
 # KILLS random kills, then each process at each point of its work. PROGRAM is grpo, dapo, pf_ppo or countdown.
 chaos: $(VENV)/ready #: kill processes of runs and count the costs: about 2 hours
@@ -203,6 +211,9 @@ bench-memory: $(VENV)/ready #: compare predicted and measured memory on 1 to 4 r
 
 bench-memory-engines: $(VENV_ENGINES)/ready #: compare predicted and measured memory with Megatron and vLLM: about 5 minutes
 	$(VENV_ENGINES)/bin/python bench/memory.py --engines "megatron vllm"
+
+bench-real-width: $(VENV)/ready #: measure iterations of 0.5 billion parameters on the CPU: about 10 minutes, 14 GB of memory
+	$(BIN)/python bench/real_width.py
 
 bench-long-rows: $(VENV)/ready #: plan the memory of rows of 8k to 64k tokens, beside published figures
 	$(BIN)/python bench/long_rows.py

@@ -1,9 +1,10 @@
 """The example in trl's GRPOTrainer: one measurement per process.
 
-Rank 0 prints it as one line of JSON. Runs inside .venv-trl, which has trl and not this package; under
-torch.distributed.run for several ranks.
+Rank 0 prints it as one line of JSON, and writes each iteration to a file at once (--lines). Runs inside .venv-trl,
+which has trl and not this package; under torch.distributed.run for several ranks. With --gpu it runs on one GPU in
+bfloat16. With --lengths each response has a stated length (bench/gpu.py).
 
-Invariant: timing wraps trl's own methods and changes nothing that they compute.
+Invariant: timing wraps trl's own methods and changes nothing that they compute. A GPU's work is waited for.
 
 Phases, in seconds per iteration (one generated batch and all optimizer steps on it): generate
 (`_generate_single_turn`), reward (`_calculate_rewards`), reference and old log-probabilities
@@ -19,15 +20,16 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, LogitsProcessor, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 STEPS = 2  # optimizer steps on each generated batch
+PROMPT = 6  # tokens of a prompt, at most
 
 
 def exact_match(completions, answer, **_):
@@ -40,22 +42,74 @@ def rows(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def finish() -> None:
+    """Wait for the work of the GPU, if there is one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+class StatedEnds(LogitsProcessor):
+    """Ends each response at its stated length, with the end token."""
+
+    def __init__(self, lengths, end, prompt):
+        self.lengths = lengths
+        self.end = end
+        self.prompt = prompt
+
+    def __call__(self, ids, scores):
+        # Without indices that depend on values: the host does not wait for the device.
+        last = self.lengths <= ids.shape[1] - self.prompt + 1
+        scores = scores.masked_fill(last[:, None], -torch.inf)
+        scores[:, self.end] = torch.where(last, 0.0, -torch.inf).to(scores.dtype)
+        return scores
+
+
 class Trainer(GRPOTrainer):
-    """A GRPOTrainer that records where its seconds go."""
+    """A GRPOTrainer that records where its seconds go.
+
+    `lengths`: the length of each response of a batch; empty: a response ends as the model says."""
+
+    lengths: tuple[int, ...] = ()
 
     def __init__(self, *arguments, **options):
         self.spent: Counter[str] = Counter()
         super().__init__(*arguments, **options)
 
     def timed(self, phase, function, *arguments, **options):
+        finish()
         start = time.perf_counter()
         try:
             return function(*arguments, **options)
         finally:
+            finish()
             self.spent[phase] += time.perf_counter() - start
 
-    def _generate_single_turn(self, *arguments, **options):
-        return self.timed("generate", super()._generate_single_turn, *arguments, **options)
+    def _generate_single_turn(self, prompt_ids, *arguments, **options):
+        if self.lengths:
+            self._state_lengths(prompt_ids)
+        return self.timed("generate", super()._generate_single_turn, prompt_ids, *arguments, **options)
+
+    def _state_lengths(self, prompt_ids):
+        assert len(prompt_ids) == len(self.lengths)
+        if not self.use_vllm:
+            model = self.accelerator.unwrap_model(self.model)
+            lengths = torch.tensor(self.lengths, device=self.accelerator.device)
+            processor = StatedEnds(lengths, self.eos_token_ids[0], max(map(len, prompt_ids)))
+            model.generate = partial(type(model).generate, model, logits_processor=[processor])
+            return
+        engine = self.vllm_generation.llm
+        if "generate" in vars(engine):
+            return
+        generate = engine.generate
+
+        def stated(prompts, sampling_params, **others):
+            params = [sampling_params.clone() for _ in prompts]
+            for own, length in zip(params, self.lengths, strict=True):
+                own.max_tokens = length
+                own.ignore_eos = True
+            return generate(prompts, sampling_params=params, **others)
+
+        engine.generate = stated
 
     def _calculate_rewards(self, *arguments, **options):
         return self.timed("reward", super()._calculate_rewards, *arguments, **options)
@@ -105,13 +159,19 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step % STEPS:
             return
+        finish()
         wall = time.perf_counter() - self.wall
         cpu = time.process_time() - self.cpu
         spent = self.trainer.spent
         self.seconds += wall
         phases = {name: spent[name] for name in ("generate", "reward", "reference", "old")}
         phases["update"] = spent["step"] - spent["prepare"] + spent["optimizer"]
-        self.lines.append({"iteration": wall, "cpu": cpu, **phases, "other": wall - sum(phases.values())})
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        own = {"iteration": wall, "cpu": cpu, **phases, "other": wall - sum(phases.values()), "memory": memory}
+        self.lines.append(own)
+        if self.options.lines:
+            with self.options.lines.open("a") as file:
+                file.write(json.dumps(own) + "\n")
         done = state.global_step // STEPS
         if done == self.options.iterations or (self.options.every and done % self.options.every == 0):
             self.evaluate(done)
@@ -143,20 +203,36 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--response", type=int, default=5)
+    parser.add_argument("--model", type=Path, help="a model's folder (default: the example's)")
+    parser.add_argument("--lengths", type=Path, help="a JSON file with the length of each response of a batch")
+    parser.add_argument("--lines", type=Path, help="a file to which each iteration is appended")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a micro-batch (default: all of a step)")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, in bfloat16")
+    parser.add_argument("--vllm", type=float, default=0.0, help="generate by vLLM with this share of the GPU's memory")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    model = str(options.example / "model")
+    model = str(options.model or options.example / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     clock = Clock(options, tokenizer)
+    rows_of_step = options.prompts * options.group // STEPS // ranks
+    micro_batch = options.rows or rows_of_step
+    accumulated = rows_of_step // micro_batch
+    vllm = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": options.vllm,
+        "vllm_max_model_length": PROMPT + options.response,
+        "vllm_importance_sampling_correction": False,
+    }
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             seed=options.seed,
             # The recipe of grpo.rlg: mini-batches of 256 responses, one pass over each.
-            per_device_train_batch_size=options.prompts * options.group // STEPS // ranks,
-            steps_per_generation=STEPS,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=micro_batch,
+            steps_per_generation=STEPS * accumulated,
+            gradient_accumulation_steps=accumulated,
             num_iterations=1,
             num_generations=options.group,
             max_steps=options.iterations * STEPS,
@@ -175,13 +251,14 @@ def main() -> None:
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=20,
             optim="adamw_torch_fused",
-            # Settings for speed on processors, and without output files.
-            use_cpu=True,
-            bf16=False,
+            **(vllm if options.vllm else {}),
+            # Settings for speed, and without output files.
+            use_cpu=not options.gpu,
+            bf16=options.gpu,
             gradient_checkpointing=False,
             dataloader_pin_memory=False,
             ddp_find_unused_parameters=False,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": "bfloat16" if options.gpu else "float32"},
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
@@ -196,6 +273,8 @@ def main() -> None:
             callbacks=[clock],
         )
         clock.trainer = trainer
+        if options.lengths:
+            trainer.lengths = tuple(json.loads(options.lengths.read_text())["lengths"])
         trainer.train()
     result = {"lines": clock.lines, "curve": clock.curve}
     if ranks > 1:

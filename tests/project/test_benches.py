@@ -34,7 +34,7 @@ FIGURES = {
     "environments": {"rows", "failed", "ran_hostile_code", "wrongly_lost", "wrongly_kept", "processes_left"},
     "families": {"families", "drift", "exported"},
     "functions": {"functions"},
-    "gpu": {"fsdp hf"},
+    "gpu": {"aims", "figures", "failed", "left_out"},
     "hosts": {"1"},
     "invariance": {"shuffled arrival"},
     "long_rows": {"8192"},
@@ -48,6 +48,7 @@ FIGURES = {
     "programs": {"rloo"},
     "proof": {"proof_share", "digest_f32_ns", "sum_f32_ns", "digest_bf16_ns", "sum_bf16_ns"},
     "public_recipes": {"recipes", "fit"},
+    "real_width": {"peak_deviation", "measuring_cost", "proof_share", "seconds"},
     "reshard": {"gather_fraction_of_bare", "swap_fraction_of_bare", "peak_over_bound", "naive_peak_over_ours"},
     "reshard_engines": {"pairs", "peak_over_plan_most"},
     "router_replay": {"drift"},
@@ -76,9 +77,13 @@ PARTS = {  # files that are no benches, by who takes them
     "disturbed": "chaos",
     "dock_page": "dock",
     "faulty": "environments",
+    "gpu_cases": "gpu",
+    "gpu_rates": "gpu",
     "shuffled": "invariance",
     "smoke": "functions",
+    "stated_lengths": "gpu",
     "trl_side": "trl",
+    "with_wheels": "gpu",
 }
 
 
