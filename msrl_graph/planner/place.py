@@ -17,6 +17,7 @@ from typing import Any
 from ..cost import holdings
 from ..ir.graph import Node, Value
 from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
+from ..ir.search_record import MARGIN
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
@@ -49,7 +50,12 @@ class PlacementDecision:
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes as decided."""
+    """The pass that places nodes as decided.
+
+    If `is_fastest` is True, an update recomputes activations whenever that is faster.
+    """
+
+    is_fastest: bool = False
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """Return the plan with all nodes placed.
@@ -254,7 +260,7 @@ class PlaceNodes(PlacementPass):
         with fewer rows.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
-        without recomputation, or it is faster with recomputation.
+        without recomputation, or recomputation makes it faster by more than `MARGIN`.
         """
         node = placement.node
         options = placement.engine.options
@@ -301,9 +307,9 @@ class PlaceNodes(PlacementPass):
                 f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
                 f"{holdings.gigabytes(max(0, room))}"
             )
-        elif "micro_batch" not in options and self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(
-            plan, without
-        ):
+        elif "micro_batch" not in options and self._estimate_seconds(plan, with_recompute) * (
+            1 if self.is_fastest else 1 + MARGIN
+        ) < self._estimate_seconds(plan, without):
             why = "recomputes activations: that is faster, with larger micro-batches"
         else:
             return without
