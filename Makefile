@@ -233,6 +233,9 @@ families: $(VENV)/ready #: train a small model of each family for ten iterations
 reshard-engines: $(VENV_ENGINES)/ready #: reshard between real engines with random layouts on 1 to 8 ranks: about 30 minutes
 	$(VENV_ENGINES)/bin/python bench/reshard_engines.py --draws $(DRAWS) --seed $(SEED)
 
+usual-plans: $(VENV)/ready #: plan usual models on usual clusters, next to the layouts of public recipes
+	$(BIN)/python bench/usual_plans.py
+
 bench-planner: $(VENV)/ready #: measure planning times for 10,000 devices and for the paper's models
 	$(BIN)/python bench/planner.py
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..diagnostics.quantities import duration
 from ..diagnostics.text_page import WIDTH, Page
 from ..ir.plan import Plan
-from ..ir.search_record import Candidate, SearchRecord
+from ..ir.search_record import MARGIN, Candidate, SearchRecord
 from ..passes.place import compare_rival
 
 
@@ -50,17 +50,8 @@ def _write_search(page: Page, heading: str, record: SearchRecord, choices: str =
     )
     if not record.seconds:
         page.line(f"nothing that fits was found: {record.ended}")
-    elif record.optimal:
-        page.line(
-            f"an iteration of {duration(record.seconds)} is optimal in the plan's own model: no other can be faster"
-        )
     else:
-        gap = (
-            f"no plan takes less than {duration(record.bound)}, a gap of {record.percent}"
-            if record.bound
-            else "no bound is known for the other plans"
-        )
-        page.line(f"{record.ended} ended the search at {duration(record.seconds)}: {gap}")
+        page.line(_describe_choice(record))
     if record.rival is not None:
         page.line(compare_rival(record, record.rival))
     rows = [
@@ -71,11 +62,42 @@ def _write_search(page: Page, heading: str, record: SearchRecord, choices: str =
             record.best.wrong or "-",
         )
     ]
+    if record.fastest is not None:
+        fastest = _describe_loss(record.fastest, record.seconds)
+        rows.append(("fastest", _format_layouts(record.fastest), _format_seconds(record.fastest), fastest))
     for number, runner in enumerate(record.runners, 1):
         rows.append(
             (str(number), _format_layouts(runner), _format_seconds(runner), _describe_loss(runner, record.seconds))
         )
     page.table(("", "pools, layouts, engines", "iteration", "loses by"), rows, (2,))
+
+
+def _describe_choice(record: SearchRecord) -> str:
+    """Describe how the chosen plan compares with all others."""
+    takes = f"an iteration of {duration(record.seconds)}"
+    margin = f"{100 * MARGIN:.0f} %"
+    if record.candidates == 1:
+        return f"{takes}: there is no other combination"
+    if record.optimal:
+        return f"{takes} is optimal in the plan's own model: any other takes over {margin} longer"
+    found = "" if record.is_proven else " that was found"
+    if record.fastest is None:
+        choice = f"{takes} is the fastest{found}, and {_simplest(record)} within {margin} of it"
+    else:
+        fastest = f"the fastest{found}, {duration(record.fastest_seconds)}"
+        choice = f"{takes} is {_simplest(record)} within {margin} of {fastest}: {record.reason}"
+    if record.is_proven:
+        return choice
+    gap = (
+        f"no plan takes less than {duration(record.bound)}, a gap of {record.percent}"
+        if record.bound
+        else "no bound is known for the other plans"
+    )
+    return f"{record.ended} ended the search at {duration(record.seconds)}: {gap}. {choice[0].upper()}{choice[1:]}"
+
+
+def _simplest(record: SearchRecord) -> str:
+    return "the simplest" if record.is_simplest else "the simplest that was found"
 
 
 def _format_layouts(candidate: Candidate) -> str:
@@ -110,4 +132,5 @@ def _describe_loss(candidate: Candidate, best: float) -> str:
         for phase, seconds in parts[:4]
         if abs(seconds) > 1e-6
     )
-    return f"{duration(loss) if loss > 0 else 'nothing'}{f': {named}' if named else ''}"
+    total = duration(loss) if loss > 0 else f"faster by {duration(-loss)}" if loss < 0 else "nothing"
+    return f"{total}{f': {named}' if named else ''}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 NOTHING_FITS = "nothing fits"
+# A plan may be chosen because it is simpler, if it is slower than the fastest plan by at most this fraction.
+MARGIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,12 @@ class SearchRecord:
 
     - `candidates`: the number of combinations of pools and layouts that the devices and engines allow.
     - `evaluated`: the number of candidates that went through all passes of the compiler.
-    - `seconds`: the time of an iteration with the best candidate; 0 if no candidate fits.
+    - `seconds`: the time of an iteration with the chosen candidate, `best`; 0 if no candidate fits.
     - `bound`: a lower bound of the time of an iteration, in seconds, for all candidates.
-    - `optimal`: whether no candidate is faster than the best candidate that was found, according to the plan's own cost
-      model.
+    - `optimal`: whether every other candidate is slower than the chosen one by more than the margin within which the
+      search takes the simplest plan (`MARGIN`), according to the plan's own cost model.
+    - `fastest`: the fastest candidate that was found, if a simpler one was chosen; `reason` says what is simpler.
+    - `is_simplest`: whether the search has shown that no simpler candidate is within the margin.
     """
 
     candidates: int
@@ -70,6 +74,9 @@ class SearchRecord:
     best: Candidate
     runners: tuple[Candidate, ...] = ()
     rival: Rival | None = None
+    fastest: Candidate | None = None
+    reason: str = ""
+    is_simplest: bool = True
 
     @property
     def hopeless(self) -> bool:
@@ -77,9 +84,19 @@ class SearchRecord:
         return not self.seconds and self.ended == NOTHING_FITS
 
     @property
+    def fastest_seconds(self) -> float:
+        """The time of an iteration with the fastest candidate that was found."""
+        return self.seconds if self.fastest is None else self.fastest.seconds
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no candidate is faster than the fastest one that was found, according to the cost model."""
+        return bool(self.seconds) and self.bound >= self.fastest_seconds
+
+    @property
     def gap(self) -> float:
         """The largest time that another candidate could save, as a fraction of `seconds`."""
-        return 0.0 if self.optimal or not self.seconds else max(0.0, 1 - self.bound / self.seconds)
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
 
     @property
     def percent(self) -> str:

@@ -223,9 +223,15 @@ def compare_rival(record: SearchRecord, rival: Rival) -> str:
     best = f"{kind}, the best plan found takes {duration(rival.seconds)}"
     old = staleness(rival.mean, rival.bound)
     if rival.ahead:
-        more = rival.seconds / record.seconds - 1
-        return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, with weights {old}"
+        return f"{best}, {_compare_seconds(rival.seconds, record.seconds)}, with weights {old}"
+    if record.seconds >= rival.seconds:
+        return f"{best}, and staleness saves nothing; weights are {old}"
     return f"{best}, of which staleness saves {100 * (1 - record.seconds / rival.seconds):.3g} %; weights are {old}"
+
+
+def _compare_seconds(seconds: float, others: float) -> str:
+    more = seconds / others - 1
+    return f"{100 * abs(more):.3g} % {'more' if more > 0 else 'less'}" if more else "as long"
 
 
 def _format_seconds(figure: Figure | None) -> str:

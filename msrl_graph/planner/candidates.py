@@ -12,7 +12,7 @@ only be slower.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..backends import can_build
@@ -27,6 +27,7 @@ from ..sharding.layout import Layout
 from .owners import Owner, engines, has_open_layout
 from .place import PlaceNodes
 from .pools import Division
+from .simplicity import Simplicity
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ class Choices:
                     for other in placements
                 ),
             )
+            fastest = replace(self.place, is_fastest=True)
             for node in owner.nodes:
-                done = self.place.complete(roomy, roomy.placement(node))
+                done = fastest.complete(roomy, roomy.placement(node))
                 if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
                     done = holdings.with_options(done, {"offload": "none"})
                 seconds[node] = math.fsum(
@@ -250,8 +252,8 @@ def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[i
     )
 
 
-def drop_dominated(choices: list[Choice]) -> list[Choice]:
-    """Drop choices that another choice beats or equals in seconds and in memory.
+def drop_dominated(choices: list[Choice], measure: Callable[[Choice], Simplicity]) -> list[Choice]:
+    """Drop choices that another choice beats or equals in seconds, in memory and in simplicity.
 
     Two kinds of memory are compared: the peaks if the owner's nodes are alone on their devices, and the bytes that
     remain on a device while nodes of other owners compute. Do not pass choices of an owner with a resharding edge to
@@ -264,6 +266,7 @@ def drop_dominated(choices: list[Choice]) -> list[Choice]:
             and other.unoffloaded_bytes <= choice.unoffloaded_bytes
             and all(other.seconds[node] <= seconds for node, seconds in choice.seconds.items())
             and all(other.peaks[phase] <= peak for phase, peak in choice.peaks.items())
+            and measure(other) <= measure(choice)
             for other in remaining
         ):
             remaining.append(choice)

@@ -20,6 +20,7 @@ from ..cost import holdings
 from ..cost.batch_counts import BatchCounts
 from ..ir.graph import Node, OptionValue
 from ..ir.plan import FUNCTIONS, MICRO_BATCH, EngineChoice, Placement, Plan, PlanNote, Pool
+from ..ir.search_record import MARGIN
 from ..model.architecture import Model
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
@@ -56,7 +57,12 @@ class PlacementDecision:
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """The pass that places nodes as decided."""
+    """The pass that places nodes as decided.
+
+    If `is_fastest` is True, an update recomputes activations whenever that is faster.
+    """
+
+    is_fastest: bool = False
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """Return the plan with all nodes placed.
@@ -262,8 +268,8 @@ class PlaceNodes(PlacementPass):
         the micro-batch also has fewer tokens if the node is estimated to be faster with fewer.
 
         If the file does not state recomputation, an update recomputes activations in two cases: the update does not fit
-        without recomputation, or it is faster with recomputation. It then recomputes whole layers or some parts of all
-        layers, whatever is fastest.
+        without recomputation, or recomputation makes it faster by more than `MARGIN`. It then recomputes whole layers
+        or some parts of all layers, whatever is fastest.
         """
         node = placement.node
         options = placement.engine.options
@@ -285,7 +291,9 @@ class PlaceNodes(PlacementPass):
                 f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
                 f"{holdings.gigabytes(max(0, room))}"
             )
-        elif self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(plan, without):
+        elif self._estimate_seconds(plan, with_recompute) * (
+            1 if self.is_fastest else 1 + MARGIN
+        ) < self._estimate_seconds(plan, without):
             why = "recomputes activations: that is faster, with larger micro-batches"
         else:
             return without

@@ -1,13 +1,14 @@
-"""The search for the layouts, engines and pools that make iterations fastest.
+"""The search for the layouts, engines and pools of a plan.
 
 A candidate is one combination of all open choices. Only candidates that fit into memory are considered. Invariant: the
-compiler's passes evaluate each candidate on a whole plan. A candidate is skipped only if a lower bound of its seconds
-shows that it is not faster than the best plan. The passes never estimate fewer seconds than this bound. The bound adds
-up, along the critical path, each node's seconds at the best micro-batch that the node's own memory allows. For
-resharding, the bound counts only the bytes that must enter a host or be swapped.
+compiler's passes evaluate each candidate on a whole plan. The search first finds the fastest candidate. It skips a
+candidate only if a lower bound of its seconds shows that it is not faster. The passes never estimate fewer seconds than
+this bound. The bound adds up, along the critical path, each node's seconds at the best micro-batch that the node's own
+memory allows. For resharding, the bound counts only the bytes that must enter a host or be swapped. Then the search
+takes the simplest candidate within `MARGIN` of the fastest one (`planner/simplest.py`).
 
-Therefore, by the cost formulas, either no plan is faster than the best plan, or the search reports by how much another
-plan could be faster. The result does not depend on the clock, unless a budget of seconds is given.
+Therefore, by the cost formulas, either no plan is faster than the fastest plan that was found, or the search reports by
+how much another plan could be faster. The result does not depend on the clock, unless a budget of seconds is given.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
 
 from ..analysis.async_schedule import fetched_edges, lead_of_pools
-from ..cost import holdings
-from ..cost.transfers import function_overhead
 from ..ir.attributes import ReshardingEdgeAttributes
-from ..ir.plan import FUNCTIONS, Plan, PlanNote
-from ..ir.search_record import NOTHING_FITS, Candidate, Rival, SearchRecord
+from ..ir.plan import Plan, PlanNote
+from ..ir.search_record import MARGIN, NOTHING_FITS, Candidate, Rival, SearchRecord
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, describe_overflow
 from ..passes.order import passes
-from ..passes.place import PlacementPass, compare_rival, format_layout
+from ..passes.place import PlacementPass, compare_rival
 from ..passes.reshard import InsertResharding, least_seconds
 from ..passes.spec import Passes
-from .candidates import Choice, Choices, drop_dominated
-from .owners import Owner, engines, has_open_layout, owners
+from .owners import engines, has_open_layout, owners
 from .place import PlacementDecision, PlaceNodes
 from .pools import Division, divisions, without_staleness
-from .search_space import Space
+from .search_result import FoundPlan, describe_candidate, describe_choice
+from .search_space import ChoiceLists, Space, SpaceBuilder
+from .simplest import RoughPlan, SimplestSearch
+from .simplicity import Simplicity, describe_difference, measure_plan
 
 # The limit of a search, after which it reports a gap: in units of about a millisecond, the same on any machine.
 EFFORT = 2500.0
 RUNNERS = 5
+# The limit of the search for the simplest plan within the margin of the fastest.
+SIMPLEST = 600.0
 # The limit of the search for runners-up.
 FURTHER = 600.0
 # The limit of the search for the best plan of the other kind, where a program allows staleness: it is only reported.
@@ -94,7 +96,9 @@ class Search(PlacementPass):
             others = [*run.divisions] if any(not fetched_edges(other) for _, other in placed) else []
         if not others:
             return plan
-        rival = _Run(self, run.place, program, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
+        rival = _Run(
+            self, run.place, program, run.passes, others, RIVALS, RIVALS, 0.0, began=run.began, lists=run.lists
+        ).best()
         assert rival.search is not None
         estimate = run.passes.after("place").apply(plan if is_ahead else rival).estimate
         stale = estimate.staleness if estimate is not None else None
@@ -136,19 +140,6 @@ class _Item:
     position: tuple[int, ...] = field(compare=False)
 
 
-class _Found(NamedTuple):
-    """A combination with its seconds, its plan and, if it does not fit, the reason.
-
-    `plan` is None if the combination was not fully evaluated; `seconds` is then a lower bound.
-    """
-
-    seconds: float
-    space: Space
-    position: tuple[int, ...]
-    plan: Plan | None
-    reason: str = ""
-
-
 @dataclass
 class _Run:
     """One best-first search.
@@ -162,53 +153,95 @@ class _Run:
     passes: Passes
     divisions: Sequence[Division]
     effort: float = field(default_factory=lambda: EFFORT)
+    simplest_effort: float = SIMPLEST
     runner_effort: float = FURTHER
     wide: bool = False  # whether layouts that span hosts are included
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     seen: set[tuple[int, ...]] = field(default_factory=set)
-    evaluated: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
-    lists: dict[tuple[tuple[str, ...], int, int, int], list[Choice]] = field(default_factory=dict)
-    results: list[_Found] = field(default_factory=list)
-    rejected: list[_Found] = field(default_factory=list)
+    evaluated: dict[tuple[int, tuple[int, ...]], FoundPlan | None] = field(default_factory=dict)
+    placed: dict[tuple[int, tuple[int, ...]], RoughPlan] = field(default_factory=dict)
+    lists: ChoiceLists = field(default_factory=dict)
+    results: list[FoundPlan] = field(default_factory=list)
+    rejected: list[FoundPlan] = field(default_factory=list)
 
     def best(self) -> Plan:
-        """Return the best plan, with the record of the search."""
+        """Return the simplest plan that is about as fast as the fastest, with the record of the search."""
         heap: list[_Item] = []
         spaces: list[Space] = []
+        builder = SpaceBuilder(self.plan, self.place, self.passes, self.wide, self.lists)
         skipped = 0
         for division in self.divisions:
             if spaces and self._over_budget():
                 skipped += 1
                 continue
-            space = self._build_space(division)
+            space = builder.build(division)
             spaces.append(space)
-            if all(choice.excess_bytes <= 0 for own in space.lists for choice in own[:1]):
+            if space.can_fit:
                 self._push(heap, len(spaces), space, (0,) * len(space.lists))
                 if not self.results and (start := space.start()):
                     self._evaluate(space, start)
         ended = f"the budget of {self.search.budget:g} s" if skipped else ""
-        while heap and not ended and not (self.results and heap[0].bound >= self.results[0][0]):
+        while heap and not ended and not (self.results and heap[0].bound >= self.results[0].seconds):
             ended = self._end_reason()
             if not ended:
                 self._step(heap, heapq.heappop(heap))
         # Nothing is known of a division that was not searched.
         bound = 0.0 if skipped else heap[0].bound if heap else math.inf
-        self._evaluate_more(heap, ended)
+        if ended and self.search.budget is None:
+            self._dive(heap)
         candidates = sum(space.size for space in spaces)
         if not self.results and self.rejected and not ended and not self.wide:
             # Each choice fits alone but not with the others: layouts that span hosts hold less.
-            return replace(self, wide=True, spent=0.0, seen=set(), evaluated=set(), lists={}, rejected=[]).best()
+            return replace(
+                self, wide=True, spent=0.0, seen=set(), evaluated={}, placed={}, lists={}, rejected=[]
+            ).best()
         if not self.results:
             return self._plan_without_fit(spaces, candidates, ended)
-        seconds, space, position = self.results[0][:3]
-        bound = min(bound, seconds)
-        best = self._make_candidate(self.results[0])
+        fastest = self.results[0]
+        chosen, is_simplest = self._find_simplest(spaces)
+        self._evaluate_more(heap)
         record = SearchRecord(
-            candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._list_runners_up(heap)
+            candidates,
+            len(self.evaluated),
+            chosen.seconds,
+            min(bound, fastest.seconds),
+            not skipped and self._is_far_ahead(chosen, heap),
+            ended,
+            describe_candidate(chosen, chosen.plan),
+            self._list_runners_up(heap, chosen),
+            fastest=None if chosen is fastest else describe_candidate(fastest, chosen.plan),
+            reason=describe_difference(self._measure(chosen), self._measure(fastest)),
+            is_simplest=is_simplest,
         )
-        return replace(
-            self.place.apply(self.plan, self._make_decision(space, position, _describe_choice(record))), search=record
+        decision = self._make_decision(chosen.space, chosen.position, describe_choice(record))
+        return replace(self.place.apply(self.plan, decision), search=record)
+
+    def _find_simplest(self, spaces: list[Space]) -> tuple[FoundPlan, bool]:
+        """Return the simplest plan within `MARGIN` of the fastest, and whether the search for it was complete."""
+        most = self.spent + self.simplest_effort
+
+        def spend(effort: float) -> bool:
+            self.spent += effort
+            return self.spent < most and not self._over_budget()
+
+        limit = self.results[0].seconds * (1 + MARGIN)
+        search = SimplestSearch(self.search.engines, spaces, limit, self._place_roughly, self._evaluate, spend)
+        found, is_complete = search.find()
+        if found is None:
+            found = min((result for result in self.results if result.seconds <= limit), key=self._measure)
+        return found, is_complete
+
+    def _measure(self, found: FoundPlan) -> Simplicity:
+        assert found.plan is not None
+        return measure_plan(found.plan, found.space.owners, self.search.engines)
+
+    def _is_far_ahead(self, chosen: FoundPlan, heap: list[_Item]) -> bool:
+        """Return whether all other combinations are slower than the chosen one by more than `MARGIN`."""
+        limit = chosen.seconds * (1 + MARGIN)
+        return not any(result.seconds <= limit for result in self.results if result is not chosen) and not any(
+            item.bound <= limit and (item.stage == 2 or (id(item.space), item.position) not in self.evaluated)
+            for item in heap
         )
 
     def _over_budget(self) -> bool:
@@ -228,55 +261,17 @@ class _Run:
             return f"the budget of {self.search.budget:g} s" if self._over_budget() else ""
         return "the search's limit" if self.spent >= self.effort else ""
 
-    def _evaluate_more(self, heap: list[_Item], ended: str) -> None:
-        """Evaluate further combinations after the main search.
+    def _dive(self, heap: list[_Item]) -> None:
+        """Evaluate a few combinations that may be the fastest, after the limit of work units ended the search."""
+        for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
+            if not self.results or item.bound < self.results[0].seconds:
+                self._evaluate(item.space, item.position)
 
-        If the limit of work units ended the main search, a few combinations that may be the best are evaluated first.
-        Then combinations are evaluated to find runners-up.
-        """
-        if ended and self.search.budget is None:
-            for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
-                if not self.results or item.bound < self.results[0][0]:
-                    self._evaluate(item.space, item.position)
+    def _evaluate_more(self, heap: list[_Item]) -> None:
+        """Evaluate further combinations, to find runners-up."""
         most = self.spent + self.runner_effort
-        while heap and 0 < len(self.results) <= RUNNERS and self.spent < most and not self._over_budget():
+        while heap and len(self.results) <= RUNNERS and self.spent < most and not self._over_budget():
             self._step(heap, heapq.heappop(heap))
-
-    def _build_space(self, division: Division) -> Space:
-        skeleton = self.place.apply(self.plan, PlacementDecision(division), numbered=False)
-        skeleton = self.passes.only("dock", "schedule", "traffic").apply(skeleton)
-        space_owners = owners(self.plan, division)
-        lists = [self._list_choices(skeleton, division, owner) for owner in space_owners]
-        later = []
-        for own in lists:
-            least: list[dict[str, float]] = []
-            for choice in reversed(own):
-                least.append(
-                    {node: min(bound, least[-1][node]) if least else bound for node, bound in choice.seconds.items()}
-                )
-            later.append(least[::-1])
-        hosted = [
-            node.name
-            for node in skeleton.graph.nodes
-            if node.verb != "source" and skeleton.placement(node.name).pool == FUNCTIONS
-        ]
-        functions = {
-            ("RUN", name): function_overhead(skeleton, holdings.row_count(skeleton, name)).value for name in hosted
-        }
-        return Space(division, skeleton, space_owners, lists, functions, later)
-
-    def _list_choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
-        """Return the choices of an owner; a choice is one layout and one engine.
-
-        Choices are cached. Pools of equal size at equal positions on their hosts have the same choices.
-        """
-        pool = division.pool_of(owner.node)
-        key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
-        if key not in self.lists:
-            choices = Choices(self.place, self.wide)(skeleton, division, owner)
-            moved = {node for edge in self.plan.graph.reshards() for node in (edge.src, edge.dst)}
-            self.lists[key] = choices if moved & set(owner.nodes) else drop_dominated(choices)
-        return self.lists[key]
 
     def _push(self, heap: list[_Item], number: int, space: Space, position: tuple[int, ...]) -> None:
         if (number, *position) not in self.seen and all(
@@ -304,46 +299,64 @@ class _Run:
             else:
                 heapq.heappush(heap, replace(item, bound=max(own, item.bound), stage=1))
         elif item.stage == 1:
-            self.spent += 3 + self.plan.cluster.devices * 0.01
-            placed = self.place.apply(self.plan, self._make_decision(space, position))
-            rough = replace(space.skeleton, placements=placed.placements, pools=placed.pools)
-            rough = CountMemory(self.search.engines).apply(rough)
-            if why := describe_overflow(rough.memory):
-                self._refuse(item.bound, space, position, why)
+            rough = self._place_roughly(space, position)
+            if rough.overflow:
+                self._refuse(item.bound, space, position, rough.overflow)
                 return
-            time_of = EstimateTime(self.search.engines).of_node
-            seconds = {
-                ("RUN", node): math.fsum(figure.value for figure in time_of(rough, node))
-                for owner in space.owners
-                for node in owner.nodes
-            }
-            for edge in self.plan.graph.reshards():
-                seconds |= least_seconds(rough, self.search.engines, edge)
-            bounded = replace(item, bound=max(item.bound, space.least(seconds)), stage=0)
-            heapq.heappush(heap, bounded)
+            heapq.heappush(heap, replace(item, bound=max(item.bound, rough.bound), stage=0))
         else:
             self._evaluate(space, position)
 
-    def _evaluate(self, space: Space, position: tuple[int, ...]) -> None:
-        if (id(space), position) in self.evaluated:
-            return
-        self.evaluated.add((id(space), position))
+    def _place_roughly(self, space: Space, position: tuple[int, ...]) -> RoughPlan:
+        """Place the nodes of a combination, once, and count its memory without resharding."""
+        key = (id(space), position)
+        if key not in self.placed:
+            self.placed[key] = self._place_anew(space, position)
+        return self.placed[key]
+
+    def _place_anew(self, space: Space, position: tuple[int, ...]) -> RoughPlan:
+        self.spent += 3 + self.plan.cluster.devices * 0.01
+        placed = self.place.apply(self.plan, self._make_decision(space, position))
+        rough = replace(space.skeleton, placements=placed.placements, pools=placed.pools)
+        rough = CountMemory(self.search.engines).apply(rough)
+        if why := describe_overflow(rough.memory):
+            return RoughPlan(rough, 0.0, why)
+        time_of = EstimateTime(self.search.engines).of_node
+        seconds = {
+            ("RUN", node): math.fsum(figure.value for figure in time_of(rough, node))
+            for owner in space.owners
+            for node in owner.nodes
+        }
+        for edge in self.plan.graph.reshards():
+            seconds |= least_seconds(rough, self.search.engines, edge)
+        return RoughPlan(rough, space.least(seconds), "")
+
+    def _evaluate(self, space: Space, position: tuple[int, ...]) -> FoundPlan | None:
+        """Evaluate a combination with all passes, once; None if it cannot be used."""
+        key = (id(space), position)
+        if key not in self.evaluated:
+            self.evaluated[key] = self._evaluate_anew(space, position)
+        return self.evaluated[key]
+
+    def _evaluate_anew(self, space: Space, position: tuple[int, ...]) -> FoundPlan | None:
         self.spent += 10 + self.plan.cluster.devices * 0.25
         plan = self.place.apply(self.plan, self._make_decision(space, position))
         if self.search.refuses(plan):
-            return
+            return None
         plan = self.passes.after("place").apply(plan)
         assert plan.estimate is not None
         seconds = plan.estimate.iteration_seconds.value
         if why := describe_overflow(plan.memory):
             self._refuse(seconds, space, position, why)
-            return
-        self.results.append(_Found(seconds, space, position, plan))
+            return None
+        found = FoundPlan(seconds, space, position, plan)
+        self.results.append(found)
         self.results.sort(key=lambda result: result.seconds)
+        return found
 
     def _refuse(self, seconds: float, space: Space, position: tuple[int, ...], why: str) -> None:
         if len(self.rejected) < RUNNERS:
-            self.rejected.append(_Found(seconds, space, position, None, why))
+            self.rejected.append(FoundPlan(seconds, space, position, None, why))
 
     def _make_decision(self, space: Space, position: tuple[int, ...], why: str = "planned") -> PlacementDecision:
         chosen = list(zip(space.owners, space.chosen(position), strict=True))
@@ -361,58 +374,30 @@ class _Run:
         position = tuple(
             min(enumerate(own), key=lambda choice: max(choice[1].peaks.values(), default=0))[0] for own in space.lists
         )
-        best = self._make_candidate(_Found(0.0, space, position, None, ended or NOTHING_FITS))
+        best = describe_candidate(FoundPlan(0.0, space, position, None, ended or NOTHING_FITS), None)
         record = SearchRecord(
-            candidates, len(self.evaluated), 0.0, 0.0, False, ended or NOTHING_FITS, best, self._list_runners_up([])
+            candidates,
+            len(self.evaluated),
+            0.0,
+            0.0,
+            False,
+            ended or NOTHING_FITS,
+            best,
+            self._list_runners_up([], None),
         )
         return replace(self.place.apply(self.plan, self._make_decision(space, position, why)), search=record)
 
-    def _list_runners_up(self, heap: list[_Item]) -> tuple[Candidate, ...]:
-        """Return the combinations to report in addition to the best combination.
+    def _list_runners_up(self, heap: list[_Item], chosen: FoundPlan | None) -> tuple[Candidate, ...]:
+        """Return the combinations to report in addition to the chosen and the fastest combination.
 
         The order of the result is: fully evaluated combinations, combinations of which only a bound is known, and the
         fastest combinations that do not fit.
         """
-        runners = self.results[1 : RUNNERS + 1]
-        bounded = heapq.nsmallest(RUNNERS - len(runners), [item for item in heap if item.stage < 2])
-        runners = [*runners, *(_Found(item.bound, item.space, item.position, None) for item in bounded)]
-        return tuple(map(self._make_candidate, [*runners, *sorted(self.rejected, key=lambda result: result.seconds)]))
-
-    def _make_candidate(self, result: _Found) -> Candidate:
-        space = result.space
-        layouts = {
-            owner.node: f"{format_layout(choice.layout)}, {choice.engine}"
-            for owner, choice in zip(space.owners, space.chosen(result.position), strict=True)
-        }
-        pools = (
-            tuple(f"{pool.name}: {', '.join(pool.nodes)}" for pool in space.division.pools)
-            if len(space.division.pools) > 1
-            else ()
-        )
-        loses = {}
-        if result.plan is not None and self.results[0].plan is not None:
-            mine = _phase_seconds(self.results[0].plan)
-            theirs = _phase_seconds(result.plan)
-            loses = {phase: theirs.get(phase, 0.0) - mine.get(phase, 0.0) for phase in {**mine, **theirs}}
-        return Candidate(
-            pools,
-            layouts,
-            result.seconds,
-            result.plan is not None,
-            {phase: lost for phase, lost in loses.items() if lost},
-            result.reason,
-        )
-
-
-def _phase_seconds(plan: Plan) -> dict[str, float]:
-    assert plan.estimate is not None
-    return {phase.name: phase.seconds.value for phase in plan.estimate.phases}
-
-
-def _describe_choice(record: SearchRecord) -> str:
-    best = (
-        f"planned: the best of {record.candidates:,}" if record.candidates > 1 else "planned: the only possible choice"
-    )
-    if record.optimal:
-        return f"{best}, optimal in the plan's own model" if record.candidates > 1 else best
-    return f"{best} that was found; no other is better by more than {record.percent}"
+        runners = [result for result in self.results[1:] if result is not chosen][:RUNNERS]
+        known = {(id(found.space), found.position) for found in (*self.results, *self.rejected)}
+        waiting = [item for item in heap if item.stage < 2 and (id(item.space), item.position) not in known]
+        bounded = heapq.nsmallest(RUNNERS - len(runners), waiting)
+        runners = [*runners, *(FoundPlan(item.bound, item.space, item.position, None) for item in bounded)]
+        rejected = sorted(self.rejected, key=lambda result: result.seconds)
+        plan = chosen.plan if chosen is not None else None
+        return tuple(describe_candidate(found, plan) for found in (*runners, *rejected))

@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..cost import holdings
-from ..ir.plan import Plan
+from ..cost.transfers import function_overhead
+from ..ir.plan import FUNCTIONS, Plan
+from ..passes.spec import Passes
 from ..passes.throughput import estimate_pace
-from .candidates import Choice
-from .owners import Owner
+from .candidates import Choice, Choices, drop_dominated
+from .owners import Owner, owners
+from .place import PlacementDecision, PlaceNodes
 from .pools import Division
+from .simplicity import measure_choice
 
 
 @dataclass
@@ -41,6 +45,11 @@ class Space:
         for choices in self.lists:
             number *= len(choices)
         return number
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether each owner has a choice that fits if its nodes are alone on their devices."""
+        return all(choice.excess_bytes <= 0 for own in self.lists for choice in own[:1])
 
     def bound(self, position: Sequence[int]) -> float:
         """Return a lower bound of an iteration's seconds for one combination.
@@ -124,3 +133,69 @@ class Space:
                     size = holdings.gigabytes
                     return f"{phase} needs {size(peak + others_resident)} a device of {size(capacity)}"
         return ""
+
+    def must_offload(self, position: Sequence[int]) -> bool:
+        """Return whether a combination cannot fit without offloading weights or optimizer states."""
+        held = dict.fromkeys(self.division.pools, 0)
+        for owner, choice in zip(self.owners, self.chosen(position), strict=True):
+            held[self.division.pool_of(owner.node)] += choice.unoffloaded_bytes
+        return max(held.values()) > holdings.capacity(self.skeleton.cluster).value
+
+
+# The lists of choices of owners, by the owner's nodes and the size and position of its pool.
+ChoiceLists = dict[tuple[tuple[str, ...], int, int, int], list[Choice]]
+
+
+@dataclass
+class SpaceBuilder:
+    """The builder of spaces. `lists` are the choices that are known already.
+
+    If `wide` is True, layouts that span hosts are included.
+    """
+
+    plan: Plan
+    place: PlaceNodes
+    passes: Passes
+    wide: bool
+    lists: ChoiceLists
+
+    def build(self, division: Division) -> Space:
+        skeleton = self.place.apply(self.plan, PlacementDecision(division), numbered=False)
+        skeleton = self.passes.only("dock", "schedule", "traffic").apply(skeleton)
+        space_owners = owners(self.plan, division)
+        lists = [self._list_choices(skeleton, division, owner) for owner in space_owners]
+        later = []
+        for own in lists:
+            least: list[dict[str, float]] = []
+            for choice in reversed(own):
+                least.append(
+                    {node: min(bound, least[-1][node]) if least else bound for node, bound in choice.seconds.items()}
+                )
+            later.append(least[::-1])
+        hosted = [
+            node.name
+            for node in skeleton.graph.nodes
+            if node.verb != "source" and skeleton.placement(node.name).pool == FUNCTIONS
+        ]
+        functions = {
+            ("RUN", name): function_overhead(skeleton, holdings.row_count(skeleton, name)).value for name in hosted
+        }
+        return Space(division, skeleton, space_owners, lists, functions, later)
+
+    def _list_choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
+        """Return the choices of an owner; a choice is one layout and one engine.
+
+        Choices are cached. Pools of equal size at equal positions on their hosts have the same choices.
+        """
+        pool = division.pool_of(owner.node)
+        key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
+        if key not in self.lists:
+            choices = Choices(self.place, self.wide)(skeleton, division, owner)
+            moved = {node for edge in self.plan.graph.reshards() for node in (edge.src, edge.dst)}
+            if not moved & set(owner.nodes):
+                specs = self.place.engines
+                choices = drop_dominated(
+                    choices, lambda choice: measure_choice(skeleton, owner, specs, choice.layout, choice.engine)
+                )
+            self.lists[key] = choices
+        return self.lists[key]

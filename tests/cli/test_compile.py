@@ -317,8 +317,8 @@ def test_why_and_budget(capsys: Capture, tmp_path: Path) -> None:
         "\n".join(x for x in PAGE.read_text(encoding="utf-8").split("\n") if "layout " not in x)
     )
     for budget, told in (
-        ([], "is optimal"),
-        (["--budget", "60"], "is optimal"),
+        ([], "is the simplest within 10 % of the fastest"),
+        (["--budget", "60"], "is the simplest within 10 % of the fastest"),
         (["--budget", "0"], "the budget of 0 s ended the search at"),
     ):
         assert compile_main([str(open_), "--why", *budget]) == 0

@@ -68,11 +68,12 @@ def placed(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-def test_of_two_engines_for_one_layout_the_quicker_is_taken(tp: int) -> None:
+def test_of_two_engines_for_one_layout_the_preferred_is_taken_unless_it_is_slower(tp: int) -> None:
+    """Slower by more than 10 %: less than that is within the error of predicted seconds."""
     layouts = {"update": Layout(tp=tp, dp=8 // tp), "generate": Layout(tp=4, dp=2)}
     plan = started("h100", **layouts)
     found = placed(plan)
-    assert found.search is not None and found.search.optimal and found.search.candidates == 2
+    assert found.search is not None and found.search.is_proven and found.search.candidates == 2
     seconds = {}
     for name in ("megatron", "fsdp"):
         stated = replace(plan.deploy, engines={"actor.update": EngineChoice(name)})
@@ -81,7 +82,8 @@ def test_of_two_engines_for_one_layout_the_quicker_is_taken(tp: int) -> None:
         if all(m.total <= m.capacity.value for m in other.memory):
             seconds[name] = other.estimate.iteration_seconds.value
     taken = found.placement("actor.update").engine
-    assert seconds and taken.name == min(seconds, key=lambda n: seconds[n])
+    near = [name for name, value in seconds.items() if value <= 1.1 * min(seconds.values())]
+    assert near and taken.name == near[0]
     assert taken.chosen == "the plan, for its layout"
     generate = found.placement("actor.generate").engine
     assert (generate.name, generate.chosen) == ("vllm", "default")

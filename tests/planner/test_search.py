@@ -37,8 +37,9 @@ from msrl_graph.model.architecture import Model
 from msrl_graph.model.models import load
 from msrl_graph.planner.owners import engines as open_engines
 from msrl_graph.planner.owners import owners
-from msrl_graph.planner.pools import divisions
+from msrl_graph.planner.pools import Division, divisions
 from msrl_graph.planner.search import Search
+from msrl_graph.planner.simplicity import Simplicity, measure_plan
 from msrl_graph.sharding.layout import Layout
 
 PAGE = TESTS / "programs" / "grpo_page.rlg"
@@ -146,6 +147,7 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
         axes = {a for a in ("tp", "pp", "dp", "ep", "etp") if getattr(layout, a) > 1}
         if (
             tp * pp * dp == devices
+            and (dp > 1 or z == zero[0])  # of one copy all stages are the same
             and axes <= set(spec.capabilities.axes)
             and tp <= host
             and not any(find_misfits(model, spec, layout))
@@ -156,8 +158,8 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
             yield layout
 
 
-def every(plan: Plan) -> Iterator[Plan]:
-    """Every plan that could be stated where the file states nothing."""
+def every(plan: Plan) -> Iterator[tuple[Division, Plan]]:
+    """Every plan that could be stated where the file states nothing, with its division into pools."""
     host = plan.cluster.devices_per_node
     for division in divisions(plan):
         nodes = [n.name for n in plan.graph.nodes if n.verb in ("update", "generate")]
@@ -185,22 +187,23 @@ def every(plan: Plan) -> Iterator[Plan]:
         for chosen in itertools.product(*choices):
             layouts = {n: layout for n, (layout, _) in zip(nodes, chosen, strict=True)}
             engines = {n: engine for n, (_, engine) in zip(nodes, chosen, strict=True)}
-            yield replace(
-                plan,
-                deploy=replace(
-                    plan.deploy, pools=division.pools, layouts=layouts, engines={**plan.deploy.engines, **engines}
-                ),
+            deploy = replace(
+                plan.deploy, pools=division.pools, layouts=layouts, engines={**plan.deploy.engines, **engines}
             )
+            yield division, replace(plan, deploy=deploy)
 
 
 def against_every(seed: int, folder: Path) -> int:
     plan = instance(seed, folder)
     seconds: list[float] = []
-    for stated in every(plan):
+    simplicities: list[Simplicity] = []
+    for division, stated in every(plan):
         done = passed(stated)
         assert done.search is None and done.estimate is not None
         if fits(done):
             seconds.append(done.estimate.iteration_seconds.value)
+            counted = replace(done, deploy=plan.deploy)  # of what the file states nothing counts
+            simplicities.append(measure_plan(counted, owners(plan, division), ENGINES))
     found = passed(plan)
     assert found.estimate is not None
     if found.search is None:
@@ -210,23 +213,33 @@ def against_every(seed: int, folder: Path) -> int:
     assert bool(seconds) or tied if fits(found) else not seconds, seed
     if seconds:
         value = found.estimate.iteration_seconds.value
-        assert found.search.seconds == value and found.search.bound <= min(seconds) * (1 + 1e-9)
-        assert value <= min(seconds) * (1 + (1e-9 if found.search.optimal else 0.01)), (seed, value, min(seconds))
-    return found.search.optimal
+        record = found.search
+        best = record.fastest_seconds
+        assert record.seconds == value and record.bound <= min(seconds) * (1 + 1e-9)
+        assert best <= min(seconds) * (1 + (1e-9 if record.is_proven else 0.01)), (seed, best, min(seconds))
+        near = [(s, x) for s, x in zip(seconds, simplicities, strict=True) if s <= best * 1.1 * (1 - 1e-9)]
+        assert value <= best * 1.1 and record.is_simplest
+        if not tied:
+            (division,) = (d for d in divisions(plan) if d.pools == found.pools)
+            assert measure_plan(found, owners(plan, division), ENGINES) <= min(x for _, x in near), seed
+            # Of a frozen node's layouts the search knows those alone that no other one beats in everything.
+            apart = any(o.node == "reference.infer" for d in divisions(plan) for o in owners(plan, d))
+            assert not record.optimal or len(near) == 1 or apart
+    return found.search.is_proven
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_better_than_the_best(seed: int, tmp_path: Path) -> None:
+def test_nothing_is_faster_than_the_fastest_or_simpler_than_the_chosen(seed: int, tmp_path: Path) -> None:
     against_every(seed, tmp_path)
 
 
 @pytest.mark.slow
-def test_nothing_is_better_than_the_best_of_many(tmp_path: Path) -> None:
-    optimal = 0
+def test_many_against_every(tmp_path: Path) -> None:
+    proven = 0
     for seed in range(4, 30):
         (folder := tmp_path / str(seed)).mkdir()
-        optimal += against_every(seed, folder)
-    assert optimal >= 15  # the others have nothing that fits
+        proven += against_every(seed, folder)
+    assert proven >= 15  # the others have nothing that fits
 
 
 # What the file states, and what is told
@@ -282,7 +295,7 @@ def test_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
         subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}, check=True).stdout
         for seed in ("1", "2")
     ]
-    assert runs[0] == runs[1] and b'"optimal": true' in runs[0]
+    assert runs[0] == runs[1] and b'"reason": "generation without pipeline stages"' in runs[0]
 
 
 def test_a_model_without_experts_is_divided_over_tp_where_its_engine_runs() -> None:
@@ -296,7 +309,7 @@ deploy grpo on pod {
 """
     with warnings.catch_warnings(action="ignore"):
         found = compile("p.rlg", text=program).placement("actor.generate")
-    assert (found.engine.name, found.layout.tp) == ("vllm", 8)
+    assert (found.engine.name, found.layout.tp > 1) == ("vllm", True)
 
 
 def test_why(golden: Callable[[str, str], None]) -> None:
@@ -319,8 +332,8 @@ def test_runners_up_lose_by_what_their_phases_take_longer() -> None:
 def test_a_budget_ends_it_with_a_gap() -> None:
     plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=6))
     found = passed(plan, budget=0.0)
-    assert found.search is not None and found.search.ended == "the budget of 0 s" and not found.search.optimal
-    assert found.search.bound <= found.search.seconds and 0 < found.search.gap <= 1
+    assert found.search is not None and found.search.ended == "the budget of 0 s" and not found.search.is_proven
+    assert found.search.bound <= found.search.seconds and not found.search.optimal and 0 < found.search.gap <= 1
     assert fits(found) and "no other is better by more than" in found.placement("actor.update").reason
 
 
@@ -375,10 +388,10 @@ def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
 def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: str, partings: list[str]) -> None:
     open_ = parted(program, "h100", 4, "").search
     assert open_ is not None and open_.evaluated < 60 and not any(r.wrong for r in open_.runners)
-    assert open_.optimal == (program == "async") and open_.seconds <= 1.003 * open_.bound
+    assert open_.is_proven == (program == "async") and open_.fastest_seconds <= 1.003 * open_.bound
     for parting in partings:
         stated = parted(program, "h100", 4, f"apart {parting}").search
-        assert stated is not None and open_.seconds <= stated.seconds * (1 + 1e-9), parting
+        assert stated is not None and open_.fastest_seconds <= stated.fastest_seconds * (1 + 1e-9), parting
 
 
 def test_a_budget_lets_a_search_go_on_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,5 +399,5 @@ def test_a_budget_lets_a_search_go_on_beyond_its_limit(monkeypatch: pytest.Monke
     plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=3))
     short = passed(plan).search
     long = passed(plan, budget=300.0).search
-    assert short is not None and short.ended == "the search's limit" and not short.optimal
-    assert long is not None and not long.ended and long.optimal
+    assert short is not None and short.ended == "the search's limit" and not short.is_proven
+    assert long is not None and not long.ended and long.is_proven

@@ -56,6 +56,7 @@ FIGURES = {
     "simulate": {"rows", "seconds_384", "bar", "pass"},
     "staleness": {"iterations", "rows", "oldest", "allowed", "by_age"},
     "startup": {"first_s", "first_cpu_s"},
+    "usual_plans": {"cases", "seconds", "planning_processor_s"},
     "trl": {"ours_responses_per_s", "trl_responses_per_s", "ratio"},
 }
 # What is 0 where all is well, in whatever bench counts it.
@@ -69,7 +70,7 @@ NONE_OF = (
     "wrongly_kept",
     "processes_left",
 )
-QUICK = ("compile", "controller", "dry", "functions", "planner", "simulate", "staleness")
+QUICK = ("compile", "controller", "dry", "functions", "planner", "simulate", "staleness", "usual_plans")
 # Of these another bench's smoke goes nearly the same way: make test-long.
 LONG = ("asynchrony", "chaos", "conformance", "corrected", "engines", "invariance", "points", "router_replay")
 NAMESPACES = ("dock", "hosts", "lost_hosts")

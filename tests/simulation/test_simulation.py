@@ -398,9 +398,8 @@ def test_balance_shortens_what_waits_for_the_longest_share() -> None:
     edges = "\n".join(
         f"{a} {{ balance = tokens }}" for a in ("actor.generate -> actor.infer", "actor.infer -> actor.update")
     )
-    layout = "layout actor.update, actor.infer, reference.infer { tp = 2, dp = 2 }"
     plain, balanced = (
-        simulate(small(f"{ALONE}\n{layout}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges)
+        simulate(small(f"{ALONE}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges)
     )
     assert balanced.seconds < plain.seconds
 
