@@ -115,7 +115,10 @@ class Costs:
         return factor
 
     def _bubble_factor(self, batches: int) -> float:
-        """Return the factor by which bubbles slow a pipeline (arXiv:2104.04473, section 2.2)."""
+        """Return the factor by which bubbles slow a pipeline.
+
+        The source is arXiv:2104.04473, section 2.2. A step has `batches` micro-batches.
+        """
         return 1 + (self.layout.pp - 1) / (self.layout.vpp * batches)
 
     @cached_property

@@ -108,7 +108,7 @@ class Sizes:
         return self._cap(self._most((work.rows, work.fed - work.response, work.fed)))
 
     def _cap(self, tokens: int, padding: float = 1) -> int:
-        """Return the number of tokens on a rank, given the number without a limit on tokens."""
+        """Limit a number of tokens on a rank as the micro-batch is limited."""
         work = self.work
         return min(tokens, math.ceil(work.most_tokens * padding / work.layout.cp)) if work.most_tokens else tokens
 
