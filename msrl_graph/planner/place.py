@@ -319,9 +319,9 @@ class PlaceNodes(PlacementPass):
     def _list_sizes(self, plan: Plan, placement: Placement) -> tuple[str, Sequence[int], Callable[[int], int]]:
         """Return the option that limits a node's micro-batch, and its sizes.
 
-        The sizes to choose from are ascending. The smallest number of tokens is the length of the longest row. With the largest one, all rows are in one
-        micro-batch, unless that exceeds MICRO_BATCH_TOKENS. The third result is a function that returns the number of
-        full rows in a micro-batch of a size.
+        The sizes to choose from are ascending. The smallest number of tokens is the length of the longest row. With the
+        largest one, all rows are in one micro-batch, unless that exceeds MICRO_BATCH_TOKENS. The third result is a
+        function that returns the number of full rows in a micro-batch of a size.
         """
         node = placement.node
         counts = BatchCounts(replace(plan, placements=(placement,)), node)
@@ -376,7 +376,8 @@ def _with_options(placement: Placement, **options: Value) -> Placement:
 def _select_doubling(numbers: Sequence[int]) -> list[int]:
     """Select numbers of an ascending sequence, each at least twice the one before.
 
-    The last number is selected too."""
+    The last number is selected too.
+    """
     selected = [numbers[0]]
     for number in numbers:
         if number >= 2 * selected[-1]:
