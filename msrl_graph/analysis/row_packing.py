@@ -65,7 +65,10 @@ class MicroBatchLimit:
 
     @property
     def full_rows(self) -> int:
-        """The most rows of a micro-batch if all rows have the greatest length; 1 if there is no limit."""
+        """The most rows of a micro-batch if all rows have the greatest length.
+
+        The result is 1 if there is no limit.
+        """
         return self.count_rows(self.longest) if self.tokens else max(1, self.rows)
 
     @property
@@ -119,7 +122,7 @@ def _add_bounds(graph: Graph, node: str) -> int:
 
 
 def group_by_prompt(graph: Graph, node: Node, rows: Sequence[int]) -> list[int]:
-    """Return the number of the prompt of each row of a node; `rows` are the numbers of the rows.
+    """Return the number of the prompt of each of the rows numbered `rows`.
 
     Rows with the same prompt begin with the same tokens.
     """
@@ -130,11 +133,12 @@ def group_by_prompt(graph: Graph, node: Node, rows: Sequence[int]) -> list[int]:
 
 
 def pack_tokens(lengths: Sequence[float], prompts: Sequence[int], most: int, least: int = 1) -> list[list[int]]:
-    """Pack rows into micro-batches of at most `most` tokens; return the positions of their rows.
+    """Pack rows into micro-batches of at most `most` tokens.
 
-    A longer row is alone. There are no more micro-batches than first-fit decreasing finds for single rows, but at least
-    `least`. Rows of one prompt are in one micro-batch unless they do not fit, or there are fewer prompts than
-    micro-batches. Micro-batches have similar numbers of tokens.
+    Returns the positions of the rows of each micro-batch. A row with more tokens is alone. There are no more
+    micro-batches than first-fit decreasing finds for single rows, but at least `least`. Rows of one prompt are in one
+    micro-batch unless they do not fit, or there are fewer prompts than micro-batches. Micro-batches have similar
+    numbers of tokens.
     """
     alone = [[row] for row, length in enumerate(lengths) if length >= most]
     others = sorted((row for row, length in enumerate(lengths) if length < most), key=lambda row: -lengths[row])
@@ -147,7 +151,7 @@ def pack_tokens(lengths: Sequence[float], prompts: Sequence[int], most: int, lea
 
 
 def pack_padded(lengths: Sequence[float], _prompts: Sequence[int], most: int, least: int = 1) -> list[list[int]]:
-    """Pack rows into micro-batches of at most `most` tokens, padding included.
+    """Pack rows into micro-batches of at most `most` tokens, with padding.
 
     Each row counts as many tokens as the longest row of its micro-batch. A longer row is alone. Rows of similar length
     are in the same micro-batch. There are as few micro-batches as possible, but at least `least`, and the largest is as
@@ -239,9 +243,10 @@ def _spread(
 
 
 def _sort_bins(lengths: Sequence[float], bins: list[list[int]], least: int) -> list[list[int]]:
-    """Return the micro-batches in descending order of their tokens, and empty ones up to `least`.
+    """Return the micro-batches in descending order of their tokens.
 
-    Ranks that wait for each other then compute similar micro-batches at the same time.
+    Empty ones are added up to `least`. Ranks that wait for each other then compute similar micro-batches at the same
+    time.
     """
     ordered = sorted((sorted(own) for own in bins if own), key=lambda own: (-sum(lengths[row] for row in own), own))
     return ordered + [[] for _ in range(max(1, least) - len(ordered))]

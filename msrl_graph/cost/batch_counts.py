@@ -1,4 +1,4 @@
-"""The number of micro-batches of an `infer` or `update` node, for rows of equal length.
+"""The number of micro-batches of a node, for rows of equal length.
 
 Invariant: a run makes as many micro-batches (analysis/row_packing.py). Counts are those of one data-parallel group.
 """
@@ -17,7 +17,10 @@ from . import holdings
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """Numbers of micro-batches. A step is an optimizer step, or a pass of an infer over all its rows."""
+    """Numbers of micro-batches of an `infer` or `update` node.
+
+    A step is an optimizer step, or a pass of an infer over all its rows.
+    """
 
     plan: Plan
     node: str

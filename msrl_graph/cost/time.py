@@ -112,7 +112,10 @@ class Costs:
         return find_slowest_stage(self.model, self.layout, holdings.row_tokens(self.plan, self.node))
 
     def _bubble_factor(self, batches: int) -> float:
-        """Return the factor by which bubbles slow a pipeline (arXiv:2104.04473, section 2.2)."""
+        """Return the factor by which bubbles slow a pipeline.
+
+        The source is arXiv:2104.04473, section 2.2. A step has `batches` micro-batches.
+        """
         return 1 + (self.layout.pp - 1) / (self.layout.vpp * batches)
 
     @cached_property

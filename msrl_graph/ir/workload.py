@@ -114,7 +114,7 @@ class Workload:
 
     @property
     def fed_tokens(self) -> int:
-        """The most tokens of a micro-batch's rows that are inputs of the model, prompts included."""
+        """The most tokens of a micro-batch that are inputs of the model."""
         return self.cap_tokens(self.rows * self.fed)
 
     @property
@@ -143,7 +143,7 @@ def micro_batches(rows: int, size: int, layout: Layout) -> int:
 
 
 def round_up_batches(number: int, layout: Layout) -> int:
-    """Return a number of micro-batches, rounded up as interleaved pipeline stages require (`micro_batches`)."""
+    """Round a number of micro-batches up as interleaved stages require."""
     return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
 
 

@@ -333,7 +333,7 @@ class PlaceNodes(PlacementPass):
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
     def _list_sizes(self, plan: Plan, placement: Placement) -> _SizeChoices:
-        """Return the option that limits a node's micro-batch, and the sizes to choose from.
+        """Return the option that limits a node's micro-batch, and its sizes.
 
         The smallest number of tokens is the length of the longest row. With the largest one, all rows are in one
         micro-batch, unless that exceeds MICRO_BATCH_TOKENS.
@@ -351,9 +351,9 @@ class PlaceNodes(PlacementPass):
         return _SizeChoices("micro_batch_tokens", [least, *larger], least, stated)
 
     def _largest_size(self, plan: Plan, placement: Placement, option: str, sizes: Sequence[int], room: int) -> int:
-        """Return the largest value of `option` with which a micro-batch fits into `room` bytes.
+        """Return the largest micro-batch size that fits into `room` bytes.
 
-        The result is one of `sizes`. It is the first one even if that does not fit.
+        The result is one of `sizes`, the values of `option`. It is the first one even if that does not fit.
         """
 
         def need(size: int) -> int:
@@ -429,7 +429,10 @@ def _with_options(placement: Placement, **options: OptionValue) -> Placement:
 
 
 def _select_doubling(numbers: Sequence[int]) -> list[int]:
-    """Return numbers of an ascending sequence, each at least twice the one before it, and the last number."""
+    """Select numbers of an ascending sequence, each at least twice the one before.
+
+    The last number is selected too.
+    """
     selected = [numbers[0]]
     for number in numbers:
         if number >= 2 * selected[-1]:

@@ -131,9 +131,9 @@ class ModelNode:
         return [end] * len(ends)
 
     def _pack(self, shares: list[list[int]], lengths: Lengths) -> list[list[list[tuple[int, int, int]]]]:
-        """Return the micro-batches of each data-parallel group, as in a run; they can be empty.
+        """Return the micro-batches of each data-parallel group, as in a run.
 
-        An entry of a micro-batch is (context tokens, scored tokens, row number).
+        They can be empty. An entry of a micro-batch is (context tokens, scored tokens, row number).
         """
         entries = [[*zip(*self._sum_tokens(rows, lengths), rows, strict=True)] for rows in shares]
         most = max(map(len, shares))

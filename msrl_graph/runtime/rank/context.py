@@ -115,7 +115,7 @@ class RankContext:
         return result
 
     def largest_over_groups(self, node: Node, number: int) -> int:
-        """Return the largest of the numbers `number` of the data-parallel groups of a node."""
+        """Return the largest `number` of the data-parallel groups of a node."""
         group = self.dp_group(node)
         if group is None:
             return number
