@@ -148,12 +148,8 @@ class ExpertMlp(msgspec.Struct, frozen=True, tag="experts"):
 
     @property
     def kept(self) -> int:
-        """How many tensors of the intermediate size an expert saves for a token.
-
-        With a gate, these are the results of gate and up, and the product. Without a gate, they are two results of the
-        activation.
-        """
-        return 2 if self.ungated else 3
+        """How many tensors of the intermediate size an expert saves for a token."""
+        return 2 if self.ungated else 4
 
     @property
     def held(self) -> int:

@@ -21,7 +21,7 @@ from ...sharding.tensors import Box
 from .. import prefix_tree
 from ..engine_protocols import Shard
 from ..hf_modules import DTYPES
-from . import latent_attention, stage_adapters, weight_names
+from . import latent_attention, stage_adapters, stage_recompute, weight_names
 from .chunk_spec import ChunkSpec
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def build_stage(spec: ChunkSpec) -> Any:
             )
             for part in self.decoder.modules():
                 if hasattr(part, "token_dispatcher"):
-                    part.register_forward_hook(_drop_router_weights)
+                    part.register_forward_hook(stage_recompute.drop_router_weights)
             self.rotary = hf_model.model.rotary_emb.to(spec.place)
             for layer, number in zip(self.decoder.layers, spec.layers, strict=True):
                 if experts is not None and experts.corrected and number in model.expert_layers:
@@ -221,15 +221,6 @@ def release_buffers(chunks: Sequence[Any]) -> None:
     get_global_memory_buffer().buffer.clear()
     for module in chunks:
         module.set_input_tensor([None])
-
-
-def _drop_router_weights(experts: Any, *_: Any) -> None:
-    """Release the weights that a router computed for the tokens.
-
-    Megatron's token dispatcher would keep these weights until the layer's next pass. The autograd graph of the weights
-    would keep a recomputed layer's input, and the input's gradient, for the same time.
-    """
-    experts.token_dispatcher.probs = None
 
 
 def make_shards(chunks: list[tuple[Any, ChunkSpec]], boxes: dict[str, Box]) -> Iterator[Shard]:

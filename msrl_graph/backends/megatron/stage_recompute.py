@@ -69,12 +69,25 @@ def _list_parts(layer: Any, kind: Layer, parts: tuple[str, ...]) -> Iterator[Any
         yield layer.mlp
 
 
+def drop_router_weights(experts: Any, *_: Any) -> None:
+    """Release the weights that a router computed for the tokens.
+
+    Megatron's token dispatcher would keep these weights until the layer's next pass. The autograd graph of the weights
+    would keep a recomputed layer's input, and the input's gradient, for the same time.
+    """
+    experts.token_dispatcher.probs = None
+
+
 def _recompute(layer: Any, forward: Any, *args: Any, **options: Any) -> Any:
     tree = layer.tree
 
     def read_and_compute(*args: Any, **options: Any) -> Any:
         for read in layer.tree_readers:
             read(tree)
-        return forward(*args, **options)
+        try:
+            return forward(*args, **options)
+        finally:  # a second pass leaves by an exception, and calls no hooks
+            if hasattr(layer.mlp, "token_dispatcher"):
+                drop_router_weights(layer.mlp)
 
     return checkpoint(read_and_compute, *args, **options)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
 
+from ...model.layers import ClampedExpertMlp
 from .head_sizes import HeadSizes
 from .layer_sizes import INTO_ATTENTION, INTO_MLP, MLP_PROJECTIONS, LayerSizes
 from .sizes import Sizes
@@ -33,7 +34,16 @@ class PassLayer(LayerSizes):
         """
         if self.experts is None:
             return self.kind.mlp.kept * self.wide
-        return self.experts.kept * self.inner + self._kept_shared * self.shared + 2 * self.routed + self.routing
+        return self._kept_inner * self.inner + self._kept_shared * self.shared + 2 * self.routed + self.routing
+
+    @property
+    def _kept_inner(self) -> int:
+        """How many tensors of the intermediate size an expert saves for a token.
+
+        The result of SiLU is not saved (experts.py).
+        """
+        mlp = self.kind.mlp
+        return mlp.kept - (not mlp.ungated and not isinstance(mlp, ClampedExpertMlp))
 
     @property
     def _kept_shared(self) -> int:
@@ -47,10 +57,10 @@ class PassLayer(LayerSizes):
             return self.feed - self._unsaved_feed
         if "activation" not in parts:
             return 0
-        mlp = self.kind.mlp
-        outputs = 2 - mlp.ungated  # of gate and up
-        shared = (self._kept_shared - outputs) * self.shared
-        return (mlp.kept - outputs) * (self.wide + self.inner) + shared - self._unsaved_feed
+        outputs = 2 - self.kind.mlp.ungated  # of gate and up
+        own = (self.kind.mlp.kept - outputs) * self.wide if self.experts is None else 0
+        inner = (self._kept_inner - outputs) * self.inner if self.experts else 0
+        return own + inner + (self._kept_shared - outputs) * self.shared - self._unsaved_feed
 
     @property
     def recomputed_norms(self) -> int:
