@@ -17,6 +17,7 @@ from ..dsl.data_sources import MIX
 from ..hardware.device_kinds import HOST
 from ..ir.attribute_schema import DeclaredAttributes
 from ..ir.data_options import DataOptions
+from ..ir.evaluate_options import EvaluateOptions
 from ..ir.graph import Edge, Expr, Graph, Node
 from ..ir.kinds import (
     CountsKind,
@@ -32,7 +33,7 @@ from ..ir.kinds import (
     VariablesKind,
     WordsKind,
 )
-from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
+from ..ir.options import DockOptions, EngineOptions, LayoutOptions, ReshardOptions, Run
 from ..ir.plan import DataSource, Deployment, EngineChoice, Plan
 from ..ir.worker_attributes import WorkerAttributes
 from ..sharding.layout import Layout

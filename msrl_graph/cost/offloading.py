@@ -1,4 +1,4 @@
-"""Device memory that offloading needs, and the seconds that offloading adds.
+"""Device memory that the optimizer step needs if its states are offloaded.
 
 Invariant: this module and backends/optimizer/steps.py cut optimizer states into the same parts. Therefore all engines
 whose optimizer step uses steps.py need the same memory.
@@ -6,12 +6,10 @@ whose optimizer step uses steps.py need the same memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 
 from ..backends.memory.sizes import CHUNK, count_orthogonalization_bytes, count_piece_bytes
 from ..backends.spec import BYTES, Moments
-from ..hardware.cluster import Device, Figure
 from ..ir import optimizer_spec
 from ..ir.workload import Workload
 from ..sharding.layout import Side, box_at, count_busiest_elements, elements
@@ -58,13 +56,3 @@ def step_moments(work: Workload, gradients: int) -> Moments:
             "optimizer's parts": ceil(optimizer_spec.AT_ONCE * part * per_element),
         }
     return by_rule
-
-
-def uncovered_seconds(copies: Figure, device: Device, computing: float) -> Figure:
-    """Return the seconds that copies add to `computing` seconds of computation.
-
-    `copies` has the seconds of the copies. If the device runs asynchronously to Python, the copies overlap with the
-    computation. Only the seconds by which the copies take longer than the computation are then returned.
-    """
-    hidden = computing if device.kind.runs_ahead else 0.0
-    return replace(copies, value=max(0.0, copies.value - hidden))

@@ -29,9 +29,9 @@ from .adapter_dropout import mask_seconds
 from .backward import NOTHING, WHOLE, RecomputedShares, kept_seconds, logits_seconds
 from .batch_counts import BatchCounts
 from .collectives import Collectives, total
+from .host_copies import copy_seconds, fetch_seconds, uncovered_seconds
 from .kv_cache import KvCache
 from .lengths import Rows
-from .offloading import uncovered_seconds
 from .operators import (
     CAPPED,
     DRAWING,
@@ -44,7 +44,6 @@ from .operators import (
     find_slowest_stage,
     layer_calls,
 )
-from .optimizer_states import fetches_states
 
 
 @dataclass(frozen=True)
@@ -263,8 +262,6 @@ class Costs:
         parts += [
             among.tensor_parallel(tokens / cp, rows.response / cp, backward=update),
             among.context(around, passes + again.attention),
-        ]
-        parts += [
             among.experts(tokens / cp, passes + again.experts),
             among.gathers(update),
             among.stages(tokens / cp, update),
@@ -299,26 +296,15 @@ class Costs:
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
         if optimizer_residency(self.plan.placement(self.node)) == "parts":
-            parts.append(self._host_copy(2 * self._optimizer, "optimizer state in from host memory and back"))
+            parts.append(copy_seconds(self.device, 2 * self._optimizer, "optimizer state in from host memory and back"))
         agree = self.device.collective("all_reduce").least
         axes = sum(ranks > 1 for ranks in (self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp))
         norm = Figure(agree.value * axes, agree.source, "ranks agree on the norm")
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Return the seconds to copy what is offloaded in when the node begins.
-
-        The seconds to copy it back at its end are included: of the weights of followers, and of optimizer states.
-        """
-        if fetches_states(self.plan, self.node):
-            return self._host_copy(2 * self._optimizer, "optimizer states in from host memory, and back at the end")
-        if not holdings.offloads(self.plan, self.node, "weights"):
-            return Figure(0.0, "derived", "the weights are on the device")
-        worker = self.plan.graph.worker(self.graph_node.worker)
-        if not worker.follows or self.plan.graph.sharing(worker.name)[0].name != self.node:
-            return self._host_copy(self._weights, "weights in from host memory")
-        size = round(self._weights * (1 + 2 / worker.every))
-        return self._host_copy(size, "weights in from host memory, weights that follow in and back")
+        """Return the seconds to copy what is offloaded in when the node begins."""
+        return fetch_seconds(self.plan, self.node, self._weights, self._optimizer)
 
     def _offloaded_activations(self, tokens: float, computing: float) -> Figure:
         """Return the seconds that offloading activations adds to `computing` seconds."""
@@ -329,12 +315,8 @@ class Costs:
         shared = self.device.kind.where in self.spec.time.shares_beginnings
         most = bound.fed if shared else bound.tokens
         share = tokens / min(most, limit.most_tokens or most)
-        copying = self._host_copy(round(2 * away * share), "activations out and back in")
+        copying = copy_seconds(self.device, round(2 * away * share), "activations out and back in")
         return uncovered_seconds(copying, self.device, computing)
-
-    def _host_copy(self, amount: int, name: str) -> Figure:
-        link = self.device.copies
-        return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
     def exchange(self) -> Figure:
         """Return the seconds of a gradient exchange; 0 if micro-batches include it."""

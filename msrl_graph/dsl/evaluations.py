@@ -11,10 +11,10 @@ from dataclasses import replace
 from ..analysis.likely_writers import find_idle_writer
 from ..analysis.rowsets import nodes_upstream
 from ..diagnostics import Span, nearest
+from ..ir.evaluate_options import EvaluateOptions
 from ..ir.evaluation import Evaluation
 from ..ir.graph import ELEMENTS, Expr, Graph
 from ..ir.kinds import ValueKind
-from ..ir.options import EvaluateOptions
 from ..ir.plan import is_reported
 from . import ast
 from .expressions import Problems, mistake

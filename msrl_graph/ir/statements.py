@@ -16,11 +16,11 @@ from .attributes import (
     UpdateAttributes,
 )
 from .data_options import DataOptions
+from .evaluate_options import EvaluateOptions
 from .options import (
     ClusterOptions,
     DockOptions,
     EngineOptions,
-    EvaluateOptions,
     LayoutOptions,
     ModelOptions,
     ReshardOptions,

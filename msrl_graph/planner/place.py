@@ -9,34 +9,26 @@ chosen after the layouts.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..cost.batch_counts import BatchCounts
 from ..ir.graph import Node, OptionValue
 from ..ir.plan import FUNCTIONS, MICRO_BATCH, EngineChoice, Placement, Plan, PlanNote, Pool
 from ..ir.search_record import MARGIN
-from ..model.architecture import Model
 from ..passes.estimate import EstimateTime
 from ..passes.place import PlacementPass
 from ..sharding.layout import Layout
 from ..sharding.redistribute import gather_block
 from .kv_cache import give_cache
+from .micro_batch_sizes import SizeChoices, list_recomputed
 from .offload import complete_with_offloading
 from .owners import Owner, engines, explain_engine, first_stated, owners
 from .pools import Division, divide
 
-# The most tokens of a micro-batch that is not stated, unless a row is longer.
-MICRO_BATCH_TOKENS = 16384
-# Numbers of tokens of a micro-batch that is not stated: powers of two, and multiples of 1,024.
-TOKEN_SIZES = sorted(
-    {1 << power for power in range(MICRO_BATCH_TOKENS.bit_length())} | {*range(1024, MICRO_BATCH_TOKENS, 1024)}
-)
 PYTHON = EngineChoice("python", chosen="default")
 
 
@@ -275,7 +267,7 @@ class PlaceNodes(PlacementPass):
         options = placement.engine.options
         spec = self.engines[placement.engine.name]
         room = self._free_bytes(plan, placement)
-        choices = self._list_sizes(plan, placement)
+        choices = SizeChoices.of(plan, self.engines, placement)
         without = self._choose_size(plan, placement, choices, room)
         if (
             plan.graph.node(node).verb != "update"
@@ -298,7 +290,7 @@ class PlaceNodes(PlacementPass):
         else:
             return without
         fitting = [with_recompute]
-        for parts in _list_recomputed(plan.model(node), spec):
+        for parts in list_recomputed(plan.model(node), spec):
             tried = _with_options(placement, recompute=parts)
             if self._working_bytes(plan, choices.with_least(tried)) <= room:
                 fitting.append(self._choose_size(plan, tried, choices, room))
@@ -307,7 +299,7 @@ class PlaceNodes(PlacementPass):
         )
         return replace(best, reason=f"{placement.reason}; {why}")
 
-    def _choose_size(self, plan: Plan, tried: Placement, choices: _SizeChoices, room: int) -> Placement:
+    def _choose_size(self, plan: Plan, tried: Placement, choices: SizeChoices, room: int) -> Placement:
         """Choose the size of a micro-batch, unless it is stated."""
         if choices.stated:
             return tried
@@ -318,7 +310,7 @@ class PlaceNodes(PlacementPass):
         if tried.layout.pp == 1 and not plan.cluster.device.curves:
             return best
         by_rows = {choices.count_rows(size): size for size in choices.sizes if size <= largest}
-        doubling = _select_doubling([*map(choices.count_rows, choices.sizes)])
+        doubling = choices.select_doubling()
         batches = [choices.with_size(tried, by_rows[rows]) for rows in reversed(doubling) if rows in by_rows]
         if len(batches) == 1:
             return batches[0]
@@ -331,24 +323,6 @@ class PlaceNodes(PlacementPass):
         """
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
-
-    def _list_sizes(self, plan: Plan, placement: Placement) -> _SizeChoices:
-        """Return the option that limits a node's micro-batch, and its sizes.
-
-        The smallest number of tokens is the length of the longest row. With the largest one, all rows are in one
-        micro-batch, unless that exceeds MICRO_BATCH_TOKENS.
-        """
-        node = placement.node
-        stated = not {*MICRO_BATCH}.isdisjoint(placement.engine.options)
-        counts = BatchCounts(replace(plan, placements=(placement,)), node)
-        limit = counts.limit
-        if "micro_batch_tokens" not in self.engines[placement.engine.name].capabilities.options:
-            most_rows = max(1, min(counts.step_rows, MICRO_BATCH_TOKENS // limit.longest))
-            return _SizeChoices("micro_batch", range(1, most_rows + 1), 1, stated)
-        least = limit.count_tokens(limit.longest)
-        most = bisect_left(TOKEN_SIZES, counts.step_rows * least)
-        larger = TOKEN_SIZES[bisect_right(TOKEN_SIZES, least) : most + 1]
-        return _SizeChoices("micro_batch_tokens", [least, *larger], least, stated)
 
     def _largest_size(self, plan: Plan, placement: Placement, option: str, sizes: Sequence[int], room: int) -> int:
         """Return the largest micro-batch size that fits into `room` bytes.
@@ -387,54 +361,5 @@ class PlaceNodes(PlacementPass):
         return compute.value + exchange.value
 
 
-@dataclass(frozen=True)
-class _SizeChoices:
-    """The sizes of a node's micro-batch to choose from.
-
-    - `option`: the engine's option that limits a micro-batch.
-    - `sizes`: its values, ascending.
-    - `of_row`: the size of the longest row.
-    - `stated`: whether the file states the size.
-    """
-
-    option: str
-    sizes: Sequence[int]
-    of_row: int
-    stated: bool
-
-    def count_rows(self, size: int) -> int:
-        """Return the number of full rows in a micro-batch of a size."""
-        return size // self.of_row
-
-    def with_size(self, placement: Placement, size: int) -> Placement:
-        return placement if self.stated else _with_options(placement, **{self.option: size})
-
-    def with_least(self, placement: Placement) -> Placement:
-        return self.with_size(placement, self.sizes[0])
-
-    def with_largest(self, placement: Placement) -> Placement:
-        return self.with_size(placement, self.sizes[-1])
-
-
-def _list_recomputed(model: Model, spec: EngineSpec) -> list[tuple[str, ...]]:
-    """Return lists of parts that an update of a model may recompute, the cheapest first."""
-    lists = (("activation", "norms"), ("moe" if model.experts else "mlp", "norms"))
-    known = spec.capabilities.recomputes
-    supported = [tuple(part for part in parts if part in known) for parts in lists]
-    return [parts for parts in supported if parts]
-
-
 def _with_options(placement: Placement, **options: OptionValue) -> Placement:
     return holdings.with_options(placement, options)
-
-
-def _select_doubling(numbers: Sequence[int]) -> list[int]:
-    """Select numbers of an ascending sequence, each at least twice the one before.
-
-    The last number is selected too.
-    """
-    selected = [numbers[0]]
-    for number in numbers:
-        if number >= 2 * selected[-1]:
-            selected.append(number)
-    return [*dict.fromkeys([*selected, numbers[-1]])]
