@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..ir.graph import Graph, Node
@@ -24,6 +24,13 @@ from ..model.recurrent_mixers import GatedDeltaNet
 from ..sharding.layout import Layout
 from .row_assignment import split
 from .sequences import bound, conversations, sequences
+
+# The number of prompts whose rows may fill what is left of a micro-batch.
+LOOKAHEAD = 16
+# Of so many micro-batches, one more is worth it if prompts are split less.
+SHARING = 50
+# Trials of sizes to balance micro-batches.
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -136,18 +143,32 @@ def pack_tokens(lengths: Sequence[float], prompts: Sequence[int], most: int, lea
     """Pack rows into micro-batches of at most `most` tokens.
 
     Returns the positions of the rows of each micro-batch. A row with more tokens is alone. There are no more
-    micro-batches than first-fit decreasing finds for single rows, but at least `least`. Rows of one prompt are in one
-    micro-batch unless they do not fit, or there are fewer prompts than micro-batches. Micro-batches have similar
-    numbers of tokens.
+    micro-batches than first-fit decreasing finds for single rows, or at most 1 in SHARING more if prompts are split
+    less so. There are at least `least`. Micro-batches have similar numbers of tokens.
     """
     alone = [[row] for row, length in enumerate(lengths) if length >= most]
     others = sorted((row for row, length in enumerate(lengths) if length < most), key=lambda row: -lengths[row])
-    first_fit = _fit_first(lengths, others, most)
-    fewest = max(least - len(alone), math.ceil(sum(lengths[row] for row in others) / most))
-    for number in range(fewest, max(fewest, len(first_fit)) + 1):
-        if (packed := _spread(lengths, prompts, others, number, most)) is not None:
+    units: dict[int, list[int]] = {}
+    for row in others:
+        units.setdefault(prompts[row], []).append(row)
+    total = sum(lengths[row] for row in others)
+    fewest = max(least - len(alone), math.ceil(total / most))
+
+    def fit_rows(size: int) -> list[list[int]]:
+        return _fit_first(lengths, others, size)
+
+    def fit_prompts(size: int) -> list[list[int]]:
+        return _fill_in_turn(lengths, [*units.values()], size)
+
+    by_rows = max(fewest, len(fit_rows(most)))
+    in_turn = max(fewest, len(fit_prompts(most)))
+    for number in range(fewest, min(by_rows, in_turn) + 1):
+        if (packed := _spread_prompts(lengths, [*units.values()], number, most)) is not None:
             return _sort_bins(lengths, alone + packed, least)
-    return _sort_bins(lengths, alone + first_fit, least)
+    shares = in_turn <= by_rows + by_rows // SHARING
+    number, fit = (in_turn, fit_prompts) if shares else (by_rows, fit_rows)
+    low = max(math.ceil(total / max(1, number)), max((math.ceil(lengths[row]) for row in others), default=0))
+    return _sort_bins(lengths, alone + _balance(fit, low, most, number), least)
 
 
 def pack_padded(lengths: Sequence[float], _prompts: Sequence[int], most: int, least: int = 1) -> list[list[int]]:
@@ -189,57 +210,72 @@ def _fit_first(lengths: Sequence[float], rows: Sequence[int], most: int) -> list
     return [own for own in bins if own]
 
 
-def _spread(
-    lengths: Sequence[float], prompts: Sequence[int], rows: Sequence[int], number: int, most: int
+def _spread_prompts(
+    lengths: Sequence[float], units: Sequence[list[int]], number: int, most: int
 ) -> list[list[int]] | None:
-    """Distribute rows evenly to `number` micro-batches; return None if that fails.
+    """Distribute whole prompts to `number` micro-batches, each to the smallest.
 
-    The rows of a prompt are placed together, the heaviest prompts first. `rows` are in descending order of length.
+    `units` are the rows of each prompt. Returns None if a prompt does not fit, or if micro-batches remain empty that
+    could have rows.
     """
-
-    def load(unit: list[int]) -> float:
-        return sum(lengths[row] for row in unit)
-
-    of_prompt: dict[int, list[int]] = {}
-    for row in rows:
-        of_prompt.setdefault(prompts[row], []).append(row)
-    units: list[tuple[float, int, list[int]]] = []  # minus the load, a row that breaks ties, the rows
-    for unit in of_prompt.values():
-        for piece in [unit] if load(unit) <= most else _fit_first(lengths, unit, most):
-            heapq.heappush(units, (-load(piece), piece[0], piece))
-    whole: list[tuple[float, int, list[int]]] = []  # single rows
-    while units and len(units) + len(whole) < number:
-        entry = heapq.heappop(units)
-        for half in (entry[2][::2], entry[2][1::2]) if len(entry[2]) > 1 else ():
-            heapq.heappush(units, (-load(half), half[0], half))
-        whole += [entry] * (len(entry[2]) == 1)
+    if len(units) < min(number, sum(map(len, units))):
+        return None
+    loads = sorted((-sum(lengths[row] for row in unit), unit) for unit in units)
     bins: list[list[int]] = [[] for _ in range(number)]
-    loads = [(0.0, index) for index in range(number)]  # a heap
-    left = []
-    for weight, _, unit in sorted(units + whole):
-        if not loads or loads[0][0] - weight > most:
-            left.append(unit)
-            continue
-        own, index = loads[0]
+    heap = [(0.0, index) for index in range(number)]
+    for weight, unit in loads:
+        own, index = heap[0]
+        if own - weight > most:
+            return None
         bins[index] += unit
-        heapq.heapreplace(loads, (own - weight, index))
-    for unit in left:  # parts of it, in the micro-batches with most room
-        while unit:
-            if not loads:
-                return None
-            own, index = loads[0]
-            rest = []
-            for row in unit:
-                if own + lengths[row] <= most:
-                    bins[index].append(row)
-                    own += lengths[row]
-                else:
-                    rest.append(row)
-            if len(rest) == len(unit):
-                return None
-            heapq.heapreplace(loads, (own, index))
-            unit = rest
+        heapq.heapreplace(heap, (own - weight, index))
     return bins
+
+
+def _fill_in_turn(lengths: Sequence[float], units: Sequence[list[int]], most: int) -> list[list[int]]:
+    """Fill one micro-batch after the other with rows, prompt by prompt.
+
+    `units` are the rows of each prompt, the longest first. Of the next prompts, the longest rows that fit fill what is
+    left of a micro-batch. No row is longer than `most`.
+    """
+    left = sorted(([*unit] for unit in units), key=lambda unit: (-sum(lengths[row] for row in unit), unit))
+    bins: list[list[int]] = []
+    while left:
+        own: list[int] = []
+        room: float = most
+        seen = tried = 0  # prompts, and those of them that have rows left
+        while seen < len(left) and tried < LOOKAHEAD:
+            unit = left[seen]
+            position = 0
+            while (position := bisect_left(unit, -room, position, key=lambda row: -lengths[row])) < len(unit):
+                room -= lengths[unit[position]]
+                own.append(unit.pop(position))
+            seen += 1
+            tried += bool(unit)
+        left[:seen] = filter(None, left[:seen])
+        bins.append(own)
+    return bins
+
+
+def _balance(fit: Callable[[int], list[list[int]]], low: int, most: int, number: int) -> list[list[int]]:
+    """Return at most `number` micro-batches with a small greatest number of tokens.
+
+    `fit` packs rows into micro-batches of at most so many tokens. With `most`, there are at most `number`. With fewer
+    than `low`, there are more.
+    """
+    best = fit(most)
+    low -= 1
+    high = most
+    for _ in range(STEPS):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if len(packed := fit(middle)) <= number:
+            best = packed
+            high = middle
+        else:
+            low = middle
+    return best
 
 
 def _sort_bins(lengths: Sequence[float], bins: list[list[int]], least: int) -> list[list[int]]:

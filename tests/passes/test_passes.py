@@ -94,6 +94,15 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
     assert all(size % 1024 == 0 for size in tokens.values())
 
 
+def test_the_micro_batch_of_an_engine_without_tokens_is_rows() -> None:
+    spec = ENGINES["fsdp"]
+    options = tuple(name for name in spec.capabilities.options if name != "micro_batch_tokens")
+    engines = {**ENGINES, "fsdp": replace(spec, capabilities=replace(spec.capabilities, options=options))}
+    stated = {"actor.update": EngineChoice("fsdp", {"recompute": "full"})}
+    placed = PlaceNodes(engines).apply(page.start(engines=stated)).placement("actor.update").engine.options
+    assert placed["micro_batch"] == 1 and "micro_batch_tokens" not in placed  # of 10,240 tokens
+
+
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
     update = EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})
     placed = PlaceNodes(ENGINES).apply(page.start(engines={"actor.update": update}))
