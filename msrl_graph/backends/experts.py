@@ -161,7 +161,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, ep: Any = None) -> Any
             )
 
         def _finish(self, activate: Any, project: Any, projected: Iterable[torch.Tensor]) -> torch.Tensor:
-            """Compute the second half of the experts, from the outputs of their first projections."""
+            """Compute the second half of experts, from outputs of gate and up."""
             if self.recomputes_activation:
                 return checkpoint(lambda *outputs: project(activate(*outputs)), *projected)  # type: ignore[no-any-return]
             return project(activate(*projected))  # type: ignore[no-any-return]
@@ -193,7 +193,7 @@ def module_of(theirs: Any, number: int, kernels: Kernels, ep: Any = None) -> Any
 
 @cache
 def _make_lean_operators() -> tuple[Any, Any]:
-    """Return two functions that save fewer tensors for the backward pass than the operators that they consist of.
+    """Return two functions that save few tensors for the backward pass.
 
     Their results and gradients have the same bits. The first adds up the results of each token's experts. The second
     multiplies the activation of gate by up; if the activation is SiLU, its result is computed again.
@@ -205,7 +205,7 @@ def _make_lean_operators() -> tuple[Any, Any]:
         def forward(
             ctx: Any, results: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor
         ) -> torch.Tensor:
-            """Return the weighted sums of `results`, in the shape of `states`; `tokens` has each result's token."""
+            """Return the weighted sums of results; `tokens` has each result's token."""
             ctx.save_for_backward(results, weights, tokens)
             scaled = (results * weights[:, None]).to(states.dtype)
             return torch.zeros_like(states).index_add_(0, tokens, scaled)

@@ -66,7 +66,10 @@ WHOLE = RecomputedShares(1, 1, 1, 1, 1)
 
 @dataclass(frozen=True)
 class _LayerWork:
-    """The work of a layer's forward pass, in the order of the fields of `RecomputedShares`: `whole` and by part."""
+    """The work of a layer's forward pass, as a whole and by part.
+
+    The numbers have the order of the fields of `RecomputedShares`.
+    """
 
     whole: tuple[float, ...]
     parts: Mapping[str, tuple[float, ...]]

@@ -79,7 +79,9 @@ def count_moved_elements(model: Model, copies: int) -> int:
 
 
 def count_moved_elements_of_layer(kind: Layer, hidden: int, copies: int) -> tuple[int, int, int, int]:
-    """Return how many elements per token operators of a layer move: in norms, attention, gating and the rest.
+    """Return how many elements per token operators of a layer move.
+
+    The numbers are those of norms, attention, gating and the rest.
 
     They are 7 h for each norm and 3 h for the residual of half a layer (h: hidden size), on each of `copies` ranks, 10
     for each element of queries and keys that is rotated, and 5 f for gating (f: intermediate size).
@@ -89,7 +91,10 @@ def count_moved_elements_of_layer(kind: Layer, hidden: int, copies: int) -> tupl
 
 
 def find_slowest_stage(model: Model, layout: Layout, tokens: int) -> float:
-    """Return the FLOP of the pipeline stage that has the most, divided by the mean, for rows of `tokens` tokens."""
+    """Return the most FLOP of a pipeline stage, divided by the mean.
+
+    Rows have `tokens` tokens.
+    """
     flop = [kind.count_flop(model.hidden, tokens) for kind in model.layer_kinds]
     relative = [own / flop[0] for own in flop]
     stages = [layout.stage_layers(stage, model.layers) for stage in range(layout.pp)]
@@ -99,7 +104,10 @@ def find_slowest_stage(model: Model, layout: Layout, tokens: int) -> float:
 
 
 def describe_rates(device: Device, rate: Figure, factor: float) -> str:
-    """Return how the seconds of `factor` passes follow from their work, if products have the rate `rate`."""
+    """Return how the seconds of passes follow from their work.
+
+    `rate` is the rate of products, and `factor` the number of passes.
+    """
     how = "products, attention, memory at their rates"
     if rate.source != "measured":
         share = SHARES["memory_bandwidth"].value

@@ -82,7 +82,7 @@ class WordsKind:
 
 @dataclass(frozen=True)
 class ExtentKind:
-    """How much of something: one of `words`, a number of `units`, or a list of `parts`.
+    """How much of something: a word, a number, or a list of parts.
 
     The words of a list have the order of `parts`.
     """

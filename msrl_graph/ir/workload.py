@@ -43,7 +43,7 @@ class Recomputation:
         return self.layers > 0 or bool(self.parts)
 
     def count_of_chunk(self, start: int, stop: int, first_trained: int) -> int:
-        """Return the number of a chunk's first layers that Megatron recomputes as a whole.
+        """Return how many layers of a chunk Megatron recomputes as a whole.
 
         Frozen layers below the first trained one are among them: a backward pass then reaches them too.
         """
@@ -51,7 +51,7 @@ class Recomputation:
         return min(stop, trained + self.layers) - start if self.layers and trained < stop else 0
 
     def find_whole_layers(self, first: int, stop: int) -> range:
-        """Return the layers that are recomputed as a whole, of a chunk's trained layers [first, stop)."""
+        """Return which of the trained layers [first, stop) are recomputed whole."""
         return range(first, min(stop, first + self.layers))
 
 

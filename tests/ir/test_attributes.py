@@ -17,6 +17,7 @@ from sample import examples
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.engine_protocols import Sampling, StepRequest
+from msrl_graph.compiler import to_program
 from msrl_graph.dsl.attributes import read_as
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
@@ -40,6 +41,7 @@ from msrl_graph.ir.kinds import (
     WordsKind,
 )
 from msrl_graph.ir.options import DockOptions, EngineOptions, LayoutOptions, ReshardOptions, Run
+from msrl_graph.ir.plan import EngineChoice
 from msrl_graph.ir.statements import STATEMENTS
 from msrl_graph.ir.worker_attributes import WorkerAttributes
 from msrl_graph.reference import facts
@@ -318,3 +320,26 @@ def test_names_and_counts_are_read():
     assert NameKind(several=True).value(Expr("word", "a")) == ("a",) and CountsKind().value(
         Expr("list", args=(Expr("number", 3),))
     ) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("full", "full"),
+        ("12", 12),
+        ("[moe]", ("moe",)),
+        ("[norms, attention]", ("attention", "norms")),
+        ("depth", 3),
+        ("parts", ("mlp", "norms")),
+    ],
+)
+def test_an_extent_is_a_word_a_number_or_a_list_and_a_plan_carries_it(text, wanted):
+    """A param can have it, and the program of a plan states it."""
+    params = {"depth": Expr("number", 3), "parts": Expr("list", args=(Expr("string", "norms"), Expr("string", "mlp")))}
+    kind = EngineOptions.kinds()["recompute"]
+    value = kind.value(read_as(kind, "recompute", parse_set("x", text)[1], Names(params)))
+    assert value == wanted
+    choice = EngineChoice("fsdp", {"recompute": value})
+    assert msgspec.json.decode(msgspec.json.encode(choice), type=EngineChoice) == choice
+    (stated,) = to_program._engine("actor.update", choice).attrs
+    assert kind.value(read_as(kind, "recompute", stated.value, Names({}))) == wanted

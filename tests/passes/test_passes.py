@@ -363,7 +363,9 @@ def test_one_host_moves_nothing_over_the_network() -> None:
 
 
 def test_memory_by_phase() -> None:
-    phases = {m.phase: m for m in PLAN.memory if m.place == "device"}
+    stated = replace(page.LIGHT["actor.update"], options={"recompute": "full"})
+    plan = page.plan(page.start(evaluations=(page.EVALUATION,), engines={**page.LIGHT, "actor.update": stated}))
+    phases = {m.phase: m for m in plan.memory if m.place == "device"}
     assert list(phases) == ["load", "reshard", "generate", "swap", "infer", "update"]
     third = 32_763_876_352 / 8
     update = phases["update"].items
@@ -376,14 +378,14 @@ def test_memory_by_phase() -> None:
     assert kept < update["activations"] < 1.3 * kept
     assert "logits" not in update
     generate = phases["generate"]
-    at_once = 16 * PLAN.placement("actor.generate").engine.options["micro_batch"]
+    at_once = 16 * plan.placement("actor.generate").engine.options["micro_batch"]
     # 64 layers, keys and values of 8 heads of 128 over tp 4, 2 bytes, 10,240 tokens.
     assert generate.items["KV cache"] == at_once * 2 * 64 * 2 * 128 * 2 * 10239
     held = generate.total - generate.items[groups.BUFFERS]  # which lie in what generation leaves free
     assert 0.85 < held / 128e9 <= 0.9
     assert f"{at_once} of a group's 1,024 sequences at once" in generate.remark
     hosts = {m.phase: m for m in PLAN.memory if m.place == "host"}
-    assert hosts["generate"].items["swapped actor weights"] == 8 * PLAN.reshards[0].released_bytes_per_device
+    assert hosts["generate"].items["swapped actor weights"] == 8 * plan.reshards[0].released_bytes_per_device
 
 
 def test_ranks_of_a_cpu_share_their_machine() -> None:
@@ -556,6 +558,18 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
     # Where it fits, nothing is recomputed.
     roomy = page.plan(on(devices(2, 8, 256e9), engines=page.LIGHT))
     assert "recompute" not in roomy.placement("actor.update").engine.options
+
+
+def test_the_fastest_recomputation_that_fits_is_planned() -> None:
+    """On 128 GB the cheapest parts suffice, on 80 GB only whole layers do (above)."""
+    seconds = {}
+    for choice in ("full", ("mlp", "norms"), ("activation", "norms")):
+        stated = {**page.LIGHT, "actor.update": EngineChoice("fsdp", {"recompute": choice})}
+        plan = page.plan(page.start(engines=stated))
+        assert memory_check.check(plan, PlanContext(ENGINES)) == []
+        seconds[choice] = plan.estimate.iteration_seconds.value
+    assert sorted(seconds, key=seconds.__getitem__) == [("activation", "norms"), ("mlp", "norms"), "full"]
+    assert PLAN.placement("actor.update").engine.options["recompute"] == ("activation", "norms")
 
 
 def test_no_room_for_one_sequence_is_too_little() -> None:

@@ -233,6 +233,7 @@ COVERED = {
         "backends/megatron/latent_attention",
         "backends/megatron/peaks",
         "backends/megatron/stage_adapters",
+        "backends/megatron/stage_recompute",
         "backends/megatron/stage_sizes",
     ),
 }

@@ -26,7 +26,7 @@ NORMS_OF_ATTENTION = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
 def add_reader(layer: Any, read: Callable[[Tree], None]) -> None:
-    """Make a layer call `read` with the tree of the micro-batch that it is about to compute.
+    """Make a layer call `read` with the tree of its micro-batch.
 
     The layer may be recomputed after passes of other micro-batches.
     """

@@ -247,7 +247,7 @@ class StageLayer(LayerSizes):
 
     @cached_property
     def saved(self) -> int:
-        """All bytes that a layer saves for its backward pass, if nothing is recomputed."""
+        """All bytes that a layer saves if nothing is recomputed."""
         s = self.whole
         inputs = 0
         if s.work.model.lora is not None:  # a linear layer without an adapter keeps no input, but a router does
@@ -257,7 +257,7 @@ class StageLayer(LayerSizes):
 
     @cached_property
     def kept(self) -> int:
-        """The bytes that a layer of which parts are recomputed keeps for its backward pass."""
+        """The bytes that a layer keeps if parts of it are recomputed."""
         s = self.whole
         parts = s.work.recompute.parts
         inputs = 0
@@ -273,7 +273,7 @@ class StageLayer(LayerSizes):
 
     @property
     def recomputed_norms(self) -> int:
-        """The bytes that the norm of one half does not keep because a backward pass recomputes it."""
+        """The bytes that a recomputed norm of one half does not keep."""
         s = self.whole
         return s.norm - s.normed * s.is_adapted - 2 * s.part if "norms" in s.work.recompute.parts else 0
 

@@ -27,7 +27,7 @@ class PassLayer(LayerSizes):
 
     @cached_property
     def feed(self) -> int:
-        """Bytes that the feed-forward half keeps for its backward pass, if nothing is recomputed.
+        """Bytes that the feed-forward half keeps if nothing is recomputed.
 
         The half keeps some tensors of the intermediate size. With experts, it also keeps the hidden states that are
         sent to experts, as sent and as returned.
@@ -64,7 +64,7 @@ class PassLayer(LayerSizes):
 
     @property
     def recomputed_norms(self) -> int:
-        """The bytes that the norm of one half does not keep because a backward pass recomputes it.
+        """The bytes that a recomputed norm of one half does not keep.
 
         It then keeps its input in the weights' type, not in float32, and no normed input.
         """
@@ -74,7 +74,7 @@ class PassLayer(LayerSizes):
 
     @cached_property
     def recomputed_attention(self) -> int:
-        """The bytes that attention does not keep because a backward pass recomputes it, without norms."""
+        """The bytes that recomputed attention does not keep, without norms."""
         if "attention" not in self.whole.work.recompute.parts or not self.kind.has_mixer:
             return 0
         return self._heads + self.attention - self._unsaved_attention
@@ -136,7 +136,7 @@ class PassLayer(LayerSizes):
 
     @cached_property
     def kept(self) -> int:
-        """The bytes that a layer of which parts are recomputed keeps for its backward pass."""
+        """The bytes that a layer keeps if parts of it are recomputed."""
         s = self.whole
         parts = s.work.recompute.parts
         norms = self.kind.norms.number * self.recomputed_norms

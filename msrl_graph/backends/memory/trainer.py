@@ -208,7 +208,7 @@ def _iterate_fullest_layers(model: Model, whole: range) -> Iterator[tuple[str, i
 
 
 def _count_second_pass(layer: PassLayer, is_whole: bool) -> int:
-    """Return the bytes that experts need when a backward pass computes their outputs again.
+    """Return the bytes that experts need when their outputs are recomputed.
 
     Next to what they save there are hidden states before and after each exchange.
     """

@@ -433,6 +433,22 @@ def test_what_experts_take(layout, tmp_path):
     assert_close(peaks_of("fsdp", small(tmp_path, **EXPERTS), layout))
 
 
+PARTS = [2, ("activation", "norms"), ("attention", "mlp", "moe")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", PARTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [(Layout(), {}), (Layout(tp=2, ep=2), EXPERTS), (Layout(dp=2, zero=3, ep=2), EXPERTS | {"dtype": "bfloat16"})],
+    ids=str,
+)
+def test_so_it_is_where_parts_are_recomputed(layout, sizes, choice, tmp_path):
+    """In a model of few layers, what a part recomputes counts, too."""
+    model = small(tmp_path, num_hidden_layers=3, vocab_size=64, **sizes)
+    assert_close({"update": peaks_of("fsdp", model, layout, recompute=choice)["update"]})
+
+
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
 TALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192}
 
