@@ -1,4 +1,4 @@
-"""The KV cache of a generation: the sequences for which it has room, and what preemption costs.
+"""The KV cache of a generation: how many sequences it holds, and preemption.
 
 A sequence is a prompt and a response. At its bound, it has the greatest length that its columns allow.
 

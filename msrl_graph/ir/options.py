@@ -141,8 +141,9 @@ class EngineOptions(DeclaredAttributes):
         COUNT,
         None,
         "The number of rows that a rank computes at one time. For a generation: the most prompts, whose responses are "
-        "generated at one time; fewer are, if the KV cache is smaller. It does not change results. A loss term computes the value of a row from that row alone; a run tests this before it begins. A "
-        "term of the whole mini-batch needs an additional pass.",
+        "generated at one time; fewer are, if the KV cache is smaller. It does not change results. A loss term "
+        "computes the value of a row from that row alone; a run tests this before it begins. A term of the whole "
+        "mini-batch needs an additional pass.",
         "limited by memory",
     )
     offload: str = attr(

@@ -1,4 +1,4 @@
-"""The size of a generation's KV cache, and how many sequences it generates at one time.
+"""The size of a KV cache, and the number of sequences at one time.
 
 Invariant: the cache has at least room for one sequence at its bound, even if the device does not, and at most for all
 sequences that the engine gets at one time. More memory never gives a smaller cache or fewer sequences.

@@ -1,4 +1,4 @@
-"""Generations whose KV cache is full: each row is whole once, no more than fits is there, less room never gains time."""
+"""Generations with a full KV cache: each row is whole once, no more than fits is there, less room gains no time."""
 
 from __future__ import annotations
 
