@@ -61,7 +61,7 @@ def give_cache(
 
 
 def _keeps_cache(plan: Plan, engines: holdings.Engines, node: str) -> bool:
-    """Return whether a generation keeps its cache while other nodes compute on its devices."""
+    """Return whether a cache stays while other nodes compute on its devices."""
     placement = plan.placement(node)
     if engines[placement.engine.name].memory.building is None or node not in {dst for _, dst in skipping_edges(plan)}:
         return False
