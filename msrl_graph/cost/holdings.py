@@ -150,7 +150,7 @@ def fan(plan: Plan, node: str) -> int:
 
 
 def prompts_at_once(plan: Plan, node: str) -> int:
-    """Return the most prompts of an iteration for which a group's engine generates at one time."""
+    """Return for how many prompts of an iteration a group generates at one time."""
     rows = group_rows(plan, node)
     return min(rows, plan.placement(node).engine.read_count("micro_batch") or rows)
 

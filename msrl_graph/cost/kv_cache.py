@@ -1,4 +1,4 @@
-"""The KV cache of a generation: the sequences for which it has room, and what preemption costs.
+"""The KV cache of a generation: how many sequences it holds, and preemption.
 
 A sequence is a prompt and a response. At its bound, it has the greatest length that its columns allow.
 
@@ -69,7 +69,7 @@ class KvCache:
 
     @cached_property
     def middle(self) -> float:
-        """The tokens of a sequence with half of its response, if the response ends at its bound."""
+        """The tokens of a sequence with half of its longest response."""
         return self.work.prompt + self.work.response / 2
 
     @property
@@ -97,12 +97,13 @@ class KvCache:
 
     @cached_property
     def is_full(self) -> bool:
-        """Whether the cache has no room for the sequences that run at one time, at their bounds."""
+        """Whether the cache lacks room for `at_once` sequences at their bounds."""
         return self.count_sequences(self.bound) < self.at_once - ROUNDING
 
     def running(self, prompt: float, response: float) -> float:
-        """Return how many sequences run at one time on average (infinite: as many as the engine gets).
+        """Return how many sequences run at one time on average.
 
+        The number is infinite if as many run as the engine gets.
         `prompt` and `response` are the mean numbers of tokens.
         """
         count = self.count_sequences(prompt + response / 2)
@@ -117,7 +118,7 @@ class KvCache:
         return 1 - min(1.0, max(1.0, self.count_sequences(prompt + response)) / max(1.0, together))
 
     def waves(self) -> Counter[tuple[int, int]]:
-        """Return the waves of an iteration: how many have (sequences, prompts that begin with them).
+        """Return the waves of an iteration: (sequences, prompts that begin), counted.
 
         A wave has the sequences that the engine gets at one time. All of them have ended before the next wave begins,
         if all responses have the same length.

@@ -139,9 +139,10 @@ class EngineOptions(DeclaredAttributes):
     micro_batch: int | None = attr(
         COUNT,
         None,
-        "The number of rows (for a generation: of prompts) that a rank computes at one time. It does not change "
-        "results. A loss term computes the value of a row from that row alone; a run tests this before it begins. A "
-        "term of the whole mini-batch needs an additional pass.",
+        "The number of rows that a rank computes at one time. For a generation: the most prompts, whose responses are "
+        "generated at one time; fewer are, if the KV cache is smaller. It does not change results. A loss term "
+        "computes the value of a row from that row alone; a run tests this before it begins. A term of the whole "
+        "mini-batch needs an additional pass.",
         "limited by `micro_batch_tokens` or by memory",
     )
     micro_batch_tokens: int | None = attr(

@@ -188,7 +188,7 @@ def _describe_engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
 
 
 def _describe_cache(placement: Placement) -> str:
-    """Describe how many sequences a generation runs at one time; "" for other placements."""
+    """Describe how many sequences a generation runs at one time; "" for others."""
     if not placement.sequences:
         return ""
     cache = f", with {size(placement.cache_bytes)} of KV cache on a device" if placement.cache_bytes else ""

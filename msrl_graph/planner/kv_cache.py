@@ -1,4 +1,4 @@
-"""The size of a generation's KV cache, and how many sequences it generates at one time.
+"""The size of a KV cache, and the number of sequences at one time.
 
 Invariant: the cache has at least room for one sequence at its bound, even if the device does not, and at most for all
 sequences that the engine gets at one time. More memory never gives a smaller cache or fewer sequences.
@@ -61,7 +61,7 @@ def give_cache(
 
 
 def _keeps_cache(plan: Plan, engines: holdings.Engines, node: str) -> bool:
-    """Return whether a generation keeps its cache while other nodes compute on its devices."""
+    """Return whether a cache stays while other nodes compute on its devices."""
     placement = plan.placement(node)
     if engines[placement.engine.name].memory.building is None or node not in {dst for _, dst in skipping_edges(plan)}:
         return False

@@ -236,7 +236,7 @@ class PlaceNodes(PlacementPass):
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """Complete a placement: its weight bytes, KV cache, micro-batch size and recomputation.
+        """Complete a placement: weight bytes, KV cache, micro-batch and recomputation.
 
         A micro-batch size or a recomputation that the file states is not changed. After this step, each option of the
         node has a value if a run needs the option.

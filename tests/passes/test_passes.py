@@ -16,6 +16,7 @@ from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
 from msrl_graph.checks.stage import PlanContext
 from msrl_graph.cost import groups, holdings
+from msrl_graph.cost.kv_cache import KvCache
 from msrl_graph.diagnostics import Span
 from msrl_graph.hardware.cluster import ClusterSpec, Figure
 from msrl_graph.hardware.device_presets import DEVICES
@@ -159,13 +160,12 @@ def test_only_the_micro_batch_is_a_states_own(node: str, engine: dict[str, Value
 
 def test_an_evaluation_with_more_samples_fits_too() -> None:
     many = page.plan(page.start(evaluations=(replace(page.EVALUATION, samples=64),), engines=page.LIGHT))
-    few = PLAN.placement("actor.generate").engine.options["micro_batch"]
-    size = many.placement("actor.generate").engine.options["micro_batch"]
-    assert isinstance(size, int) and isinstance(few, int) and size == few // 4
+    size = many.placement("actor.generate").sequences
+    assert size == PLAN.placement("actor.generate").sequences
     phase = next(m for m in many.memory if m.place == "device" and m.phase == "generate")
     # The last token of a row is not fed.
-    assert phase.items["KV cache"] == size * 64 * holdings.kv_sequence(many, "actor.generate") * 10239 // 10240
-    assert phase.total <= 0.9 * phase.capacity.value and "where an evaluation draws 64 a prompt" in phase.remark
+    assert phase.items["KV cache"] == size * holdings.kv_sequence(many, "actor.generate") * 10239 // 10240
+    assert phase.total - phase.items[groups.BUFFERS] <= 0.9 * phase.capacity.value
 
 
 # dock
@@ -378,7 +378,7 @@ def test_memory_by_phase() -> None:
     assert kept < update["activations"] < 1.3 * kept
     assert "logits" not in update
     generate = phases["generate"]
-    at_once = 16 * plan.placement("actor.generate").engine.options["micro_batch"]
+    at_once = PLAN.placement("actor.generate").sequences
     # 64 layers, keys and values of 8 heads of 128 over tp 4, 2 bytes, 10,240 tokens.
     assert generate.items["KV cache"] == at_once * 2 * 64 * 2 * 128 * 2 * 10239
     held = generate.total - generate.items[groups.BUFFERS]  # which lie in what generation leaves free
@@ -575,6 +575,7 @@ def test_the_fastest_recomputation_that_fits_is_planned() -> None:
 def test_no_room_for_one_sequence_is_too_little() -> None:
     engines = {"actor.update": EngineChoice("fsdp", {"recompute": "full", "offload": "none"})}
     plan = page.plan(on(devices(2, 8, 50e9), engines=engines))
-    assert plan.placement("actor.generate").engine.options["micro_batch"] == 1
-    assert holdings.waves(plan, "actor.generate") == (1, 64)
+    assert plan.placement("actor.generate").sequences == 1
+    cache = KvCache(plan, ENGINES, "actor.generate")
+    assert cache.count_sequences(cache.bound) == pytest.approx(1) and cache.at_once == 1 < cache.sequences
     assert any("needs" in d.message for d in memory_check.check(plan, PlanContext(ENGINES)))

@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from folders import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from sample import examples
@@ -18,7 +18,7 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.cost import groups, holdings
 from msrl_graph.cost.kv_cache import KvCache
 from msrl_graph.ir.graph import Value
-from msrl_graph.ir.plan import PhaseMemory, Plan
+from msrl_graph.ir.plan import PhaseMemory, Placement, Plan
 from msrl_graph.passes.estimate import EstimateTime
 from msrl_graph.planner.place import PlaceNodes
 
@@ -146,8 +146,8 @@ def test_no_room_for_one_sequence_is_refused_with_what_fits() -> None:
     assert other.placement(NODE).layout.tp == 2
 
     def shorten(tokens: int) -> Plan:
-        text = Path(str(compile.__globals__["__file__"])).parent / "algorithms" / "grpo.rlg"
-        program = text.read_text().replace("samples = group", f"samples = group, max_tokens = {tokens}")
+        grpo = (ROOT / "msrl_graph" / "algorithms" / "grpo.rlg").read_text(encoding="utf-8")
+        program = grpo.replace("samples = group", f"samples = group, max_tokens = {tokens}")
         assert "max_tokens" in program
         text = TEXT.replace("import grpo", program)
         for word, value in (WORDS | TIGHT).items():
@@ -167,8 +167,13 @@ MODELS = {
     "stages": ("qwen2.5-7b", f"layout {NODE} {{ pp = 2 }}"),
     "windows": ("gemma3-12b", ""),
     "experts": ("qwen3-30b-a3b", f"layout {NODE} {{ tp = 4 }}"),
-    "states": ("qwen3-next-80b-a3b", f"layout {NODE} {{ tp = 8 }}"),
+    "states": ("qwen3.5-4b", ""),
 }
+
+
+def placed(plan: Plan, placement: Placement) -> Plan:
+    others = (other for other in plan.placements if other.node != NODE)
+    return replace(plan, placements=(placement, *others))
 
 
 @cache
@@ -177,7 +182,7 @@ def beginning(case: str, response: int) -> Plan:
     if "layout" not in more:
         more += f" layout {NODE} {{ tp = 2 }}"
     more += f"\n  engine {NODE} = vllm\n  {APART}"
-    return planned(COUNT=16, MODEL=model, RESPONSE=response, MORE=more)
+    return planned(COUNT=24, MODEL=model, RESPONSE=response, MORE=more)
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -195,8 +200,8 @@ def test_seconds_never_fall_when_the_cache_shrinks(
     for part in sorted(memory):
         options: dict[str, Value] = {"memory": part / 100} | ({"micro_batch": micro_batch} if micro_batch else {})
         placement = holdings.with_options(plan.placement(NODE), options)
-        placement = PlaceNodes(ENGINES).complete(replace(plan, placements=(placement,)), placement)
-        one = replace(plan, placements=(placement,))
+        placement = PlaceNodes(ENGINES).complete(placed(plan, placement), placement)
+        one = placed(plan, placement)
         seconds, _ = EstimateTime(ENGINES).of_node(one, NODE)
         found.append((placement.cache_bytes, placement.sequences, seconds.value))
         assert cache_of(one).count_sequences(2048 + response) > 0.999
@@ -210,7 +215,9 @@ def test_what_a_generation_keeps_leaves_room_for_others() -> None:
     more = f"""place {NODE}, reference on nodes 0..0
   place actor.update on nodes 1
   layout {NODE} {{ tp = 2 }} engine {NODE} = vllm"""
-    text = TEXT.replace("nodes = 1,", "nodes = 2,").replace("import grpo", EVERY)
+    text = (
+        TEXT.replace("nodes = 1,", "nodes = 2,").replace("import grpo", EVERY).replace("deploy grpo", "deploy seldom")
+    )
     for word, value in (WORDS | {"PROMPTS": 512, "RESPONSE": 32768, "MORE": more}).items():
         text = text.replace(word, str(value))
     plan = compile("kept.rlg", text=text)

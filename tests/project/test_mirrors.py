@@ -37,6 +37,7 @@ COVERED = {
     "compiler/test_same_bytes.py": ("compiler/sources",),
     "cli/test_any_input.py": ("cli/common", "compiler/pipeline", "dsl/ast"),
     "cost/test_time.py": ("passes/estimate",),
+    "planner/test_kv_cache.py": ("checks/memory", "cost/kv_cache"),
     "runtime/data/test_tokens.py": ("runtime/data/dataset_preview",),
     "diagnostics/test_diagnostics.py": (
         "checks/table",

@@ -78,6 +78,9 @@ def page(*changes: tuple[str, str]) -> Plan:
 
 
 MINI = ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6), mini_batch = 128, epochs = 2")
+# The KV cache has room for all sequences that are generated at one time.
+SHORT = ("= 8192 ", "= 2048 ")
+ROOMY = ("run {", "engine actor.generate = vllm { micro_batch = 3 }\n  run {")
 ENGINE = "engine actor.update, actor.infer, reference.infer = {} {{ micro_batch = {} }}"
 PIPELINE = f"layout actor.update {{ pp = 2, dp = 2 }}\n{ENGINE.format('megatron', 3)}"
 EIGHT = f"layout actor.update {{ dp = 2, zero = 3 }}\n{ENGINE.format('fsdp', 8)}"
@@ -91,17 +94,15 @@ RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(lambda: page(), id="page"),
-        pytest.param(lambda: page(MINI), id="mini-batches and epochs"),
+        pytest.param(lambda: page(SHORT), id="page"),
+        pytest.param(lambda: page(MINI, ROOMY), id="mini-batches and epochs"),
         pytest.param(
             lambda: page(("run {", "engine actor.generate = hf { micro_batch = 3 }\n  run {")),
             id="waves, the last one short",
         ),
-        pytest.param(
-            lambda: page(("run {", "engine actor.generate = vllm { micro_batch = 3 }\n  run {")), id="continuous"
-        ),
-        pytest.param(lambda: page(("  run {", "  reshard { order = staged }\n  run {")), id="staged"),
-        pytest.param(lambda: page(("  run {", "  dock { mode = central }\n  run {")), id="central"),
+        pytest.param(lambda: page(ROOMY), id="continuous"),
+        pytest.param(lambda: page(SHORT, ("  run {", "  reshard { order = staged }\n  run {")), id="staged"),
+        pytest.param(lambda: page(SHORT, ("  run {", "  dock { mode = central }\n  run {")), id="central"),
         pytest.param(lambda: compile(PROGRAMS / "apart_two.rlg"), id="apart"),
         pytest.param(
             lambda: small("apart actor.generate, actor.update, reference", nodes=3, prompts=12), id="three pools"

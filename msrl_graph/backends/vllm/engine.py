@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ...model.mlps import BLOCK_SPARSE
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
 
     from ...ir.plan import Placement
     from ..devices import Devices
@@ -132,7 +131,7 @@ class VllmEngine:
         self._prompts = request.response_prompts
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, Any] = {}  # vLLM's
         self._ended_routes: dict[int, NDArray[np.int16]] = {}  # by row
         self._numbers = count()
         self._salts: dict[int, str] = {}  # by request

@@ -59,7 +59,7 @@ def count_step_tokens(work: Workload) -> int:
 
 
 def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
-    """Return how many sequences run at once at most, and how many KV-cache blocks exist.
+    """Return the most sequences that run at once, and the number of KV-cache blocks.
 
     The number of blocks includes one block for vLLM itself.
     """
@@ -79,7 +79,7 @@ def _count_whole_cache(work: Workload) -> int:
 
 
 def count_paged_bytes(work: Workload, sequences: float, tokens: float) -> float:
-    """Return the bytes of a KV cache on a rank for so many sequences of so many tokens.
+    """Return the bytes of a cache for so many sequences of so many tokens.
 
     The cache has whole blocks for each sequence, and one block for vLLM itself. A layer with a window has blocks for
     its window only. On host cores, the cache of latent attention has expanded keys and values instead of latents. The
