@@ -198,7 +198,7 @@ def _iterate_fullest_layers(model: Model) -> Iterator[tuple[str, int]]:
 
 
 def _recomputed(layer: PassLayer) -> int:
-    """Return the bytes of a layer that is recomputed, while attention's partial sums are scattered.
+    """Return the bytes of a recomputed layer while attention's sums are scattered.
 
     The gradient of the layer's output is already gathered. Queries, keys and values exist by token, too.
     """
