@@ -84,17 +84,13 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor that a layer saved: a view of the storage `entry`.
-
-    `spec` is the DTensor spec of the tensor, or None if the tensor is not a DTensor.
-    """
+    """A tensor that a layer saved: a view of the storage `entry`."""
 
     entry: _Kept
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-    spec: Any
 
 
 class _Pass:
@@ -143,9 +139,13 @@ class _Pass:
             entry.device_storage = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        inner = get_local_tensor(tensor)
-        storage = inner.untyped_storage()
-        if self.finished or not inner.is_floating_point() or storage.nbytes() < LEAST or storage._cdata in self.weights:
+        storage = tensor.untyped_storage()
+        if (
+            self.finished
+            or not tensor.is_floating_point()
+            or storage.nbytes() < LEAST
+            or storage._cdata in self.weights
+        ):
             return tensor
         known_entry = self.known.get(storage._cdata)
         if known_entry is None or known_entry[0]() is None:  # an address may be reused
@@ -153,8 +153,7 @@ class _Pass:
             self.known[storage._cdata] = known_entry
         entry = known_entry[1]
         entry.uses += 1
-        spec = getattr(tensor, "_spec", None)  # set for a DTensor
-        return _Saved(entry, inner.dtype, int(inner.storage_offset()), inner.size(), inner.stride(), spec)
+        return _Saved(entry, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _copy_to_host(self, storage: torch.UntypedStorage) -> _Kept:
         source = view_bytes(storage)
@@ -188,11 +187,7 @@ class _Pass:
         entry.uses -= 1
         if not entry.uses:
             entry.device_storage = None
-        if saved.spec is None:
-            return restored
-        from torch.distributed.tensor import DTensor
-
-        return DTensor(restored, saved.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return restored
 
     def _find_next_group(self, group: int) -> int:
         """Return the index of the last non-empty group before group `group`, or -1.

@@ -239,7 +239,9 @@ def _compile(layers: Any) -> None:
 
 
 def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices, is_trained: bool) -> list[Any]:
-    """Shard a model's weights by FSDP2, layer by layer; return the modules that stay gathered after a forward pass.
+    """Shard a model's weights by FSDP2, layer by layer.
+
+    Returns the modules that stay gathered after a forward pass.
 
     Dense weights are sharded over dp, experts over the ranks that have the same experts. Where these are the same
     ranks, one all-gather has all weights of a layer. Where they differ, the weights of the next module are gathered

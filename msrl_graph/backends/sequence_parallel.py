@@ -1,4 +1,4 @@
-"""Tensor parallelism of transformers' models that also shards tokens (arXiv:2205.05198, section 4.2.2).
+"""Tensor parallelism that also shards tokens (arXiv:2205.05198, section 4.2.2).
 
 Each tp rank has all heads' or columns' share of the linear layers, and an equal part of the tokens (the nodes of a
 prefix tree) for everything between them: residual sums, norms, routers and routed experts.
@@ -100,7 +100,7 @@ class LayerInput:
         return self._own
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward method of a mixer or MLP, for hidden states of this rank's tokens."""
+        """Return a forward method that takes hidden states of this rank's tokens."""
 
         def forward_own(hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
             *one, count, size = hidden_states.shape
@@ -195,7 +195,7 @@ def shard_layers(module: Any, model: Model, mesh: DeviceMesh) -> TokenGroup:
 
 
 def install(module: Any, model: Model) -> None:
-    """Make the mixers and MLPs of a sharded model take the hidden states of a rank's tokens."""
+    """Make mixers and MLPs of a sharded model take a rank's own tokens."""
     for part in (*(part for _, part in hf_modules.list_mixers(module, model)), *hf_modules.list_shared_mlps(module)):
         if (source := getattr(part, "layer_input", None)) is not None:
             part.forward = source.wrap(part.forward)
@@ -320,7 +320,7 @@ class _Exchanges:
 def _exchanges() -> _Exchanges:
     import torch
 
-    class Gather(torch.autograd.Function):
+    class GatherTokens(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
             ctx.group = group
@@ -330,7 +330,7 @@ def _exchanges() -> _Exchanges:
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
             return _scatter(gradients[0], ctx.group), None
 
-    class GatherCopies(torch.autograd.Function):
+    class GatherTokenCopies(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
             ctx.group = group
@@ -340,7 +340,7 @@ def _exchanges() -> _Exchanges:
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
             return gradients[0].chunk(ctx.group.size(), -2)[ctx.group.rank()], None
 
-    class Scatter(torch.autograd.Function):
+    class ScatterTokens(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, partial_sums: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
             ctx.group = group
@@ -350,7 +350,7 @@ def _exchanges() -> _Exchanges:
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
             return _gather(gradients[0], ctx.group), None
 
-    class Multiply(torch.autograd.Function):
+    class MultiplyTokens(torch.autograd.Function):
         """A linear layer that saves only this rank's part of its input."""
 
         @staticmethod
@@ -385,4 +385,4 @@ def _exchanges() -> _Exchanges:
             input_gradient = None if total is None else total.view(*gradients[0].shape[:-1], -1)
             return input_gradient, None, weight_gradient, slope.sum(0) if of_bias else None, None
 
-    return _Exchanges(Gather.apply, GatherCopies.apply, Scatter.apply, Multiply.apply)
+    return _Exchanges(GatherTokens.apply, GatherTokenCopies.apply, ScatterTokens.apply, MultiplyTokens.apply)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from gathers import Collectives
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends.engine_protocols import ForwardRequest
@@ -14,19 +14,6 @@ from msrl_graph.ir.workload import Workload
 from msrl_graph.sharding.layout import Layout
 
 LAYERS = 4
-
-
-class Gathers(TorchDispatchMode):
-    """Records the types and sizes of the tensors that are gathered."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket._qualified_op_name == "c10d::_allgather_base_":
-            self.found.append((args[0].dtype, args[0].numel()))
-        return function(*args, **(kwargs or {}))
 
 
 def gather(rank, folder, model, layout, options):
@@ -44,10 +31,11 @@ def gather(rank, folder, model, layout, options):
     }
     for number, compute in passes.items():
         compute()  # FSDP2 prepares itself in the first pass
-        with Gathers() as gathers:
+        with Collectives() as collectives:
             compute()
-        assert {dtype for dtype, _ in gathers.found} == {torch.bfloat16}
-        assert sorted(size for _, size in gathers.found) == sorted([ends, *parts * LAYERS * number])
+        gathers = [(dtype, size) for name, dtype, size in collectives.found if name == "_allgather_base_"]
+        assert {dtype for dtype, _ in gathers} == {torch.bfloat16}
+        assert sorted(size for _, size in gathers) == sorted([ends, *parts * LAYERS * number])
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class PassLayer(LayerSizes):
 
     @cached_property
     def scattered(self) -> int:
-        """The bytes while the partial sums of a row-parallel product are reduced and scattered.
+        """The bytes while partial sums of a row-parallel product are scattered.
 
         Of a feed-forward half, they exist next to the product's input, and to the embeddings, the inputs of both
         halves, a normed input and the result; of attention, next to queries, keys, values and its output. Gloo sums a

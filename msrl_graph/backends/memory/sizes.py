@@ -149,7 +149,7 @@ class Sizes:
 
     @cached_property
     def whole_part(self) -> int:
-        """Bytes of the hidden states of all tokens, gathered from all tp ranks; 0 without tp."""
+        """Bytes of all tokens' hidden states, gathered over tp; 0 without tp."""
         return self.hidden if self.work.layout.tp > 1 else 0
 
     @cached_property
@@ -291,7 +291,7 @@ def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
 
 
 def sum_copies(s: Sizes) -> Moments:
-    """Return the bytes that exist while the gradients of weights are summed that ranks have copies of.
+    """Return the bytes that exist while gradients of copied weights are summed.
 
     The sum is over tp, for experts over etp, and is computed bucket by bucket.
     """

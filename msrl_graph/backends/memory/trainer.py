@@ -218,7 +218,7 @@ def _count_second_pass(layer: PassLayer, is_whole: bool) -> int:
 
 
 def _recomputed(layer: PassLayer) -> int:
-    """Return the bytes of a layer that is recomputed, while attention's partial sums are scattered.
+    """Return the bytes of a recomputed layer while attention's sums are scattered.
 
     The gradient of the layer's output is already gathered. Queries, keys and values exist by token, too.
     """

@@ -88,8 +88,4 @@ def add_up(gradients: Sequence[torch.Tensor], group: Any) -> None:
 
 
 def _read_gradient(parameter: Any) -> torch.Tensor | None:
-    gradient = parameter.grad
-    # DTensor may place a gradient differently than its parameter (a sharded embedding's gradient is whole).
-    if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else get_local_tensor(gradient)
+    return None if parameter.grad is None else get_local_tensor(parameter.grad)

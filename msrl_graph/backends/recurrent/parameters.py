@@ -70,7 +70,7 @@ def _read_parameter(part: Any, name: str) -> Any:
 
 
 def read_locally(module: Any, name: str) -> Any:
-    """Return this rank's part of a module's parameter, for the module's forward method."""
+    """Return this rank's part of a module's parameter, to compute with."""
     from torch.distributed.tensor import DTensor
 
     parameter = module._parameters[name]

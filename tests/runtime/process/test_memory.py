@@ -449,6 +449,19 @@ def test_so_it_is_where_parts_are_recomputed(layout, sizes, choice, tmp_path):
     assert_close({"update": peaks_of("fsdp", model, layout, recompute=choice)["update"]})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"hidden_size": 256}, {"hidden_size": 128, "num_attention_heads": 16, "intermediate_size": 64}, EXPERTS],
+    ids=["hidden states", "attention", "experts"],
+)
+def test_what_gathered_tokens_take(sizes, recompute, tmp_path):
+    """With tp 4, the hidden states of all tokens are the largest tensors of a layer."""
+    model = small(tmp_path, **{"vocab_size": 32, "num_key_value_heads": 4, **sizes})
+    assert_close(peaks_of("fsdp", model, Layout(tp=4), recompute=recompute))
+
+
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
 TALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192}
 
