@@ -212,7 +212,7 @@ bench-memory: $(VENV)/ready #: compare predicted and measured memory on 1 to 4 r
 bench-memory-engines: $(VENV_ENGINES)/ready #: compare predicted and measured memory with Megatron and vLLM: about 5 minutes
 	$(VENV_ENGINES)/bin/python bench/memory.py --engines "megatron vllm"
 
-bench-real-width: $(VENV)/ready #: measure iterations of 0.5 billion parameters on the CPU: about 10 minutes, 14 GB of memory
+bench-real-width: $(VENV)/ready #: measure iterations of 0.5 billion parameters on the CPU: about 15 minutes, 14 GB of memory
 	$(BIN)/python bench/real_width.py
 
 bench-long-rows: $(VENV)/ready #: plan the memory of rows of 8k to 64k tokens, beside published figures

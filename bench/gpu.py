@@ -1,10 +1,10 @@
-"""Speed, memory and predictions on one GPU, next to trl with the same recipe, within --minutes.
+"""Speed, memory and predictions on one GPU, next to trl with the same recipe.
 
-For a bare machine with one GPU (with_wheels.py brings packages to one without a network). Each job is a process with a
-time limit; if it fails or runs over, that is reported and the others go on. Jobs run in the order of their worth, ours
-and trl in turn. A job that has too little time left is left out. Weights are random, in the shapes of published models.
-Lengths of responses are stated for both sides (stated_lengths.py). Weights are bfloat16 on both sides. Our optimizer
-has master weights and moments in float32, trl's moments are bfloat16. Cases (gpu_cases.py):
+For a bare machine with one GPU (with_wheels.py brings packages to one without a network), in at most --minutes. Each
+job is a process with a time limit; if it fails or runs over, that is reported and the others go on. Jobs run in the
+order of their worth, ours and trl in turn. A job that has too little time left is left out. Weights are random, in the
+shapes of published models. Lengths of responses are stated for both sides (stated_lengths.py). Weights are bfloat16 on
+both sides. Our optimizer has master weights and moments in float32, trl's moments are bfloat16. Cases (gpu_cases.py):
 
 - 0.5B: GRPO with 64 prompts and 8 responses each, lognormal up to 1,024 tokens, generated. The generator is vllm if it
   is installed; trl's is vLLM too. Otherwise transformers generates on both sides, up to 256 tokens.

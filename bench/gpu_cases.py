@@ -185,7 +185,7 @@ def make_plan(case: Case, side: Side, folder: Path, device: str, tail: str = sta
 
 
 def main(case_name: str, side_name: str, name: str, device: str, tiny: bool) -> None:
-    """Make the model of a case in the folder `name`, or run a side of ours: its run's folder is SIDE there."""
+    """Make the model of a case in a folder, or run a side of ours there."""
     case = find_case(case_name, tiny)
     if side_name == MODEL:
         make_model(case, Path(name), tiny)
