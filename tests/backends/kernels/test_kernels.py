@@ -2,6 +2,8 @@
 
 Never run on an NPU: Ascend's operators are stood for by others, written from their documentation
 (tests/support/recorded_operators.py).
+
+Models get the kernels by backends/kernels/modules.py.
 """
 
 import inspect
