@@ -19,17 +19,18 @@ def copy_seconds(device: Device, amount: int, name: str) -> Figure:
     return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
 
-def fetch_seconds(plan: Plan, node: str, weights: int, states: int) -> Figure:
+def fetch_seconds(plan: Plan, engines: holdings.Engines, node: str) -> Figure:
     """Return the seconds to copy what is offloaded in when a node begins.
 
     The seconds to copy it back at the node's end are included: of the weights of followers, and of optimizer states.
-    `weights` and `states` are the bytes of the node's weights and optimizer states on a device.
     """
     device = plan.cluster.device
     if fetches_states(plan, node):
+        states = holdings.optimizer(plan, engines, node)
         return copy_seconds(device, 2 * states, "optimizer states in from host memory, and back at the end")
     if not holdings.offloads(plan, node, "weights"):
         return Figure(0.0, "derived", "the weights are on the device")
+    weights = holdings.weights(plan, engines, node)
     worker = plan.graph.worker(plan.graph.node(node).worker)
     if not worker.follows or plan.graph.sharing(worker.name)[0].name != node:
         return copy_seconds(device, weights, "weights in from host memory")

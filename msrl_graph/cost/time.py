@@ -304,7 +304,7 @@ class Costs:
 
     def fetch(self) -> Figure:
         """Return the seconds to copy what is offloaded in when the node begins."""
-        return fetch_seconds(self.plan, self.node, self._weights, self._optimizer)
+        return fetch_seconds(self.plan, self.engines, self.node)
 
     def _offloaded_activations(self, tokens: float, computing: float) -> Figure:
         """Return the seconds that offloading activations adds to `computing` seconds."""
