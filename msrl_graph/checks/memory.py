@@ -69,7 +69,8 @@ def table(phases: list[PhaseMemory]) -> str:
 def _explain_cache(plan: Plan, context: PlanContext, worst: PhaseMemory) -> tuple[str, str]:
     """Return the figures of one sequence's KV cache, and advice on what fits.
 
-    The advice is the longest response ("": none fits). `worst` is the phase of a generation that does not fit. Its cache has room for one sequence only.
+    The advice is the longest response ("": none fits). `worst` is the phase of a generation that does not fit. Its
+    cache has room for one sequence only.
     """
     name = worst.remark.partition(":")[0]
     graph = plan.graph
