@@ -51,7 +51,10 @@ deploy {self.algorithm} on public {{
 }}"""
 
 
-EXPERTS_8 = ("layout actor.update { dp = 8, ep = 8, zero = 1 }",)
+UNRECOMPUTED = (
+    "layout actor.update { dp = 8, ep = 8 }",
+    "engine actor.update = megatron { micro_batch = 1, recompute = none }",
+)
 RECIPES = (
     PublicRecipe("verl examples/grpo_trainer", "qwen2-7b", "h100", 1, 8, 1024, 5, 512, 1024),
     PublicRecipe("verl examples/grpo_trainer", "qwen3-8b", "h100", 1, 8, 1024, 5, 512, 1024),
@@ -69,7 +72,7 @@ RECIPES = (
     PublicRecipe("slime run-glm4-9B", "glm4-9b-0414", "h100", 1, 8, 32, 8, 1024, 8192),
     PublicRecipe("responses of 256k tokens", "deepseek-r1-distill-qwen-1.5b", "h100", 1, 1, 16, 16, 1024, 261120),
     PublicRecipe("32 responses of 40k tokens", "qwen3-30b-a3b", "h100", 1, 8, 16, 32, 1024, 40960),
-    PublicRecipe("ep 8, rows of 4,096 tokens", "qwen3-30b-a3b", "h100", 1, 8, 64, 8, 1024, 3072, stated=EXPERTS_8),
+    PublicRecipe("ep 8, no recomputation", "qwen3-30b-a3b", "h100", 1, 8, 64, 8, 1024, 3072, stated=UNRECOMPUTED),
 )
 
 

@@ -77,7 +77,7 @@ def test_memory_that_is_not_there_is_told_with_what_needs_less(place):
     assert code == 3 and not left(place), err
     # The cache is taken by the probe of what was delivered.
     assert "(line 23 of p.rlg), engine vllm, failed on rank 0 in train/1: no memory for 656 MB more" in err, err
-    assert "KV cache 656 MB" in err and "smaller `micro_batch` (now 8)" in err
+    assert "KV cache 656 MB" in err and "use a smaller `memory` (now 0.9) or `micro_batch` (now 8)" in err
     place.assert_clean()
     (place.folder / "p.rlg").write_text(text.replace("micro_batch = 8", "micro_batch = 1"))
     code, _, err = place.run(
