@@ -129,18 +129,12 @@ def _explain_memory(plan: Plan, node: Node) -> list[str]:
         )
         counted = f"the plan counts {gigabytes(entry.total)} of a device's {gigabytes(entry.capacity.value)}"
         lines.append(f"{counted}: {items}")
-<<<<<<< HEAD
-    option = "memory" if node.verb == "generate" else MicroBatchLimit.of(plan, node.name).option
-    size = engine.options.get(option, EngineOptions.memory if option == "memory" else None)
-    current = f" (now {size})" if size else ""
-    advice = f"to need less, use a smaller `{option}`{current} in `engine {node.name} = {engine.name} {{ … }}`"
-=======
-    sizes = {"micro_batch": engine.options.get("micro_batch")}
+    option = MicroBatchLimit.of(plan, node.name).option
+    sizes = {option: engine.options.get(option)}
     if node.verb == "generate":
         sizes = {"memory": engine.options.get("memory", EngineOptions.memory)} | sizes
     smaller = " or ".join(f"`{option}`{f' (now {size})' if size else ''}" for option, size in sizes.items())
     advice = f"to need less, use a smaller {smaller} in `engine {node.name} = {engine.name} {{ … }}`"
->>>>>>> cache
     layout_advice = " or a larger tp" if node.verb == "generate" else ", a larger tp or `recompute = full`"
     memory_advice = "if other processes use the memory, state what is left with `memory = …` of the cluster"
     return [*lines, f"{advice}{layout_advice}; {memory_advice}"]
