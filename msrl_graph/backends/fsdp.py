@@ -62,6 +62,8 @@ class FsdpEngine:
     """The engine `fsdp` on one rank: it trains a model or computes a model's outputs."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
+        import torch
+
         model = weights.model
         layout = placement.layout
         rank = devices.rank

@@ -90,7 +90,10 @@ class SearchRecord:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no candidate is faster than the fastest one that was found, according to the cost model."""
+        """Whether no candidate is faster than the fastest one that was found.
+
+        Seconds are those of the cost model.
+        """
         return bool(self.seconds) and self.bound >= self.fastest_seconds
 
     @property

@@ -155,10 +155,9 @@ class PlacementPass(Pass):
                 **weights,
             }
             if placement.sequences:
-                section[placement.node] |= {
-                    "sequences at one time": Fact(placement.sequences),
-                    "KV cache": Fact(float(placement.cache_bytes), "bytes"),
-                }
+                section[placement.node] |= {"sequences at one time": Fact(placement.sequences)}
+            if placement.cache_bytes:
+                section[placement.node] |= {"KV cache": Fact(float(placement.cache_bytes), "bytes")}
         return section
 
 

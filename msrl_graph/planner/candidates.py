@@ -253,7 +253,9 @@ def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[i
 
 
 def drop_dominated(choices: list[Choice], measure: Callable[[Choice], Simplicity]) -> list[Choice]:
-    """Drop choices that another choice beats or equals in seconds, in memory and in simplicity.
+    """Drop choices that another choice beats or equals.
+
+    Choices are compared in seconds, in memory and in simplicity.
 
     Two kinds of memory are compared: the peaks if the owner's nodes are alone on their devices, and the bytes that
     remain on a device while nodes of other owners compute. Do not pass choices of an owner with a resharding edge to

@@ -83,7 +83,7 @@ class SizeChoices:
 
 
 def list_recomputed(model: Model, spec: EngineSpec) -> list[tuple[str, ...]]:
-    """Return lists of parts that an update of a model may recompute, the cheapest first."""
+    """Return lists of parts that an update may recompute, the cheapest first."""
     lists = (("activation", "norms"), ("moe" if model.experts else "mlp", "norms"))
     known = spec.capabilities.recomputes
     supported = [tuple(part for part in parts if part in known) for parts in lists]

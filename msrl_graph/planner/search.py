@@ -166,7 +166,10 @@ class _Run:
     rejected: list[FoundPlan] = field(default_factory=list)
 
     def best(self) -> Plan:
-        """Return the simplest plan that is about as fast as the fastest, with the record of the search."""
+        """Return the simplest plan that is about as fast as the fastest.
+
+        The second result is the record of the search.
+        """
         heap: list[_Item] = []
         spaces: list[Space] = []
         builder = SpaceBuilder(self.plan, self.place, self.passes, self.wide, self.lists)
@@ -218,7 +221,10 @@ class _Run:
         return replace(self.place.apply(self.plan, decision), search=record)
 
     def _find_simplest(self, spaces: list[Space]) -> tuple[FoundPlan, bool]:
-        """Return the simplest plan within `MARGIN` of the fastest, and whether the search for it was complete."""
+        """Return the simplest plan within `MARGIN` of the fastest.
+
+        The second result is whether the search for it was complete.
+        """
         most = self.spent + self.simplest_effort
 
         def spend(effort: float) -> bool:
@@ -237,7 +243,10 @@ class _Run:
         return measure_plan(found.plan, found.space.owners, self.search.engines)
 
     def _is_far_ahead(self, chosen: FoundPlan, heap: list[_Item]) -> bool:
-        """Return whether all other combinations are slower than the chosen one by more than `MARGIN`."""
+        """Return whether all other combinations are slower by more than `MARGIN`.
+
+        They are compared with the chosen one.
+        """
         limit = chosen.seconds * (1 + MARGIN)
         return not any(result.seconds <= limit for result in self.results if result is not chosen) and not any(
             item.bound <= limit and (item.stage == 2 or (id(item.space), item.position) not in self.evaluated)
@@ -262,7 +271,10 @@ class _Run:
         return "the search's limit" if self.spent >= self.effort else ""
 
     def _dive(self, heap: list[_Item]) -> None:
-        """Evaluate a few combinations that may be the fastest, after the limit of work units ended the search."""
+        """Evaluate a few combinations that may be the fastest.
+
+        This is done after the limit of work units has ended the search.
+        """
         for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
             if not self.results or item.bound < self.results[0].seconds:
                 self._evaluate(item.space, item.position)
@@ -388,7 +400,7 @@ class _Run:
         return replace(self.place.apply(self.plan, self._make_decision(space, position, why)), search=record)
 
     def _list_runners_up(self, heap: list[_Item], chosen: FoundPlan | None) -> tuple[Candidate, ...]:
-        """Return the combinations to report in addition to the chosen and the fastest combination.
+        """Return the combinations to report besides the chosen and the fastest.
 
         The order of the result is: fully evaluated combinations, combinations of which only a bound is known, and the
         fastest combinations that do not fit.

@@ -69,7 +69,7 @@ def describe_choice(record: SearchRecord) -> str:
 
 
 def _list_options(plan: Plan | None, node: str) -> list[str]:
-    """Return the options of a node that the planner set because memory or seconds require them, as text."""
+    """Return the options of a node that memory or seconds require, as text."""
     if plan is None:
         return []
     stated = plan.deploy.engines.get(node)

@@ -48,7 +48,7 @@ class Space:
 
     @property
     def can_fit(self) -> bool:
-        """Whether each owner has a choice that fits if its nodes are alone on their devices."""
+        """Whether each owner has a choice that fits alone on its devices."""
         return all(choice.excess_bytes <= 0 for own in self.lists for choice in own[:1])
 
     def bound(self, position: Sequence[int]) -> float:
@@ -135,7 +135,7 @@ class Space:
         return ""
 
     def must_offload(self, position: Sequence[int]) -> bool:
-        """Return whether a combination cannot fit without offloading weights or optimizer states."""
+        """Return whether a combination cannot fit without offloading."""
         held = dict.fromkeys(self.division.pools, 0)
         for owner, choice in zip(self.owners, self.chosen(position), strict=True):
             held[self.division.pool_of(owner.node)] += choice.unoffloaded_bytes

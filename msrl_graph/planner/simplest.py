@@ -21,7 +21,10 @@ from .simplicity import Simplicity, measure_choice, measure_plan
 
 
 class RoughPlan(NamedTuple):
-    """A plan whose nodes are placed, with a lower bound of its seconds; `overflow` says why it does not fit."""
+    """A plan whose nodes are placed, with a lower bound of its seconds.
+
+    `overflow` says why it does not fit.
+    """
 
     plan: Plan
     bound: float
@@ -128,7 +131,10 @@ class SimplestSearch:
         return tuple(choices[owner][place][1] for owner, place in enumerate(item.places))
 
     def _list_choices(self, division: int) -> list[list[tuple[Simplicity, int]]]:
-        """Return each owner's choices that may be within the limit, the simplest first, as indices of the space."""
+        """Return each owner's choices that may be within the limit.
+
+        They are indices of the space, the simplest first.
+        """
         if division not in self._sorted:
             space = self.spaces[division]
             self._sorted[division] = [
@@ -145,7 +151,10 @@ class SimplestSearch:
         return self._sorted[division]
 
     def _may_be_fast(self, space: Space, owner: int, index: int) -> bool:
-        """Return whether a choice may be within the limit, next to the fastest choices of the other owners."""
+        """Return whether a choice may be within the limit.
+
+        The other owners have their fastest choices.
+        """
         seconds: dict[tuple[str, str], float] = {}
         for number, own in enumerate(space.lists):
             least = own[index].seconds if number == owner else space.least_later[number][0]

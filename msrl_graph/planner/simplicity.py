@@ -115,7 +115,10 @@ def measure_layout(generates: bool, layout: Layout, engine: int) -> Simplicity:
 
 
 def measure_choice(plan: Plan, owner: Owner, known: holdings.Engines, layout: Layout, engine: str) -> Simplicity:
-    """Return the complexity of an owner's layout and engine. What the file states is not counted."""
+    """Return the complexity of an owner's layout and engine.
+
+    What the file states is not counted.
+    """
     return measure_layout(
         plan.graph.node(owner.node).verb == "generate", layout, _rank(engines(plan, owner, known), engine)
     )
@@ -143,7 +146,7 @@ def _rank(specs: Sequence[EngineSpec], engine: str) -> int:
 
 
 def _count(plan: Plan, option: str) -> int:
-    """Return the number of workers for which the planner has set an option to something other than `none`."""
+    """Return the number of workers whose option the planner set to not `none`."""
     workers = set()
     for placement in plan.placements:
         stated = plan.deploy.engines.get(placement.node)

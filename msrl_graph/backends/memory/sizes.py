@@ -108,9 +108,9 @@ class Sizes:
         return self._cap(self._most((work.rows, work.fed - work.response, work.fed)), work.most_tokens)
 
     def _cap(self, tokens: int, most: int) -> int:
-        """Return the number of tokens on a rank, given the number without a limit on tokens.
+        """Limit a number of tokens on a rank.
 
-        If there is a limit, all ranks of the context have at most `most` tokens.
+        If tokens limit a micro-batch, all ranks of the context have at most `most` tokens.
         """
         return min(tokens, -(-most // self.work.layout.cp)) if self.work.most_tokens else tokens
 
