@@ -16,6 +16,7 @@ from ..ir.resharding_plan import Reshard
 from ..sharding.layout import Layout
 
 BUFFERS = "collectives' buffers"
+MOST_OF_EDGE = 4  # process groups of a resharding edge, to which a rank belongs
 MESH = ("pp", "dp", "cp", "tp")
 
 
@@ -47,6 +48,14 @@ def buffer_bytes(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> in
     """Return the bytes of the collectives library's buffers on a device of a pool."""
     group_bytes = plan.cluster.device.kind.group_bytes
     return group_bytes * count_groups(plan, engines, pool) if group_bytes else 0
+
+
+def bound_edge_bytes(plan: Plan) -> int:
+    """Return the most bytes of buffers that resharding adds on a device.
+
+    Before resharding is planned, `buffer_bytes` does not include them.
+    """
+    return plan.cluster.device.kind.group_bytes * MOST_OF_EDGE * len([*plan.graph.reshards()])
 
 
 def _mesh_key(placement: Placement) -> tuple[int, ...]:

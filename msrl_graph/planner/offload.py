@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..backends.spec import BYTES
-from ..cost import holdings
+from ..cost import groups, holdings
 from ..ir.graph import Node, Worker
 from ..ir.plan import Plan, PlanNote
 from ..passes.buckets import GIB
@@ -99,13 +99,16 @@ def _with_offloading(plan: Plan, values: Mapping[str, str]) -> Plan:
 def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:
     """Describe what does not fit on a device; "" if everything fits.
 
-    Resharding is planned only if some reshard might not fit.
+    Resharding is planned only if some reshard, or its buffers, might not fit.
     """
     counted = CountMemory(engines).devices(plan)
-    if (why := describe_overflow(counted)) or not any(
+    if why := describe_overflow(counted):
+        return why
+    buffers = groups.bound_edge_bytes(plan)
+    if all(entry.total + buffers <= entry.capacity.value for entry in counted) and not any(
         _may_overflow(plan, engines, edge.src, edge.dst) for edge in plan.graph.reshards()
     ):
-        return why
+        return ""
     return describe_overflow(CountMemory(engines).devices(InsertResharding(engines, compare=False).apply(plan)))
 
 

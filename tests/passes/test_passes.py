@@ -11,6 +11,7 @@ import pytest
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
+from msrl_graph.backends.memory.sizes import LOGITS
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
@@ -267,7 +268,7 @@ def test_buckets_hold_every_tensor_once_in_order() -> None:
 def test_staged_where_direct_does_not_fit() -> None:
     # 32.8 GB of others' and 25.6 GB for resharding.
     engines = {**page.LIGHT, "actor.update": EngineChoice("fsdp", {"offload": "none"})}
-    plan = page.plan(on(devices(2, 8, 55e9), engines=engines))
+    plan = page.plan(on(devices(2, 8, 50e9), engines=engines))
     (r,) = plan.reshards
     assert r.order == "staged"
     assert "leave first" in r.reason
@@ -370,13 +371,13 @@ def test_memory_by_phase() -> None:
     third = 32_763_876_352 / 8
     update = phases["update"].items
     assert update["actor weights"] == pytest.approx(2 * third, rel=1e-3)
-    assert update["gradients"] == 2 * update["actor weights"]  # in float32
+    # In float32; those of weights that tp ranks have copies of are summed next to them.
+    assert 2 * update["actor weights"] <= update["gradients"] < 2.05 * update["actor weights"]
     assert update["actor optimizer"] == pytest.approx(12 * third / 2, rel=1e-3)
-    # Recomputed: the input of each of 64 layers, of 16,384 tokens of rows of up to 10,240, and angles. The last layer,
-    # whose backward pass holds most, has its own tensors too, and all logits are gone.
-    kept = 2 * (16384 * 64 * 5120 + 2 * 16384 * 128)
-    assert kept < update["activations"] < 1.3 * kept
-    assert "logits" not in update
+    # Recomputed: of each of 64 layers a rank's share of the inputs of 16,384 tokens, and angles.
+    kept = 2 * (16384 // 8 * 64 * 5120 + 2 * 16384 * 128)
+    assert kept < update["activations"] < 2 * kept
+    assert update["logits"] < 1.5 * LOGITS  # of a part of the vocabulary
     generate = phases["generate"]
     at_once = PLAN.placement("actor.generate").sequences
     # 64 layers, keys and values of 8 heads of 128 over tp 4, 2 bytes, 10,240 tokens.
@@ -530,11 +531,11 @@ def test_a_mini_batch_is_divided_evenly() -> None:
 def test_what_does_not_fit_is_told_by_phase() -> None:
     span = Span("a.rlg", 7, 3, 7, 20)
     layouts = {**page.DEPLOY.layouts, "actor.update": Layout(tp=8, dp=2, span=span)}
-    stated = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})}
-    plan = page.plan(on(devices(2, 8, 64e9), layouts=layouts, engines=stated))
+    stated = {"actor.update": EngineChoice("fsdp", {"recompute": "none", "offload": "none"})}
+    plan = page.plan(on(devices(2, 8, 60e9), layouts=layouts, engines=stated))
     (found,) = memory_check.check(plan, PlanContext(ENGINES))
     assert (found.code, found.span) == ("out-of-memory", span)
-    assert found.message == "update needs 136.0 GB a device, which has 64.0 GB"
+    assert found.message == "update needs 88.7 GB a device, which has 60.0 GB"
     assert [line.split()[0] for line in found.help.split("\n")[:6]] == [
         "load",
         "reshard",
@@ -548,11 +549,11 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
 
 
 def test_recomputation_is_planned_where_nothing_else_fits() -> None:
-    plan = page.plan(on(devices(2, 8, 80e9), engines=page.LIGHT))
+    plan = page.plan(on(devices(2, 8, 55e9), engines=page.LIGHT))
     update = plan.placement("actor.update")
     assert (
         update.engine.options["recompute"] == "full"
-        and "recomputes activations, which would otherwise take 92.5 GB" in update.reason
+        and "recomputes activations, which would otherwise take 45.3 GB" in update.reason
     )
     assert memory_check.check(plan, PlanContext(ENGINES)) == []
     # Where it fits, nothing is recomputed.
@@ -561,15 +562,17 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
 
 
 def test_the_fastest_recomputation_that_fits_is_planned() -> None:
-    """On 128 GB the cheapest parts suffice, on 80 GB only whole layers do (above)."""
+    """On 80 GB the cheapest parts suffice, on 55 GB only whole layers do (above)."""
+    small = devices(2, 8, 80e9)
     seconds = {}
     for choice in ("full", ("mlp", "norms"), ("activation", "norms")):
         stated = {**page.LIGHT, "actor.update": EngineChoice("fsdp", {"recompute": choice})}
-        plan = page.plan(page.start(engines=stated))
+        plan = page.plan(on(small, engines=stated))
         assert memory_check.check(plan, PlanContext(ENGINES)) == []
         seconds[choice] = plan.estimate.iteration_seconds.value
     assert sorted(seconds, key=seconds.__getitem__) == [("activation", "norms"), ("mlp", "norms"), "full"]
-    assert PLAN.placement("actor.update").engine.options["recompute"] == ("activation", "norms")
+    chosen = page.plan(on(small, engines=page.LIGHT)).placement("actor.update")
+    assert chosen.engine.options["recompute"] == ("activation", "norms")
 
 
 def test_no_room_for_one_sequence_is_too_little() -> None:
