@@ -25,7 +25,7 @@ def test_what_is_said_of_each_kind():
     cpu = ("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), "", "torch_native")
     cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES")
     cards = ("19e5d801", "19e5d802", "19e5d803")
-    cuda += (False, "nvidia[0-9]*", ("10de",), "", "torch_native")
+    cuda += (False, "nvidia[0-9]*", ("10de",), "", "cuda")
     ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES")
     ascend += (True, "davinci[0-9]*", cards, "torch_npu", "ascend")
     table = [

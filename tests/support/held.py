@@ -18,7 +18,6 @@ from torch import distributed as dist
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.engine_protocols import ForwardRequest, StepRequest
-from msrl_graph.backends.megatron import peaks as megatron_peaks
 from msrl_graph.backends.memory import sizes
 from msrl_graph.backends.optimizer import gradients as gradients_module
 from msrl_graph.backends.optimizer import shards, steps
@@ -103,7 +102,7 @@ def peaks(name, model, layout, entropy=False, recompute="none", gradients="f32",
 @contextmanager
 def chunks_of(size):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gradients_module, megatron_peaks, shards, sizes, steps):
+        for module in (gradients_module, shards, sizes, steps):
             patch.setattr(module, "CHUNK", size)
         yield
 

@@ -243,7 +243,7 @@ class OptimizerSlice:
         converts = self.rule.is_rounded or any(gradient.dtype != torch.float32 for gradient in gradients)
         for pieces in self._iterate_pieces(CHUNK if converts else 0):
             # Where torch keeps the number of steps: fused kernels keep it on the device.
-            place = self.place if group.get("fused") else torch.device("cpu")
+            place = self.place if group.get("fused") else None
             counts = torch.full((len(pieces),), float(self.count), device=place).unbind()
             stored = [
                 {kind: _select(state, where) for kind, state in self._get_states(self.masters[i]).items()}
@@ -252,12 +252,11 @@ class OptimizerSlice:
             group["params"] = [_select(self.masters[i], where) for i, where in pieces]
             for weights, (i, where), states, count in zip(group["params"], pieces, stored, counts, strict=True):
                 weights.grad = scale_gradient(_select(gradients[i].contiguous(), where), scale)
-                optimizer.state[weights] = {"step": count} | {kind: state.float() for kind, state in states.items()}
+                optimizer.state[weights] = {"step": count} | {kind: _widen(state) for kind, state in states.items()}
             optimizer.step()
             for weights, states in zip(group["params"], stored, strict=True):
                 weights.grad = None
-                for kind, state in states.items():
-                    state.copy_(optimizer.state[weights][kind])
+                _round_states(states, optimizer.state[weights])
             optimizer.state.clear()
             del weights, states, stored  # or these would exist next to the next pieces'
         self.count += 1
@@ -375,6 +374,18 @@ def scale_gradient(gradient: torch.Tensor, scale: float) -> torch.Tensor:
     """
     gradient = gradient.float()
     return gradient.mul_(scale) if scale != 1.0 else gradient
+
+
+def _widen(state: torch.Tensor) -> torch.Tensor:
+    """Return optimizer states in float32."""
+    return state if state.itemsize == 4 else state.float()  # `float` takes time even if it does nothing
+
+
+def _round_states(states: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> None:
+    """Copy computed optimizer states into the stored ones, unless they are the same tensors."""
+    for kind, state in states.items():
+        if computed[kind] is not state:
+            state.copy_(computed[kind])
 
 
 def _select(tensor: torch.Tensor, where: slice) -> torch.Tensor:
