@@ -82,7 +82,7 @@ def test_diagnostics_as_json_and_concise(tmp_path: Path, capsys: Capture) -> Non
             "layout-divide",
             "layout actor.generate",
         ),
-        ('"ascend-910c"', '"ascend-910c", memory = 20 GB', "out-of-memory", "layout actor.generate"),
+        ('"ascend-910c"', '"ascend-910c", memory = 20 GB', "out-of-memory", "layout actor.update"),
     ],
 )
 def test_faults_that_only_placing_brings_to_light(
@@ -283,7 +283,8 @@ def test_the_python_interface() -> None:
 
 def test_recomputation_is_advised_where_no_layout_helps_and_it_fits(tmp_path: Path, capsys: Capture) -> None:
     program = tmp_path / "h100.rlg"
-    text = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace('"ascend-910c"', '"h100"')
+    text = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
+    text = text.replace('"ascend-910c"', '"h100", memory = 40 GB')
     program.write_text(
         text.replace("  run {", "  engine actor.update = fsdp { recompute = none }\n  run {"), encoding="utf-8"
     )

@@ -254,7 +254,7 @@ def test_a_page_holds_what_the_text_says(capsys: Capture) -> None:
     for line in plan_text(plan, width=4000).split("\n"):
         for cell in re.split(r"\s{2,}", line.strip()):
             assert " ".join(cell.split()) in seen or set(cell) <= {"─"}, cell
-    assert "An iteration 1,013 s" in seen and "functions" in seen
+    assert re.search(r"An iteration [\d,]+ s", seen) and "functions" in seen
 
 
 def test_the_same_program_gives_the_same_page() -> None:

@@ -382,7 +382,7 @@ def _widen(state: torch.Tensor) -> torch.Tensor:
 
 
 def _round_states(states: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> None:
-    """Copy computed optimizer states into the stored ones, unless they are the same tensors."""
+    """Copy computed optimizer states into the stored ones, unless they are the same."""
     for kind, state in states.items():
         if computed[kind] is not state:
             state.copy_(computed[kind])

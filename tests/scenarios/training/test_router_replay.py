@@ -82,4 +82,4 @@ def test_the_program_of_the_guide_is_planned_with_the_bytes_of_its_routes(tmp_pa
         max(items["rows"] for items in engine.memory.peaks("update", sized).values() if "rows" in items)
         for sized in (work, replace(work, replays_routes=False))
     )
-    assert with_routes - without >= per_token * work.rows * work.fed // work.layout.cp
+    assert with_routes - without >= per_token * work.fed_tokens // work.layout.cp
