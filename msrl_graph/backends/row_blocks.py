@@ -3,7 +3,7 @@
 Rows are sorted by length. A block is some of these rows, padded to the longest of them. Fewer blocks need fewer
 operators, more blocks have less padding.
 
-Invariant: the tokens of all blocks, with padding, are at most `bound_row_tokens` of the sum of the rows' lengths. Each
+Invariant: the tokens of all blocks, with padding, are at most FEW, or `bound_row_tokens` of the rows' lengths. Each
 of the `cp` ranks of a ring has every cp-th token of each row: at most a cp-th of the bound, and one token a row.
 """
 
@@ -23,9 +23,9 @@ FEW = 2048
 def bound_row_tokens(tokens: int) -> int:
     """Return the most tokens in blocks of rows, with padding.
 
-    The lengths of the rows sum to `tokens`.
+    The lengths of the rows sum to `tokens`. Up to FEW tokens are in one block, whatever its padding.
     """
-    return max(tokens + tokens // PADDING, FEW)
+    return tokens + tokens // PADDING
 
 
 def divide_rows(lengths: NDArray[np.int64]) -> list[slice]:
@@ -35,7 +35,7 @@ def divide_rows(lengths: NDArray[np.int64]) -> list[slice]:
     """
     import numpy as np
 
-    bound = bound_row_tokens(int(lengths.sum()))
+    bound = max(bound_row_tokens(int(lengths.sum())), FEW)
     if len(lengths) * int(lengths[-1]) <= bound:
         return [slice(0, len(lengths))]
     # The number of distinct lengths is at most the square root of twice the tokens.

@@ -507,12 +507,20 @@ def rotate_halves(engine):
 
     for layer in engine.module.model.layers:
         forward = layer.self_attn.forward
+        cell = None
+        if isinstance(forward, FunctionType):  # with tp, it takes a rank's own tokens
+            cell = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))["forward"]
+            forward = cell.cell_contents
         if isinstance(forward, MethodType):
             names = {**forward.__func__.__globals__, "apply_rotary_pos_emb": modeling_phi3.apply_rotary_pos_emb}
             code = unwrap(forward.__func__)
-            layer.self_attn.forward = MethodType(
+            broken = MethodType(
                 FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__), layer.self_attn
             )
+            if cell is None:
+                layer.self_attn.forward = broken
+            else:
+                cell.cell_contents = broken
 
 
 def rotate_less(engine):
