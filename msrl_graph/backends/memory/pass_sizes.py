@@ -70,7 +70,7 @@ class PassLayer(LayerSizes):
         """
         if "norms" not in self.whole.work.recompute.parts:
             return 0
-        return self.whole.hidden * ((1 if self.whole.item == 4 else 2) - (self.whole.work.model.lora is not None))
+        return self.whole.part * ((1 if self.whole.item == 4 else 2) - (self.whole.work.model.lora is not None))
 
     @cached_property
     def recomputed_attention(self) -> int:
@@ -147,7 +147,7 @@ class PassLayer(LayerSizes):
             adapted = s.work.model.adapted
             inputs += "attention" in parts and not adapted & INTO_ATTENTION
             inputs += self.mlp_part in parts and not adapted & INTO_MLP
-        return self.saved - norms - self.recomputed_attention - self.recomputed_feed + inputs * s.hidden
+        return self.saved - norms - self.recomputed_attention - self.recomputed_feed + inputs * s.part
 
     @property
     def _heads(self) -> int:
