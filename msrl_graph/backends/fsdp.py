@@ -87,11 +87,13 @@ class FsdpEngine:
             self._tie(module)
         self._token_keys = adapters.install(module, model, devices.axis("tp") if layout.tp > 1 else None)
         row_layout.install(module, model, is_compiled(placement))
+        recomputation = Recomputation.of_option(
+            None if optimizer is None else placement.engine.options.get("recompute")
+        )
+        recompute.install_in_mlps(module, model, recomputation, self.kernels)
         if self._tokens is not None:
             sequence_parallel.install(module, model)
-        if optimizer is not None:
-            recomputation = Recomputation.of_option(placement.engine.options.get("recompute"))
-            recompute.install(module, model, recomputation, self.kernels)
+        recompute.install(module, model, recomputation)
         _mark_trained(module, model, {tensor.name for tensor in model.trained} if optimizer is not None else ())
         module.forward = partial(_outputs, module, _find_first_id(model, layout, rank), self._tokens)
         self._gathered_modules = []

@@ -27,7 +27,18 @@ NORMS_OF_ATTENTION = ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm")
 ACTIVATIONS = ("act_fn", "activation_fn", "activation")
 
 
-def install(module: Any, model: Model, recomputation: Recomputation, kernels: Kernels) -> None:
+def install_in_mlps(module: Any, model: Model, recomputation: Recomputation, kernels: Kernels) -> None:
+    """Make the MLPs of trained layers recompute their activation functions, if these are recomputed.
+
+    The forward methods of MLPs are replaced. So the call must come before all changes of them.
+    """
+    if "activation" in recomputation.parts:
+        for number in range(model.first_trained, model.layers):
+            kind = model.layer_kinds[model.kind_of_layer[number]]
+            _recompute_activation(module.model.layers[number], kind, recomputation.parts, kernels)
+
+
+def install(module: Any, model: Model, recomputation: Recomputation) -> None:
     """Make the trained layers of a transformers model recompute activations.
 
     The call must come after all other changes of the forward methods of parts of layers.
@@ -39,8 +50,6 @@ def install(module: Any, model: Model, recomputation: Recomputation, kernels: Ke
         kind = model.layer_kinds[model.kind_of_layer[number]]
         for part in [layer] if number in whole else _list_parts(layer, kind, recomputation.parts):
             part.forward = partial(checkpoint, part.forward)
-        if number not in whole and "activation" in recomputation.parts:
-            _recompute_activation(layer, kind, recomputation.parts, kernels)
 
 
 def checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:

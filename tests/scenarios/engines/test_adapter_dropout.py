@@ -60,7 +60,7 @@ def assert_alike(found, alone):
         assert torch.allclose(logps, wanted[index], atol=1e-5)
         assert own_norm == pytest.approx(norm, rel=1e-5)
         for name, (box, values) in tensors.items():
-            assert torch.allclose(values, after[name][1][slices(box)], atol=1e-5), name
+            assert torch.allclose(values, after[name][1][slices(box)], atol=1e-4), name  # Adam divides small gradients
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
