@@ -139,6 +139,8 @@ class _Pass:
             entry.device_storage = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        if (wait := getattr(tensor, "trigger_wait", None)) is not None:  # a result of a collective, without a storage
+            tensor = wait()
         storage = tensor.untyped_storage()
         if (
             self.finished
