@@ -9,6 +9,7 @@ def adapted(rank=8, targets="all_linear", dropout=0):
 
 
 SHARDED = ("dp = 2, zero = 3", "tp = 2", 4, 2)
+BY_ROWS = "engine actor.infer, reference.infer = megatron { micro_batch = 8 }"
 COPIED = ("dp = 2, zero = 3", "dp = 2", 4, 2)
 LIGHT = (
     case("llama, adapter", "llama", EVEN, "dp = 1", changes=adapted()),
@@ -40,7 +41,11 @@ HEAVY = (
         8,
         2,
         ranks=2,
-        changes=adapted(4, "[q_proj, v_proj]"),
+        changes=(
+            *adapted(4, "[q_proj, v_proj]"),
+            # By tokens, the plan counts rows that share no prompt.
+            ("engine actor.generate", f"{BY_ROWS}\n  engine actor.generate"),
+        ),
     ),
     heavy("llama, recompute, adapter", "llama", DEEP, "dp = 1", engine=", recompute = full", changes=adapted()),
     heavy("experts, adapter", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED, changes=adapted()),
