@@ -28,7 +28,7 @@ ACTIVATIONS = ("act_fn", "activation_fn", "activation")
 
 
 def install_in_mlps(module: Any, model: Model, recomputation: Recomputation, kernels: Kernels) -> None:
-    """Make the MLPs of trained layers recompute their activation functions, if these are recomputed.
+    """Make MLPs of trained layers recompute their activation functions if asked.
 
     The forward methods of MLPs are replaced. So the call must come before all changes of them.
     """
