@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..ir.graph import Graph, Node
-from ..ir.plan import Plan
+from ..ir.plan import MICRO_BATCH, Plan
 from ..ir.workload import micro_batches, round_up_batches
 from ..model.mamba import Mamba2
 from ..model.recurrent_mixers import GatedDeltaNet
@@ -55,13 +55,11 @@ class MicroBatchLimit:
     @classmethod
     def of(cls, plan: Plan, node: str) -> MicroBatchLimit:
         """Return the limit that a plan's options state for a node."""
-        options = plan.placement(node).engine.options
+        engine = plan.placement(node).engine
         layout = plan.placement(node).layout
         mixers = [kind.mixer for kind in plan.model(node).layer_kinds]
         chunk = max((mixer.chunk for mixer in mixers if isinstance(mixer, GatedDeltaNet | Mamba2)), default=1)
-        rows, tokens = (
-            size if isinstance(size, int) else 0 for size in map(options.get, ("micro_batch", "micro_batch_tokens"))
-        )
+        rows, tokens = map(engine.read_count, MICRO_BATCH)
         ring = layout.cp > 1 and layout.cp_kind == "ring"
         return cls(layout, rows, tokens, _find_longest(plan.graph, node), max(layout.cp, chunk), ring or chunk > 1)
 

@@ -330,12 +330,7 @@ def _exchanges() -> _Exchanges:
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
             return _scatter(gradients[0], ctx.group), None
 
-    class GatherTokenCopies(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-            ctx.group = group
-            return _gather(own, group)
-
+    class GatherTokenCopies(GatherTokens):
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
             return gradients[0].chunk(ctx.group.size(), -2)[ctx.group.rank()], None

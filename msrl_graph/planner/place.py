@@ -10,7 +10,7 @@ chosen after the layouts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -303,7 +303,7 @@ class PlaceNodes(PlacementPass):
         """Choose the size of a micro-batch, unless it is stated."""
         if choices.stated:
             return tried
-        largest = self._largest_size(plan, tried, choices.option, choices.sizes, room)
+        largest = self._largest_size(plan, tried, choices, room)
         best = choices.with_size(tried, largest)
         # Where a larger micro-batch is not always faster, try doubling numbers of full rows: then less memory never
         # allows a number that more memory does not.
@@ -324,14 +324,15 @@ class PlaceNodes(PlacementPass):
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
-    def _largest_size(self, plan: Plan, placement: Placement, option: str, sizes: Sequence[int], room: int) -> int:
+    def _largest_size(self, plan: Plan, placement: Placement, choices: SizeChoices, room: int) -> int:
         """Return the largest micro-batch size that fits into `room` bytes.
 
-        The result is one of `sizes`, the values of `option`. It is the first one even if that does not fit.
+        The result is one of the choices. It is the smallest one even if that does not fit.
         """
+        sizes = choices.sizes
 
         def need(size: int) -> int:
-            return self._working_bytes(plan, _with_options(placement, **{option: size}))
+            return self._working_bytes(plan, choices.with_size(placement, size))
 
         if need(sizes[-1]) <= room:
             return sizes[-1]
