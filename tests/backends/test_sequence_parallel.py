@@ -85,3 +85,21 @@ def test_a_mixer_that_reads_its_argument_is_seen():
     forward = sequence_parallel.LayerInput(tokens, 1).wrap(lambda states: states * 2)
     output = forward(torch.ones(1, 3, 4))
     assert output.shape == (1, 6, 4) and output.isnan().all()
+
+
+def gather(rank, _):
+    """Gather 3 tokens of each rank, and compute with all of them: each rank a share of the result, or all of it."""
+    tokens = sequence_parallel.TokenGroup(DeviceMesh("cpu", torch.arange(2)).get_group())
+    slopes = torch.linspace(-1, 1, 24).view(6, 4)
+    own = slice(3 * rank, 3 * rank + 3)
+    for gathered, share in ((tokens.gather, slopes * (0.25 + 0.5 * rank)), (tokens.gather_copies, slopes)):
+        states = torch.full((3, 4), float(rank), requires_grad=True)
+        whole = gathered(states)
+        assert whole.tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 3
+        (whole * share).sum().backward()
+        torch.testing.assert_close(states.grad, slopes[own])
+    dist.barrier()
+
+
+def test_a_gathered_token_learns_once_from_ranks_that_share_a_result_and_from_ranks_that_repeat_it():
+    ranks.run(2, gather)
