@@ -1,10 +1,10 @@
 """Prefix trees: a model computes each distinct prefix of a micro-batch only once.
 
 A token's hidden state is a function of the tokens up to that token, and of the routes of these tokens if a micro-batch
-has routes (routes.py). So the rows of a micro-batch form one tree, in
-which each distinct prefix of a row is one node, and a model computes one hidden state per node. A prompt is one path of
-the tree, regardless of the number of its responses. Padding has no nodes. Only attention (and the scan of recurrent
-layers) uses whole rows; all other layers compute node by node.
+has routes (routes.py). So the rows of a micro-batch form one tree, in which each distinct prefix of a row is one node,
+and a model computes one hidden state per node. A prompt is one path of the tree, regardless of the number of its
+responses. Padding has no nodes. Only attention (and the scan of recurrent layers) uses whole rows; all other layers
+compute node by node.
 
 Invariant: log-probabilities and gradients equal the values that a model computes from padded rows, up to rounding.
 """

@@ -3,8 +3,9 @@
 Rows are sorted by length. A block is some of these rows, padded to the longest of them. Fewer blocks need fewer
 operators, more blocks have less padding.
 
-Invariant: the tokens of all blocks, with padding, are at most FEW, or `bound_row_tokens` of the rows' lengths. Each
-of the `cp` ranks of a ring has every cp-th token of each row: at most a cp-th of the bound, and one token a row.
+Invariant: the tokens of all blocks, with padding, are at most FEW or the bound of `bound_row_tokens`, whichever is
+larger. Each of the `cp` ranks of a ring has every cp-th token of each row: at most a cp-th of the bound, and one token
+a row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The number of micro-batches of a node, for rows of equal length.
 
-Invariant: a run makes as many micro-batches (analysis/row_packing.py). Counts are those of one data-parallel group.
+Invariant: if all rows have the assumed length, a run makes this number of micro-batches (analysis/row_packing.py).
+Counts are those of one data-parallel group.
 """
 
 from __future__ import annotations

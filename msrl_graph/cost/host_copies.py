@@ -1,6 +1,6 @@
 """The seconds of copies between a device and the memory of its host.
 
-Invariant: a copy takes as long as its bytes need on the link.
+Invariant: the seconds of a copy are its bytes, divided by the bandwidth of the link.
 """
 
 from __future__ import annotations

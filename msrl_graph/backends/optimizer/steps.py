@@ -4,10 +4,9 @@ The update rules are torch.optim's rules (shards.py) and Muon (muon.py).
 
 Invariant: offloading optimizer states does not change the result of a step. With the residency "parts", the device
 holds the optimizer states of at most two optimizer slices at a time: the slice that is updated, and the next slice.
-Gradients are
-summed over all ranks that hold copies of a weight. Copies of a dense weight are on ranks that differ only in dp and cp.
-Copies of an expert are on ranks that differ only in edp (the data parallelism of experts), the last axis of the
-experts' mesh. The gradient's norm counts each element once, and is the same on all ranks.
+Gradients are summed over all ranks that hold copies of a weight. Copies of a dense weight are on ranks that differ only
+in dp and cp. Copies of an expert are on ranks that differ only in edp (the data parallelism of experts), the last axis
+of the experts' mesh. The gradient's norm counts each element once, and is the same on all ranks.
 """
 
 from __future__ import annotations
