@@ -35,7 +35,8 @@ def install_in_mlps(module: Any, model: Model, recomputation: Recomputation, ker
     if "activation" in recomputation.parts:
         for number in range(model.first_trained, model.layers):
             kind = model.layer_kinds[model.kind_of_layer[number]]
-            _recompute_activation(module.model.layers[number], kind, recomputation.parts, kernels)
+            if kind.has_mlp and _name_mlp(kind) not in recomputation.parts:
+                _recompute_activation(module.model.layers[number], kind, model, kernels)
 
 
 def install(module: Any, model: Model, recomputation: Recomputation) -> None:
@@ -85,19 +86,22 @@ def _name_mlp(kind: Layer) -> str:
     return "moe" if isinstance(kind.mlp, ExpertMlp) else "mlp"
 
 
-def _recompute_activation(layer: Any, kind: Layer, parts: tuple[str, ...], kernels: Kernels) -> None:
+def _recompute_activation(layer: Any, kind: Layer, model: Model, kernels: Kernels) -> None:
     """Make the MLP of a layer keep only the outputs of its projections gate and up."""
-    if not kind.has_mlp or _name_mlp(kind) in parts:
-        return
     if isinstance(kind.mlp, ExpertMlp):
         layer.mlp.experts.recomputes_activation = True
     mlp = hf_modules.get_shared_mlp(layer)
     if hasattr(mlp, "down_proj"):
-        mlp.forward = partial(_apply_mlp, mlp, kernels)
+        joins = any(name in model.fused for name, _ in mlp.named_children())
+        mlp.forward = partial(_apply_mlp, mlp, kernels, joins)
 
 
-def _apply_mlp(mlp: Any, kernels: Kernels, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Compute an MLP of transformers, with or without a gate."""
+def _apply_mlp(mlp: Any, kernels: Kernels, joins: bool, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Compute an MLP of transformers, with or without a gate.
+
+    `joins`: whether its forward method reads gate and up from one tensor. The last bits of an activation depend on the
+    strides of its input.
+    """
     import torch
 
     from .kernels.modules import is_silu
@@ -110,7 +114,7 @@ def _apply_mlp(mlp: Any, kernels: Kernels, hidden_states: torch.Tensor) -> torch
         elif kernels.swiglu is not None and is_silu(activation):
             inner = kernels.swiglu(torch.cat(projected, dim=-1))
         else:
-            gate, up = projected
+            gate, up = torch.cat(projected, dim=-1).chunk(2, dim=-1) if joins else projected
             inner = activation(gate) * up
         output: torch.Tensor = mlp.down_proj(inner)
         return output

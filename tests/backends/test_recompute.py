@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from hypothesis import example
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 from sample import examples
@@ -83,6 +84,7 @@ def test_bits_are_those_of_a_pass_that_recomputes_nothing(family, trained):
 
     @examples(6)
     @drawn(PARTS | st.integers(1, 3) | st.just("full"))
+    @example(("activation",))
     def check(choice):
         assert_equal(train(model, rows(), recompute=choice), wanted)
 
