@@ -123,7 +123,7 @@ class Collectives:
         source of the latency and the source of the bandwidth. The basis of the figure is the formula for the
         collective's seconds, as text.
         """
-        known = self.cluster.device.collective(kind)
+        known = self.cluster.device.collective(kind, getattr(self.placement.layout, axis))
         near = self.is_on_one_host(axis)
         if not near:
             on_host = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)

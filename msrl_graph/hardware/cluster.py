@@ -8,7 +8,7 @@ reached. For a peak, plans assume that only a fraction (SHARES) is reached.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -39,7 +39,8 @@ SHARES = {
     "flops_f32": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
     "memory_bandwidth": Figure(0.7, "assumed", "70 % of peak memory bandwidth"),
     "host_link": Figure(0.8, "assumed", "80 % of a link to the host"),
-    "device_link": Figure(0.6, "assumed", "60 % of a link"),
+    # Of 450 GB/s, NCCL reaches 370 (NVIDIA/nccl-tests, issue 212). DeepEP reaches 153 GB/s of 200 on an H800.
+    "device_link": Figure(0.75, "assumed", "75 % of a link"),
     "fabric": Figure(0.6, "assumed", "60 % of a link"),
 }
 
@@ -116,6 +117,9 @@ class Device:
     peaks: tuple[str, ...]  # the figures in SHARES that are peaks
     dies: int = 1  # dies per device; each process has one die
     host_dies: int = 0  # dies per host; 0: any number
+    mesh: int = (
+        0  # links of a device, one to each other device of a host, of which `device_link` is the sum; 0: a switch
+    )
     fabric: Figure | None = None  # between hosts, per device, for collectives; None: the hosts' network
     collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, if measured
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -173,8 +177,18 @@ class Device:
         """Bytes/s per device in collectives between hosts; KeyError if `fabric` is None."""
         return self._reached["fabric"]
 
-    def collective(self, kind: str) -> Collective:
-        return self.collectives.get(kind) or Collective(self.latency, self.links)
+    def collective(self, kind: str, ranks: int = 0) -> Collective:
+        """Return the time of a collective of `ranks` devices of a host; 0: all devices.
+
+        Without a switch, a device reaches each other device by a link of its own, so fewer ranks use fewer links.
+        """
+        if known := self.collectives.get(kind):
+            return known
+        if not self.mesh or not 1 < ranks <= self.mesh:
+            return Collective(self.latency, self.links)
+        used = ranks - 1
+        basis = f"{used} of {self.mesh} links; {self.links.basis}"
+        return Collective(self.latency, replace(self.links, value=self.links.value * used / self.mesh, basis=basis))
 
 
 @dataclass(frozen=True)

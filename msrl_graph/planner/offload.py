@@ -1,21 +1,24 @@
-"""Offloading to host memory, for plans that do not fit into device memory.
+"""Offloading to host memory, for plans that do not fit into device memory or that need it to be fast.
 
-Invariant: a plan that fits without offloading is unchanged. A plan that does not fit even with offloading is unchanged.
-Weights of frozen workers are offloaded before optimizer states. Only as much is offloaded as is necessary for the plan
-to fit. Optimizer states are copied to the device as a whole for their update if that fits and is not slower than part
-by part. Options that the file states are not changed.
+Invariant: a plan that fits is unchanged unless offloading makes its nodes faster by more than `MARGIN`: a KV cache with
+room for more sequences, or an update that recomputes less. A plan that does not fit even with offloading is unchanged.
+Weights of frozen workers are offloaded before optimizer states. Only as much is offloaded as is necessary. Optimizer
+states are copied to the device as a whole for their update if that fits and is not slower than part by part. Options
+that the file states are not changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..backends.spec import BYTES
 from ..cost import groups, holdings
+from ..cost.kv_cache import KvCache
 from ..ir.graph import Node, Worker
-from ..ir.plan import Plan, PlanNote
+from ..ir.plan import FUNCTIONS, Plan, PlanNote
+from ..ir.search_record import MARGIN
 from ..passes.buckets import GIB
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, describe_overflow
@@ -27,44 +30,121 @@ HELD["phase"] = f"{HELD['optimizer']} (as a whole)"
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
-    """Complete a placed plan, and offload what is necessary to make the plan fit.
+    """Complete a placed plan, and offload what is necessary to make the plan fit, or much faster.
 
     `complete` is the function that fills in the open values of the placements.
     """
-    placed = complete(plan)
-    workers = [candidate for candidate in plan.graph.workers if can_offload(plan, engines, candidate)]
-    if not workers or not (why := _describe_overflow(placed, engines)):
-        return placed
-    chosen: dict[str, str] = {}  # values of `offload` by worker
-    for worker in sorted(workers, key=lambda candidate: holdings.update_of(plan, candidate.name) is not None):
-        chosen[worker.name] = "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
-        if not _describe_overflow(complete(_with_offloading(plan, chosen)), engines):
-            break
-    else:
-        return placed
-    for name in list(chosen)[:-1]:
-        fewer = {other: value for other, value in chosen.items() if other != name}
-        if not _describe_overflow(complete(_with_offloading(plan, fewer)), engines):
-            chosen = fewer
-    relieved_plan = complete(_with_offloading(plan, chosen))
-    for name in [name for name, value in chosen.items() if value == "optimizer"]:
-        by_phase = {**chosen, name: "phase"}
-        candidate = complete(_with_offloading(plan, by_phase))
-        if _describe_overflow(candidate, engines):
-            continue
-        if _worker_seconds(candidate, engines, name) <= _worker_seconds(relieved_plan, engines, name):
-            chosen = by_phase
-            relieved_plan = candidate
-    offloaded = [HELD[value].format(plan.graph.sharing(name)[0].name) for name, value in chosen.items()]
-    note = PlanNote("offload", f"in host memory while others compute: {', '.join(offloaded)}; otherwise {why}")
-    return replace(relieved_plan, notes=(*relieved_plan.notes, note))
+    return _Offloading(plan, engines, complete).complete_plan()
 
 
-def _worker_seconds(plan: Plan, engines: holdings.Engines, worker: str) -> float:
-    """Return the seconds of an iteration in the nodes that share a worker's weights."""
-    estimate = EstimateTime(engines)
-    names = [node.name for node in plan.graph.sharing(worker)]
-    return math.fsum(figure.value for name in names for figure in estimate.of_node(plan, name))
+@dataclass(frozen=True)
+class _Offloading:
+    """The choice of what the workers of a placed plan offload: values of `offload` by worker."""
+
+    plan: Plan
+    engines: holdings.Engines
+    complete: Callable[[Plan], Plan]
+
+    def complete_plan(self) -> Plan:
+        placed = self.complete(self.plan)
+        workers = [worker for worker in self.plan.graph.workers if can_offload(self.plan, self.engines, worker)]
+        workers.sort(key=lambda worker: holdings.update_of(self.plan, worker.name) is not None)
+        values = {
+            worker.name: "weights" if holdings.update_of(self.plan, worker.name) is None else "optimizer"
+            for worker in workers
+        }
+        chosen: dict[str, str] = {}
+        reasons = []
+        if workers and (overflow := _describe_overflow(placed, self.engines)):
+            if not (chosen := self._find_fitting(values)):
+                return placed
+            reasons.append(overflow)
+            placed = self._apply(chosen)
+        if chosen != values and self._lacks_memory(placed):
+            faster, why = self._find_faster(values, placed)
+            if faster:
+                chosen = faster
+                reasons.append(why)
+        if not chosen:
+            return placed
+        offloading_plan = self._apply(chosen)
+        for name in [name for name, value in chosen.items() if value == "optimizer"]:
+            by_phase = {**chosen, name: "phase"}
+            candidate = self._apply(by_phase)
+            if _describe_overflow(candidate, self.engines):
+                continue
+            if self._sum_seconds(candidate) <= self._sum_seconds(offloading_plan):
+                chosen = by_phase
+                offloading_plan = candidate
+        held = [HELD[value].format(self.plan.graph.sharing(name)[0].name) for name, value in chosen.items()]
+        note = PlanNote(
+            "offload", f"in host memory while others compute: {', '.join(held)}; otherwise {', and '.join(reasons)}"
+        )
+        return replace(offloading_plan, notes=(*offloading_plan.notes, note))
+
+    def _find_fitting(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Return what must be offloaded for the plan to fit; empty if nothing makes it fit.
+
+        `values` has what can be offloaded, first what is offloaded first.
+        """
+        chosen: dict[str, str] = {}
+        for name, value in values.items():
+            chosen[name] = value
+            if self._fits(chosen):
+                break
+        else:
+            return {}
+        for name in list(chosen)[:-1]:
+            fewer = {other: value for other, value in chosen.items() if other != name}
+            if self._fits(fewer):
+                chosen = fewer
+        return chosen
+
+    def _find_faster(self, values: Mapping[str, str], placed: Plan) -> tuple[dict[str, str], str]:
+        """Return what to offload if the plan `placed` is then much faster, and what it gains; otherwise nothing."""
+        before = self._sum_seconds(placed)
+        chosen = dict(values)
+        fastest = chosen_seconds = self._sum_seconds(self._apply(chosen))
+        if fastest * (1 + MARGIN) >= before or not self._fits(chosen):
+            return {}, ""
+        for name in values:
+            fewer = {other: value for other, value in chosen.items() if other != name}
+            seconds = self._sum_seconds(self._apply(fewer)) if fewer else before
+            if seconds <= fastest * (1 + MARGIN) and seconds * (1 + MARGIN) < before and self._fits(fewer):
+                chosen, chosen_seconds = fewer, seconds
+        return chosen, f"the nodes would take {before:,.0f} s instead of {chosen_seconds:,.0f} s"
+
+    def _apply(self, values: Mapping[str, str]) -> Plan:
+        """Return the completed plan with values of the option `offload`."""
+        how = {node.name: value for worker, value in values.items() for node in self.plan.graph.sharing(worker)}
+        placements = (
+            holdings.with_options(placement, {"offload": how[placement.node]}) if placement.node in how else placement
+            for placement in self.plan.placements
+        )
+        return self.complete(replace(self.plan, placements=tuple(placements)))
+
+    def _fits(self, values: Mapping[str, str]) -> bool:
+        return not _describe_overflow(self._apply(values), self.engines)
+
+    def _sum_seconds(self, placed: Plan) -> float:
+        """Return the seconds that the nodes on devices take in an iteration."""
+        estimate = EstimateTime(self.engines)
+        names = [placement.node for placement in placed.placements if placement.pool != FUNCTIONS]
+        return math.fsum(figure.value for name in names for figure in estimate.of_node(placed, name))
+
+    def _lacks_memory(self, placed: Plan) -> bool:
+        """Return whether memory limits the sequences of a generation, or makes an update recompute activations."""
+        for placement in placed.placements:
+            node = placement.node
+            if placed.graph.node(node).verb == "generate":
+                most = holdings.prompts_at_once(placed, node) * holdings.most_samples(placed, node)
+                if placement.sequences < most or KvCache(placed, self.engines, node).is_full:
+                    return True
+            stated = placed.deploy.engines.get(node)
+            chosen = placement.engine.options.get("recompute", "none")
+            if chosen != "none" and (stated is None or "recompute" not in stated.options):
+                return True
+        return False
 
 
 def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
@@ -84,16 +164,6 @@ def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
 def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
     """Return the nodes whose engine options decide whether a worker is offloaded."""
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
-
-
-def _with_offloading(plan: Plan, values: Mapping[str, str]) -> Plan:
-    """Return the plan with values of the option `offload`, which are given by worker."""
-    how = {node.name: value for worker, value in values.items() for node in plan.graph.sharing(worker)}
-    placements = (
-        holdings.with_options(placement, {"offload": how[placement.node]}) if placement.node in how else placement
-        for placement in plan.placements
-    )
-    return replace(plan, placements=tuple(placements))
 
 
 def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:

@@ -10,14 +10,17 @@ reasons:
 
 1. Fewer pools: separate pools need balanced sizes, and weights that are copied between devices.
 2. Generation without pipeline stages: stages wait for each other while they generate, and few recipes have them.
-3. Training with fewer kinds of parallelism (tp, cp, pp and ep; data parallelism, with ZeRO or without, is always
-   there), then without pipeline stages. So a mixture gets ep before pp.
-4. Less offloading: it needs host memory, and its copies compete with those of resharding. But it is one option, which
+3. Training with fewer pipeline stages: seconds assume that all micro-batches take equally long. With rows of different
+   lengths they do not, and stages wait for each other. So a mixture gets ep before pp, and a large dense model tp
+   within a host before many stages.
+4. Training with fewer kinds of parallelism (tp, cp, pp and ep; data parallelism, with ZeRO or without, is always
+   there).
+5. Less offloading: it needs host memory, and its copies compete with those of resharding. But it is one option, which
    most public recipes have, and each kind of parallelism has limits of its own.
-5. Generation with fewer kinds of parallelism.
-6. Less recomputation.
-7. The smallest sizes that fit: for training, then for generation, the stages, tp, cp and ep; the rest is dp.
-8. The preferred engine, the lower ZeRO stage, and the smaller etp.
+6. Generation with fewer kinds of parallelism.
+7. Less recomputation.
+8. The smallest sizes that fit: for training, then for generation, tp, cp and ep; the rest is dp.
+9. The preferred engine, the lower ZeRO stage, and the smaller etp.
 """
 
 from __future__ import annotations
@@ -40,12 +43,11 @@ class Simplicity(NamedTuple):
 
     pools: int = 0
     generation_stages: int = 0  # the number of generations with pipeline stages
+    training_pp: int = 0
     training_kinds: int = 0
-    training_stages: int = 0  # the number of trained or frozen models with pipeline stages
     offloaded: int = 0  # the number of workers of which the planner offloads weights or optimizer states
     generation_kinds: int = 0
     recomputed: int = 0  # the number of updates of which the planner recomputes activations
-    training_pp: int = 0
     training_tp: int = 0
     training_cp: int = 0
     training_ep: int = 0
@@ -65,12 +67,11 @@ class Simplicity(NamedTuple):
 _WORDS = {
     "pools": "fewer pools",
     "generation_stages": "generation without pipeline stages",
+    "training_pp": "training with fewer pipeline stages",
     "training_kinds": "training with fewer kinds of parallelism",
-    "training_stages": "training without pipeline stages",
     "offloaded": "less offloading",
     "generation_kinds": "generation with fewer kinds of parallelism",
     "recomputed": "less recomputation",
-    "training_pp": "training with fewer pipeline stages",
     "training_tp": "training with a smaller tp",
     "training_cp": "training with a smaller cp",
     "training_ep": "training with a smaller ep",
@@ -104,9 +105,8 @@ def measure_layout(generates: bool, layout: Layout, engine: int) -> Simplicity:
             **last,
         )
     return Simplicity(
-        training_kinds=kinds,
-        training_stages=staged,
         training_pp=layout.pp,
+        training_kinds=kinds,
         training_tp=layout.tp,
         training_cp=layout.cp,
         training_ep=layout.ep,

@@ -21,7 +21,8 @@ from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
 POD = ClusterSpec("pod", replace(DEVICES["h100"], latency=Figure(0.0, "assumed")), 2, 8, Figure(1e9, "stated"))
-NEAR, FAR = (rate * SHARES["device_link"].value for rate in (450e9, 50e9))
+NEAR = 450e9 * SHARES["device_link"].value
+FAR = 50e9 * SHARES["fabric"].value
 
 
 def of(layout: Layout, model: str = "llama3-8b", first: int = 0, cluster: ClusterSpec = POD) -> Collectives:
@@ -45,6 +46,17 @@ def test_which_groups_lie_on_one_host(layout: Layout, near: dict[str, bool]) -> 
     assert {axis: of(layout).is_on_one_host(axis) for axis in near} == near  # type: ignore[arg-type]
     if layout.devices == 8:
         assert not of(layout, first=4).is_on_one_host("dp")
+
+
+def test_a_group_on_a_mesh_uses_the_links_between_its_ranks() -> None:
+    host = ClusterSpec("host", replace(DEVICES["ascend-910b"], latency=Figure(0.0, "assumed")), 1, 8, POD.network)
+    assert host.device.device_link.value == 7 * 28e9
+    for ranks in (2, 4, 8):
+        found = of(Layout(tp=ranks, dp=8 // ranks), cluster=host).seconds("all_gather", "tp", 1e9)
+        assert found.value == pytest.approx(1e9 / ((ranks - 1) * 28e9 * SHARES["device_link"].value))
+    for ranks in (2, 8):  # a switch gives each device its whole bandwidth
+        found = of(Layout(tp=ranks, dp=16 // ranks)).seconds("all_gather", "tp", 1e9)
+        assert found.value == pytest.approx(1e9 / NEAR)
 
 
 def test_tensor_parallelism_sums_hidden_states() -> None:

@@ -144,7 +144,7 @@ SILENT = (
     r"docks/warehouses/.*",
     r"reshards/\d+/buckets/.*",
     r"surroundings/\d+/settings/\d+/(why|source|fails)",
-    r"cluster/device/(host_)?dies",
+    r"cluster/device/((host_)?dies|mesh)",
     r"reshards/\d+/ways/\d+/(block|across)",  # of a send
     r"traffic/\d+/columns/.*",
     r"memory/\d+/pool",

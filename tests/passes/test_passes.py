@@ -80,7 +80,10 @@ def test_what_nobody_decides_is_data_parallel() -> None:
 def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
     tokens = {}
     for memory in (160e9, 110e9):
-        engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none", "offload": "none"})}
+        engines = {
+            "actor.update": EngineChoice("fsdp", {"recompute": "none", "offload": "none"}),
+            "reference.infer": EngineChoice("fsdp", {"offload": "none"}),
+        }
         start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)}, engines=engines)
         graph = replace(
             start.graph,
@@ -549,7 +552,9 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
 
 
 def test_recomputation_is_planned_where_nothing_else_fits() -> None:
-    plan = page.plan(on(devices(2, 8, 55e9), engines=page.LIGHT))
+    stay = EngineChoice("fsdp", {"offload": "none"})
+    stated = {**page.LIGHT, "actor.update": stay, "reference.infer": stay}
+    plan = page.plan(on(devices(2, 8, 66e9), engines=stated))
     update = plan.placement("actor.update")
     assert (
         update.engine.options["recompute"] == "full"
@@ -562,7 +567,7 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
 
 
 def test_the_fastest_recomputation_that_fits_is_planned() -> None:
-    """On 88 GB the cheapest parts suffice, on 55 GB only whole layers do (above)."""
+    """On 88 GB the cheapest parts suffice, on 66 GB only whole layers do (above)."""
     small = devices(2, 8, 88e9)
     seconds = {}
     for choice in ("full", ("mlp", "norms"), ("activation", "norms")):

@@ -90,3 +90,35 @@ def test_a_mixture_of_30b_trains_on_eight_devices_without_recomputation(engine):
     assert max(found[BF16, "optimizer"].values()) <= 80e9
     saved = {how: found["", how]["update"] - found[BF16, how]["update"] for how in ("none", "optimizer")}
     assert saved == pytest.approx({"none": 25.6e9, "optimizer": 10.3e9}, rel=0.05)
+
+
+CACHE = """import grpo
+cluster pod {{ device = "ascend-910b", nodes = 2, devices_per_node = 8, memory = {memory} GB }}
+deploy grpo on pod {{
+  set prompts = 512
+  set prompt_len = 2048
+  set response_len = 8192
+  model policy = "qwen3-32b"
+  data source = "train.jsonl" {{ prompt = "problem", answer = "answer" }}
+  layout actor.update {{ tp = 8 }}
+  layout actor.generate {{ tp = 4 }}
+  engine actor.update = megatron {{ {options} }}
+}}
+"""
+
+
+def test_states_leave_where_a_generation_is_much_faster_with_their_memory():
+    def plan(memory, options=""):
+        return compile("cache.rlg", text=CACHE.format(memory=memory, options=options))
+
+    kept = plan(64, "offload = none")
+    chosen = plan(64)
+    assert offloaded(kept) == {"reference.infer": "weights"}  # the update would not fit with them
+    assert offloaded(chosen) == {"actor.update": "optimizer", "actor.infer": "optimizer"}
+    (note,) = [n.text for n in chosen.notes if n.about == "offload"]
+    assert "the optimizer states of actor.update; otherwise the nodes would take 4" in note
+    seconds = [one.estimate.iteration_seconds.value for one in (chosen, kept)]
+    assert seconds[0] * 1.1 < seconds[1]
+    caches = [one.placement("actor.generate").cache_bytes for one in (chosen, kept)]
+    assert caches[0] > 2 * caches[1]
+    assert offloaded(plan(256)) == {}  # there the cache has room in any case

@@ -36,9 +36,11 @@ ORDER = [
     (measure(ONE, ONE, offloaded=1), "training with fewer kinds of parallelism"),
     (measure(Layout(ep=8), ONE), "training with a smaller tp"),
     (measure(Layout(tp=2), ONE), "training with a smaller tp"),
-    (measure(Layout(tp=8), ONE), "training without pipeline stages"),
+    (measure(Layout(tp=8), ONE), "training with fewer kinds of parallelism"),
+    (measure(Layout(tp=2, ep=2), ONE), "training with fewer pipeline stages"),
     (measure(Layout(pp=2), ONE), "training with fewer kinds of parallelism"),
-    (measure(Layout(tp=2, ep=2), ONE), "generation without pipeline stages"),
+    (measure(Layout(tp=8, pp=2), ONE), "training with fewer pipeline stages"),
+    (measure(Layout(pp=4), ONE), "generation without pipeline stages"),
     (measure(ONE, Layout(pp=2)), "fewer pools"),
     (measure(ONE, ONE)._replace(pools=2), ""),
 ]
