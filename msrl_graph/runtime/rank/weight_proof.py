@@ -57,7 +57,7 @@ PROBE_EVERY = 100  # of so many deliveries in a row, at least one is probed, eve
 BEST = 8  # likeliest tokens that the trainer reports for each prompt
 # The number of elements that are summed at a time: on a host as many as fit into the caches, on a device enough for
 # efficient kernels. It is never more than a bucket has, because the memory of a bucket is free at that time.
-AT_ONCE = {"host": 1 << 16, "device": 1 << 22}
+AT_ONCE = {"host": 1 << 18, "device": 1 << 22}
 LEAST = 1 << 12
 GREEDY = Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
 UNIT = 2.0**32  # log-probabilities are sent as integer multiples of 1 / UNIT

@@ -96,6 +96,11 @@ class Digest:
         terms = room[: first.numel() * len(values)].view(len(values), *first.shape)
         for place, tensor in zip(terms.unbind(), values, strict=True):
             place.copy_((tensor if tensor.dtype == self.dtype else tensor.to(self.dtype)).view(self._bits))
-        for weights in reversed(axis_weights):  # only a CPU has a matrix product of integers, which is cheaper
-            terms = terms @ weights if terms.is_cpu else terms.mul_(weights).sum(-1)
+        for weights in reversed(axis_weights):
+            terms = _sum_on_host(terms, weights) if terms.is_cpu else terms.mul_(weights).sum(-1)
         return terms
+
+
+def _sum_on_host(terms: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums of products over the last dimension, computed by numpy's vector instructions."""
+    return torch.from_numpy(np.asarray(np.einsum("...i,i->...", terms.numpy(), weights.numpy())))
