@@ -1,4 +1,4 @@
-"""Offloading to host memory, for plans that do not fit into device memory or that need it to be fast.
+"""Offloading to host memory, for plans that otherwise do not fit or are slow.
 
 Invariant: a plan that fits is unchanged unless offloading makes its nodes faster by more than `MARGIN`: a KV cache with
 room for more sequences, or an update that recomputes less. A plan that does not fit even with offloading is unchanged.
@@ -30,7 +30,7 @@ HELD["phase"] = f"{HELD['optimizer']} (as a whole)"
 
 
 def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
-    """Complete a placed plan, and offload what is necessary to make the plan fit, or much faster.
+    """Complete a placed plan, with offloading if that makes it fit or much faster.
 
     `complete` is the function that fills in the open values of the placements.
     """
@@ -39,7 +39,10 @@ def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Ca
 
 @dataclass(frozen=True)
 class _Offloading:
-    """The choice of what the workers of a placed plan offload: values of `offload` by worker."""
+    """The choice of what the workers of a placed plan offload.
+
+    A choice is a dictionary of values of the option `offload`, by worker.
+    """
 
     plan: Plan
     engines: holdings.Engines
@@ -83,8 +86,9 @@ class _Offloading:
         return replace(offloading_plan, notes=(*offloading_plan.notes, note))
 
     def _find_fitting(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Return what must be offloaded for the plan to fit; empty if nothing makes it fit.
+        """Return what must be offloaded for the plan to fit.
 
+        The result is empty if nothing makes it fit.
         `values` has what can be offloaded, first what is offloaded first.
         """
         chosen: dict[str, str] = {}
@@ -101,7 +105,10 @@ class _Offloading:
         return chosen
 
     def _find_faster(self, values: Mapping[str, str], placed: Plan) -> tuple[dict[str, str], str]:
-        """Return what to offload if the plan `placed` is then much faster, and what it gains; otherwise nothing."""
+        """Return what to offload to make the plan `placed` much faster, and the gain.
+
+        The results are empty if nothing makes it much faster.
+        """
         before = self._sum_seconds(placed)
         chosen = dict(values)
         fastest = chosen_seconds = self._sum_seconds(self._apply(chosen))
@@ -133,7 +140,10 @@ class _Offloading:
         return math.fsum(figure.value for name in names for figure in estimate.of_node(placed, name))
 
     def _lacks_memory(self, placed: Plan) -> bool:
-        """Return whether memory limits the sequences of a generation, or makes an update recompute activations."""
+        """Return whether more device memory could make a node faster.
+
+        It could if memory limits the sequences of a generation, or makes an update recompute activations.
+        """
         for placement in placed.placements:
             node = placement.node
             if placed.graph.node(node).verb == "generate":

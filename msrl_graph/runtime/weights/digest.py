@@ -102,5 +102,5 @@ class Digest:
 
 
 def _sum_on_host(terms: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sums of products over the last dimension, computed by numpy's vector instructions."""
+    """Return the sums of products over the last dimension, by vector instructions."""
     return torch.from_numpy(np.asarray(np.einsum("...i,i->...", terms.numpy(), weights.numpy())))
