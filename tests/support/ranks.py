@@ -11,6 +11,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import torch
 from torch import distributed as dist
 from torch import multiprocessing
@@ -74,6 +75,9 @@ class Team:
     """Ranks that stay: `function(rank, *arguments)` makes on each what then answers to every case."""
 
     PATIENCE = 120.0  # seconds for an answer, many times what it takes
+    # Gloo has a thread for each process group, which wakes 100 times a second. Engines leave their groups behind, and
+    # after a hundred cases ranks did little else.
+    THREADS = 200
 
     def __init__(self, world, function, *arguments):
         self.world = world
@@ -105,7 +109,10 @@ class Team:
             self.start()
         for pipe in self.pipes:
             pipe.send(case)
-        return self.answers(self.PATIENCE)
+        found = self.answers(self.PATIENCE)
+        if any(psutil.Process(process.pid).num_threads() > self.THREADS for process in self.processes):
+            self.close()
+        return found
 
     def answers(self, patience):
         found = {}
