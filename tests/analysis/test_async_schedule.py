@@ -427,8 +427,11 @@ def test_what_is_said_of_staleness_that_is_not_stated_is_what_it_then_takes(name
 
 
 def test_staleness_that_saves_little_is_not_advised() -> None:
-    found = compile(TESTS / "programs" / "apart_four.rlg")
-    assert not [n for n in found.notes if n.about == "staleness"]
+    page = TESTS / "programs" / "apart_four.rlg"
+    text = page.read_text(encoding="utf-8")
+    for length, advised in ((1024, True), (16, False)):  # of a short response, generating takes little
+        found = compile(page, text=text.replace("response_len = 1024", f"response_len = {length}"))
+        assert bool([n for n in found.notes if n.about == "staleness"]) == advised
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
