@@ -56,8 +56,10 @@ SHARE = 0.01  # the fraction of the run's time up to which deliveries are probed
 PROBE_EVERY = 100  # of so many deliveries in a row, at least one is probed, even if the proof then takes more time
 BEST = 8  # likeliest tokens that the trainer reports for each prompt
 # The number of elements that are summed at a time: on a host as many as fit into the caches, on a device enough for
-# efficient kernels. It is never more than a bucket has, because the memory of a bucket is free at that time.
+# efficient kernels. The buffer has at most the bytes of a bucket, whose memory is free at that time, or the fraction
+# PART of the weights' bytes: an edge that moves nothing has no bucket.
 AT_ONCE = {"host": 1 << 18, "device": 1 << 22}
+PART = 1 / 128
 LEAST = 1 << 12
 GREEDY = Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
 UNIT = 2.0**32  # log-probabilities are sent as integer multiples of 1 / UNIT
@@ -88,7 +90,8 @@ class WeightProof:
         self.model = plan.model(edge.src)
         kinds = [holdings.dtype(plan, name) for name in (edge.src, edge.dst)]
         self.tolerance = max(TOLERANCE[kind] for kind in kinds)
-        most = min(AT_ONCE[device.kind.where], max(LEAST, edge.bucket_bytes // WIDTH))
+        weights = min(holdings.weights(plan, ENGINES, node) for node in (edge.src, edge.dst))
+        most = min(AT_ONCE[device.kind.where], max(LEAST, edge.bucket_bytes // WIDTH, int(PART * weights) // WIDTH))
         dtype = getattr(torch, hf_modules.DTYPES[kinds[1]])
         digest = Digest([tensor.shape for tensor in self.model.weights], dtype, device.place, most)
         self.delivery = Delivery(self.model.weights, sides, (src_end, dst_end), digest)
