@@ -94,7 +94,10 @@ class Device:
     """A type of device, such as `h100`, with its figures.
 
     Figures are in bytes, bytes/s and FLOP/s, as a program states them. For a peak, methods and properties return the
-    fraction that is reached. `resource` is Ray's name for one device. `curves` has rates measured at several sizes:
+    fraction that is reached. `resource` is Ray's name for one device. If a host has no switch for its devices, `mesh`
+    is the number of a device's links, one to each other device, and `device_link` is their sum.
+
+    `curves` has rates measured at several sizes:
 
     - `f32`, `bf16`: FLOP/s of a matrix product in this dtype. The size is the product's FLOP.
     - `attention`: FLOP/s of attention. The size is the FLOP of one head of a row.
@@ -117,9 +120,7 @@ class Device:
     peaks: tuple[str, ...]  # the figures in SHARES that are peaks
     dies: int = 1  # dies per device; each process has one die
     host_dies: int = 0  # dies per host; 0: any number
-    mesh: int = (
-        0  # links of a device, one to each other device of a host, of which `device_link` is the sum; 0: a switch
-    )
+    mesh: int = 0  # links of a device to others of its host
     fabric: Figure | None = None  # between hosts, per device, for collectives; None: the hosts' network
     collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, if measured
     curves: dict[str, Curve] = field(default_factory=dict)

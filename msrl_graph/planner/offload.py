@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..backends.spec import BYTES
 from ..cost import groups, holdings
@@ -23,6 +23,7 @@ from ..passes.buckets import GIB
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, describe_overflow
 from ..passes.reshard import InsertResharding
+from .simplicity import count_chosen
 
 # What is in host memory, by the value of the option `offload`.
 HELD = {"weights": "the weights of {}", "optimizer": "the optimizer states of {}"}
@@ -47,9 +48,10 @@ class _Offloading:
     plan: Plan
     engines: holdings.Engines
     complete: Callable[[Plan], Plan]
+    completed: dict[frozenset[tuple[str, str]], Plan] = field(default_factory=dict)  # by choice
 
     def complete_plan(self) -> Plan:
-        placed = self.complete(self.plan)
+        placed = self._apply({})
         workers = [worker for worker in self.plan.graph.workers if can_offload(self.plan, self.engines, worker)]
         workers.sort(key=lambda worker: holdings.update_of(self.plan, worker.name) is not None)
         values = {
@@ -88,8 +90,7 @@ class _Offloading:
     def _find_fitting(self, values: Mapping[str, str]) -> dict[str, str]:
         """Return what must be offloaded for the plan to fit.
 
-        The result is empty if nothing makes it fit.
-        `values` has what can be offloaded, first what is offloaded first.
+        The result is empty if nothing makes it fit. `values` has what can be offloaded, in the order of preference.
         """
         chosen: dict[str, str] = {}
         for name, value in values.items():
@@ -122,7 +123,16 @@ class _Offloading:
         return chosen, f"the nodes would take {before:,.0f} s instead of {chosen_seconds:,.0f} s"
 
     def _apply(self, values: Mapping[str, str]) -> Plan:
-        """Return the completed plan with values of the option `offload`."""
+        """Return the completed plan with a choice.
+
+        Completing takes time, so it is done once for each choice.
+        """
+        choice = frozenset(values.items())
+        if choice not in self.completed:
+            self.completed[choice] = self._complete_anew(values)
+        return self.completed[choice]
+
+    def _complete_anew(self, values: Mapping[str, str]) -> Plan:
         how = {node.name: value for worker, value in values.items() for node in self.plan.graph.sharing(worker)}
         placements = (
             holdings.with_options(placement, {"offload": how[placement.node]}) if placement.node in how else placement
@@ -150,11 +160,7 @@ class _Offloading:
                 most = holdings.prompts_at_once(placed, node) * holdings.most_samples(placed, node)
                 if placement.sequences < most or KvCache(placed, self.engines, node).is_full:
                     return True
-            stated = placed.deploy.engines.get(node)
-            chosen = placement.engine.options.get("recompute", "none")
-            if chosen != "none" and (stated is None or "recompute" not in stated.options):
-                return True
-        return False
+        return count_chosen(placed, "recompute") > 0
 
 
 def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:

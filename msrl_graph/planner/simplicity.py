@@ -92,11 +92,10 @@ def measure_layout(generates: bool, layout: Layout, engine: int) -> Simplicity:
     preference.
     """
     kinds = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.ep))
-    staged = int(layout.pp > 1)
     last = {"engines": engine, "zero": layout.zero, "etp": layout.etp}
     if generates:
         return Simplicity(
-            generation_stages=staged,
+            generation_stages=int(layout.pp > 1),
             generation_kinds=kinds,
             generation_pp=layout.pp,
             generation_tp=layout.tp,
@@ -126,7 +125,9 @@ def measure_choice(plan: Plan, owner: Owner, known: holdings.Engines, layout: La
 
 def measure_plan(plan: Plan, owners: Sequence[Owner], known: holdings.Engines) -> Simplicity:
     """Return the complexity of a plan whose nodes are placed."""
-    total = Simplicity(pools=len(plan.pools), offloaded=_count(plan, "offload"), recomputed=_count(plan, "recompute"))
+    total = Simplicity(
+        pools=len(plan.pools), offloaded=count_chosen(plan, "offload"), recomputed=count_chosen(plan, "recompute")
+    )
     for owner in owners:
         placement = plan.placement(owner.node)
         total = total.plus(measure_choice(plan, owner, known, placement.layout, placement.engine.name))
@@ -145,7 +146,7 @@ def _rank(specs: Sequence[EngineSpec], engine: str) -> int:
     return next((place for place, spec in enumerate(specs) if spec.name == engine), len(specs))
 
 
-def _count(plan: Plan, option: str) -> int:
+def count_chosen(plan: Plan, option: str) -> int:
     """Return the number of workers whose option the planner set to not `none`."""
     workers = set()
     for placement in plan.placements:
