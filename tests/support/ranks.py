@@ -75,8 +75,8 @@ class Team:
     """Ranks that stay: `function(rank, *arguments)` makes on each what then answers to every case."""
 
     PATIENCE = 120.0  # seconds for an answer, many times what it takes
-    # Gloo has a thread for each process group, which wakes 100 times a second. Engines leave their groups behind, and
-    # after a hundred cases ranks did little else.
+    # The most threads of a rank. Gloo has a thread for each process group, which wakes 100 times a second. Engines do
+    # not destroy their groups. After a hundred cases, these threads took most of the CPU time.
     THREADS = 200
 
     def __init__(self, world, function, *arguments):
